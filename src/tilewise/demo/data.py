@@ -1,0 +1,130 @@
+"""Text for the demo: the standard library's own source, a byte-level BPE trained on it, batches of token windows."""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+END = "<|end|>"
+# Tests, third-party packages, caches; and tables (character maps, help topics), which are data rather than code.
+SKIPPED = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_sysconfigdata"}
+)
+
+
+class DataError(ValueError):
+    """The text given to the demo cannot be trained on; the message says what to pass instead."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Whole files as strings: ``train`` and the held-out ``valid``; ``origin`` says in words where they come from."""
+
+    train: tuple[str, ...]
+    valid: tuple[str, ...]
+    origin: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(text.encode()) for text in self.train + self.valid)
+
+
+def stdlib_files() -> list[Path]:
+    """Source files of the standard library that runs this process, sorted by path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [p for p in sorted(root.rglob("*.py")) if SKIPPED.isdisjoint(p.relative_to(root).parts)]
+
+
+def own_files(paths: Sequence[Path]) -> list[Path]:
+    """The files among ``paths`` and below the directories among them, sorted; a path that is not there is a DataError."""
+    found: set[Path] = set()
+    for path in paths:
+        if path.is_dir():
+            found.update(p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.parts[1:]))
+        elif path.is_file():
+            found.add(path)
+        else:
+            raise DataError(f"--text: {path} is neither a file nor a directory")
+    return sorted(found)
+
+
+def read_corpus(paths: Sequence[Path] = (), *, max_bytes: int, seed: int) -> Corpus:
+    """Read whole files (UTF-8; others are passed over) in an order shuffled by ``seed`` until ``max_bytes``; about 5 % are held out.
+
+    A single file is split at 95 % of its lines. Raises DataError when less than 2,000 characters are found.
+    """
+    files = own_files(paths) if paths else stdlib_files()
+    origin = ", ".join(map(str, paths)) if paths else f"the standard library of Python {sysconfig.get_python_version()}"
+    random.Random(seed).shuffle(files)
+    texts: list[str] = []
+    left = max_bytes
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")[: max(left, 0)]
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text:
+            texts.append(text)
+            left -= len(text.encode())
+        if left <= 0:
+            break
+    if sum(map(len, texts)) < 2000:
+        where = origin if paths else f"{sysconfig.get_paths()['stdlib']} (this Python ships without its sources)"
+        raise DataError(f"too little text in {where}: give your own with --text FILE_OR_DIRECTORY")
+    if len(texts) == 1:
+        lines = texts[0].splitlines(keepends=True)
+        cut = max(1, len(lines) * 95 // 100)
+        return Corpus(("".join(lines[:cut]),), ("".join(lines[cut:]),), origin)
+    held_out = max(1, len(texts) // 20)
+    return Corpus(tuple(texts[held_out:]), tuple(texts[:held_out]), origin)
+
+
+class Tokenizer:
+    """Byte-level BPE (Sennrich et al., 2016; bytes as in GPT-2): every text has tokens and comes back unchanged."""
+
+    def __init__(self, texts: Sequence[str], vocab_size: int) -> None:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        self.backend = Backend(models.BPE())
+        self.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        self.backend.train_from_iterator(texts, trainer)
+        self.end: int = self.backend.token_to_id(END)
+        self.vocab_size: int = self.backend.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.backend.encode(text).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self.backend.decode(list(tokens))
+        return text
+
+    def stream(self, texts: Sequence[str]) -> Tensor:
+        """All texts as one (num_tokens,) int64 tensor, each followed by the end token."""
+        tokens = [token for e in self.backend.encode_batch(list(texts)) for token in (*e.ids, self.end)]
+        return torch.tensor(tokens, dtype=torch.int64)
+
+
+def batches(stream: Tensor, *, batch: int, seqlen: int, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """``steps`` pairs (inputs, targets), each (batch, seqlen), windows of ``stream`` at places drawn from ``seed`` alone."""
+    if stream.numel() < seqlen + 2:
+        raise DataError(f"the text has {stream.numel()} tokens; a window of {seqlen} needs more: give more text or a shorter --seqlen")
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        start = torch.randint(stream.numel() - seqlen, (batch,), generator=draw)
+        window = stream[start[:, None] + torch.arange(seqlen + 1)]
+        yield window[:, :-1], window[:, 1:]

@@ -1,0 +1,447 @@
+"""Expressions over (b, h, i, j, s): the graph that a mask or score function is traced into.
+
+A node is an operation, its operands and its kind (bool, int or float). Numbers and tensors are leaves that
+carry their value while a function is traced; `bind` turns them into numbered slots, so that what remains is pure
+structure: two formulas that differ only in numbers or tensors have the same structure and share one kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import FormulaError
+
+Number = int | float | bool
+
+UNARY_FLOAT = ("tanh", "sigmoid", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos")
+COMPARISONS = ("lt", "le", "eq", "ne")
+LOGIC = ("and", "or", "not")
+_ORDER = ("bool", "int", "float")
+
+
+def _caller_line() -> str:
+    """The user's line, for messages: the nearest frame outside this package and PyTorch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("tilewise.", "torch.")) or module.startswith("tilewise.testing"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "an unknown line"
+
+
+class Expr:
+    """One node of a formula. Built by operators on symbols, never by hand.
+
+    `op` is `sym`, `lit` (a number that is part of the structure), `num` (a number that travels as an argument), `load`
+    (a captured tensor, indexed) or an operation. `value` is the payload of a leaf.
+    """
+
+    __hash__ = object.__hash__
+
+    def __init__(self, op: str, args: tuple[Expr, ...], kind: str, value: Any = None) -> None:
+        self.op = op
+        self.args = args
+        self.kind = kind
+        self.value = value
+
+    # arithmetic
+    def __add__(self, other: Any) -> Expr:
+        return binary("add", self, other)
+
+    def __radd__(self, other: Any) -> Expr:
+        return binary("add", other, self)
+
+    def __sub__(self, other: Any) -> Expr:
+        return binary("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Expr:
+        return binary("sub", other, self)
+
+    def __mul__(self, other: Any) -> Expr:
+        return binary("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Expr:
+        return binary("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Expr:
+        return binary("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Expr:
+        return binary("div", other, self)
+
+    def __floordiv__(self, other: Any) -> Expr:
+        return binary("floordiv", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Expr:
+        return binary("floordiv", other, self)
+
+    def __mod__(self, other: Any) -> Expr:
+        return binary("mod", self, other)
+
+    def __rmod__(self, other: Any) -> Expr:
+        return binary("mod", other, self)
+
+    def __pow__(self, other: Any) -> Expr:
+        if isinstance(other, int) and 1 <= other <= 4:
+            result = self
+            for _ in range(other - 1):
+                result = result * self
+            return result
+        raise FormulaError("power", got=f"exponent {other!r}", expected="an integer from 1 to 4", hint="use exp(p * log(x))")
+
+    def __neg__(self) -> Expr:
+        return unary("neg", self)
+
+    def __pos__(self) -> Expr:
+        return self
+
+    def __abs__(self) -> Expr:
+        return unary("abs", self)
+
+    # comparisons: all four are kept as < <= == != on swapped operands
+    def __lt__(self, other: Any) -> Expr:
+        return compare("lt", self, other)
+
+    def __le__(self, other: Any) -> Expr:
+        return compare("le", self, other)
+
+    def __gt__(self, other: Any) -> Expr:
+        return compare("lt", other, self)
+
+    def __ge__(self, other: Any) -> Expr:
+        return compare("le", other, self)
+
+    def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
+        return compare("eq", self, other)
+
+    def __ne__(self, other: Any) -> Expr:  # type: ignore[override]
+        return compare("ne", self, other)
+
+    # logic
+    def __and__(self, other: Any) -> Expr:
+        return logic("and", self, other)
+
+    def __rand__(self, other: Any) -> Expr:
+        return logic("and", other, self)
+
+    def __or__(self, other: Any) -> Expr:
+        return logic("or", self, other)
+
+    def __ror__(self, other: Any) -> Expr:
+        return logic("or", other, self)
+
+    def __xor__(self, other: Any) -> Expr:
+        return compare("ne", _as_bool(self, "^"), _as_bool(as_expr(other), "^"))
+
+    def __invert__(self) -> Expr:
+        return negate(_as_bool(self, "~"))
+
+    # the tensor methods that FlexAttention-style functions call on positions and scores
+    def to(self, dtype: Any, **_: Any) -> Expr:
+        return cast(self, dtype)
+
+    def float(self) -> Expr:
+        return cast(self, torch.float32)
+
+    def int(self) -> Expr:
+        return cast(self, torch.int32)
+
+    def long(self) -> Expr:
+        return cast(self, torch.int64)
+
+    def bool(self) -> Expr:
+        return cast(self, torch.bool)
+
+    def abs(self) -> Expr:
+        return unary("abs", self)
+
+    def tanh(self) -> Expr:
+        return unary("tanh", self)
+
+    def exp(self) -> Expr:
+        return unary("exp", self)
+
+    def log(self) -> Expr:
+        return unary("log", self)
+
+    def sqrt(self) -> Expr:
+        return unary("sqrt", self)
+
+    def sigmoid(self) -> Expr:
+        return unary("sigmoid", self)
+
+    def floor(self) -> Expr:
+        return unary("floor", self)
+
+    def clamp(self, min: Any = None, max: Any = None) -> Expr:
+        result = self if min is None else binary("max", self, min)
+        return result if max is None else binary("min", result, max)
+
+    # what would need a value while only a symbol exists
+    def _no_value(self, what: str, hint: str) -> Any:
+        raise FormulaError(
+            f"{what} of a traced value at {_caller_line()}",
+            got=f"the expression {render(self)}",
+            expected="an expression without data-dependent Python control flow",
+            hint=hint,
+        )
+
+    def __bool__(self) -> bool:  # type: ignore[valid-type]
+        return self._no_value(  # type: ignore[no-any-return]
+            "bool()", "use & | ~ instead of and/or/not, and where(cond, a, b) instead of if"
+        )
+
+    def __float__(self) -> Any:
+        return self._no_value("float()", "use the functions of tilewise.formula or torch (tanh, exp, ...), not math")
+
+    def __int__(self) -> Any:
+        return self._no_value("int()", "use .to(torch.int32) or //")
+
+    def __index__(self) -> Any:
+        return self._no_value("index()", "index PyTorch tensors of 1 to 4 dimensions with traced positions")
+
+    def __iter__(self) -> Any:
+        return self._no_value("iteration", "a position or score is a single value")
+
+    def __len__(self) -> Any:
+        return self._no_value("len()", "a position or score is a single value")
+
+    def __repr__(self) -> str:
+        return render(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from tilewise.formula.trace import apply_torch_function
+
+        return apply_torch_function(func, args, kwargs or {})
+
+
+# construction ------------------------------------------------------------------------------------------------------
+
+
+def sym(name: str, kind: str = "int") -> Expr:
+    """A symbol: `b h i j` (int), `s` (float), or an internal one."""
+    return Expr("sym", (), kind, name)
+
+
+def lit(value: Number) -> Expr:
+    """A number that is part of the structure (used by derivatives and bounds, not by users' numbers)."""
+    kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+    return Expr("lit", (), kind, value)
+
+
+TRUE, FALSE = lit(True), lit(False)
+
+
+def as_expr(value: Any) -> Expr:
+    """Lift a Python number or a captured one-element tensor into an expression."""
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, bool):
+        return TRUE if value else FALSE
+    if isinstance(value, int):
+        return Expr("num", (), "int", value)
+    if isinstance(value, float):
+        return Expr("num", (), "float", value)
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise FormulaError(
+                f"captured tensor at {_caller_line()}",
+                got=f"a tensor of shape {tuple(value.shape)} used without an index",
+                expected="tensor[...] indexed by b, h, i or j, or a one-element tensor",
+                hint="write bias[h, i, j] rather than bias",
+            )
+        return load(value.reshape(()), ())
+    if isinstance(value, torch.SymInt):
+        return Expr("num", (), "int", value)
+    if isinstance(value, torch.SymFloat):
+        return Expr("num", (), "float", value)
+    raise FormulaError(
+        f"operand at {_caller_line()}",
+        got=f"{type(value).__name__} {value!r}",
+        expected="a number, a captured tensor indexed by positions, or a traced value",
+    )
+
+
+def tensor_kind(dtype: torch.dtype) -> str:
+    """The kind (bool, int, float) that values of a captured tensor have in a formula."""
+    return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
+
+
+def load(tensor: torch.Tensor, indices: Sequence[Any]) -> Expr:
+    """A captured tensor read at traced indices, one for each dimension."""
+    if len(indices) != tensor.ndim or tensor.ndim > 4:
+        raise FormulaError(
+            f"index into a captured tensor at {_caller_line()}",
+            got=f"{len(indices)} indices for a tensor of shape {tuple(tensor.shape)}",
+            expected="one index for each dimension, 0 to 4 dimensions",
+            hint="index every dimension: bias[b, h, i, j]",
+        )
+    exprs = tuple(as_expr(index) for index in indices)
+    for position, index in enumerate(exprs):
+        if index.kind != "int":
+            raise FormulaError(
+                f"index {position} into a captured tensor at {_caller_line()}",
+                got=f"a {index.kind} expression {render(index)}",
+                expected="an integer expression",
+                hint="cast with .to(torch.int32), or use // instead of /",
+            )
+    return Expr("load", exprs, tensor_kind(tensor.dtype), tensor)
+
+
+def cast(value: Any, dtype: Any) -> Expr:
+    """Convert to bool, int or float; the width is the kernel's choice (float32, int32, int64 where it could overflow)."""
+    expr = as_expr(value)
+    if dtype in (int, float, bool):
+        kind: str = dtype.__name__
+    elif isinstance(dtype, torch.dtype) and not dtype.is_complex:
+        kind = tensor_kind(dtype)
+    else:
+        raise FormulaError("cast", got=repr(dtype), expected="a real torch.dtype", hint="use torch.float32 or torch.int32")
+    if expr.op == "lit":
+        return lit({"bool": bool, "int": int, "float": float}[kind](expr.value))
+    return expr if kind == expr.kind else Expr("to_" + kind, (expr,), kind)
+
+
+def _numeric(expr: Expr) -> Expr:
+    return cast(expr, int) if expr.kind == "bool" else expr
+
+
+def _join(a: Expr, b: Expr) -> tuple[Expr, Expr, str]:
+    kind = _ORDER[max(_ORDER.index(a.kind), _ORDER.index(b.kind))]
+    if kind == "float":
+        return cast(a, float), cast(b, float), kind
+    return a, b, kind
+
+
+def binary(op: str, left: Any, right: Any) -> Expr:
+    """add sub mul div floordiv mod min max, with PyTorch's promotion of bool, int and float."""
+    a, b, kind = _join(_numeric(as_expr(left)), _numeric(as_expr(right)))
+    if op == "div":
+        a, b, kind = cast(a, float), cast(b, float), "float"
+    if op == "floordiv" and kind == "float":
+        return unary("floor", binary("div", a, b))
+    if op == "mod" and kind == "float":
+        return a - b * unary("floor", binary("div", a, b))
+    return Expr(op, (a, b), kind)
+
+
+def unary(op: str, value: Any) -> Expr:
+    """neg abs floor keep the kind; tanh sigmoid exp exp2 log log2 sqrt sin cos give float."""
+    expr = _numeric(as_expr(value))
+    if op in UNARY_FLOAT:
+        return Expr(op, (cast(expr, float),), "float")
+    if op == "floor" and expr.kind == "int":
+        return expr
+    return Expr(op, (expr,), expr.kind)
+
+
+def compare(op: str, left: Any, right: Any) -> Expr:
+    """lt le eq ne."""
+    a, b = as_expr(left), as_expr(right)
+    if a.kind != b.kind:
+        a, b, _ = _join(_numeric(a), _numeric(b))
+    return Expr(op, (a, b), "bool")
+
+
+def _as_bool(expr: Expr, operator: str) -> Expr:
+    if expr.kind != "bool":
+        raise FormulaError(
+            f"operand of {operator} at {_caller_line()}",
+            got=f"the {expr.kind} expression {render(expr)}",
+            expected="a boolean expression",
+            hint="compare first, for example (x != 0); parenthesise comparisons joined by & and |",
+        )
+    return expr
+
+
+def logic(op: str, left: Any, right: Any) -> Expr:
+    """and, or of boolean expressions; literal True and False fold away."""
+    name = "&" if op == "and" else "|"
+    a, b = _as_bool(as_expr(left), name), _as_bool(as_expr(right), name)
+    absorbing = op == "or"
+    for x, y in ((a, b), (b, a)):
+        if x.op == "lit":
+            return x if x.value is absorbing else y
+    return Expr(op, (a, b), "bool")
+
+
+def negate(expr: Expr) -> Expr:
+    """Boolean not, with literals and double negation folded."""
+    if expr.op == "lit":
+        return FALSE if expr.value else TRUE
+    return expr.args[0] if expr.op == "not" else Expr("not", (expr,), "bool")
+
+
+def where(condition: Any, if_true: Any, if_false: Any) -> Expr:
+    """`if_true` where the condition holds, else `if_false`."""
+    c = _as_bool(as_expr(condition), "where")
+    a, b = as_expr(if_true), as_expr(if_false)
+    if c.op == "lit":
+        return a if c.value else b
+    if a.kind != b.kind:
+        a, b, _ = _join(_numeric(a), _numeric(b))
+    return Expr("where", (c, a, b), a.kind)
+
+
+# walking -----------------------------------------------------------------------------------------------------------
+
+
+def postorder(roots: Iterable[Expr]) -> list[Expr]:
+    """Every node once, operands before their users."""
+    seen: set[int] = set()
+    order: list[Expr] = []
+    stack = [(root, False) for root in reversed(list(roots))]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            stack.extend((arg, False) for arg in reversed(node.args))
+    return order
+
+
+def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The same operation on other operands."""
+    return node if args == () or all(x is y for x, y in zip(args, node.args, strict=True)) else Expr(node.op, args, node.kind, node.value)
+
+
+def transform(root: Expr, replace: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Expr:
+    """Rewrite bottom-up; `replace(node, new_args)` returns the new node, or None to keep the operation."""
+    done: dict[int, Expr] = {}
+    for node in postorder([root]):
+        args = tuple(done[id(arg)] for arg in node.args)
+        new = replace(node, args)
+        done[id(node)] = rebuild(node, args) if new is None else new
+    return done[id(root)]
+
+
+def symbols(root: Expr) -> set[str]:
+    """Names of the symbols that an expression depends on."""
+    return {node.value for node in postorder([root]) if node.op == "sym"}
+
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%"}
+_INFIX |= {"lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
+
+
+def render(root: Expr) -> str:
+    """Readable infix text of an expression."""
+    if root.op in ("sym", "num", "lit"):
+        return str(root.value)
+    if root.op == "load":
+        shape = f"t{root.value}" if isinstance(root.value, int) else "tensor"
+        return f"{shape}[{', '.join(render(a) for a in root.args)}]"
+    parts = [render(a) for a in root.args]
+    if root.op in _INFIX:
+        return f"({parts[0]} {_INFIX[root.op]} {parts[1]})"
+    return f"{ {'neg': '-', 'not': '~'}.get(root.op, root.op) }({', '.join(parts)})"

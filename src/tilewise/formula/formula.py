@@ -1,0 +1,138 @@
+"""Masks and scores: traced once, combined by an algebra, compared by meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import FormulaError
+from tilewise.formula.evaluate import evaluate
+from tilewise.formula.expr import Expr, logic, negate, render, transform
+from tilewise.formula.structure import Binding, Structure, parse
+from tilewise.formula.trace import trace
+
+
+class Formula:
+    """A traced expression with its captured tensors and numbers.
+
+    Two formulas are equal when their structure and numbers are equal and they capture the same tensors. `text` is the structure
+    alone: formulas with equal text run the same compiled kernel.
+    """
+
+    def __init__(self, expr: Expr, name: str | None = None) -> None:
+        binding = Binding()
+        self.expr = expr
+        self.name = name
+        self.text = binding.text(expr)
+        self.tensors: tuple[torch.Tensor, ...] = tuple(binding.tensors)
+        self.numbers: tuple[Any, ...] = tuple(binding.numbers)
+
+    @property
+    def structure(self) -> Structure:
+        """The parsed structure, shared by all formulas of equal text."""
+        return parse(self.text)
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (type(self).__name__, self.text, self.numbers, tuple(id(t) for t in self.tensors))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Formula) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __repr__(self) -> str:
+        return self.name or render(self.expr)
+
+    def evaluate(self, *, dtype: torch.dtype = torch.float32, **symbols: torch.Tensor) -> torch.Tensor:
+        """Value for integer tensors `b`, `h`, `i`, `j` (and a float tensor `s` for a score) that broadcast against each other."""
+        return evaluate([self.structure.root], symbols, self.tensors, self.numbers, dtype)[0]
+
+
+class Mask(Formula):
+    """Which pairs (i, j) may meet. Combine with `&`, `|` and `~`."""
+
+    def __and__(self, other: Any) -> Mask:
+        other = as_mask(other)
+        return Mask(logic("and", self.expr, other.expr), f"{self._operand('&')} & {other._operand('&')}")
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Mask:
+        other = as_mask(other)
+        return Mask(logic("or", self.expr, other.expr), f"{self._operand('|')} | {other._operand('|')}")
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Mask:
+        return Mask(negate(self.expr), f"~{self._operand('~')}")
+
+    def _operand(self, operator: str) -> str:
+        text = repr(self)
+        compound = " & " in text or " | " in text
+        return f"({text})" if compound and not text.startswith("(") and f" {operator} " not in text else text
+
+    def __bool__(self) -> bool:
+        raise FormulaError(
+            "bool(mask)",
+            got=f"the mask {self!r}",
+            expected="masks combined by & | ~",
+            hint="`and`, `or` and `not` would silently drop a mask; write causal & window(1024)",
+        )
+
+
+class Score(Formula):
+    """What becomes of a score. `first >> then` applies `then` to the result of `first`."""
+
+    def __rshift__(self, other: Any) -> Score:
+        then = as_score(other)
+
+        def insert(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+            return self.expr if node.op == "sym" and node.value == "s" else None
+
+        return Score(transform(then.expr, insert), f"{self!r} >> {then!r}")
+
+    def __rrshift__(self, other: Any) -> Score:
+        return as_score(other) >> self
+
+    def __bool__(self) -> bool:
+        raise FormulaError(
+            "bool(score)", got=f"the score {self!r}", expected="scores composed by >>", hint="write alibi(slopes) >> softcap(30.0)"
+        )
+
+
+def mask(fn: Callable[..., Any], name: str | None = None) -> Mask:
+    """Trace `fn(b, h, i, j) -> bool` into a mask.
+
+    `i` is the query's place on the key axis (query index + seqlen_k - seqlen_q), `j` the key position, `h` the query head, `b`
+    the batch element (the sequence, in a packed layout). Captured tensors of up to four dimensions may be indexed by integer
+    expressions. Raises FormulaError for a branch on a traced value or an operation outside the formula language.
+    """
+    return Mask(trace(fn, ("b", "h", "i", "j"), "bool", "mask"), name)
+
+
+def score(fn: Callable[..., Any], name: str | None = None) -> Score:
+    """Trace `fn(s, b, h, i, j) -> float` into a score; `s` is the scaled dot product."""
+    return Score(trace(fn, ("s", "b", "h", "i", "j"), "float", "score"), name)
+
+
+def as_mask(value: Any) -> Mask:
+    """A Mask as it is; a function is traced."""
+    if isinstance(value, Mask):
+        return value
+    if callable(value) and not isinstance(value, Formula):
+        return mask(value)
+    raise FormulaError("mask", got=f"{type(value).__name__} {value!r}", expected="a Mask or a function (b, h, i, j) -> bool")
+
+
+def as_score(value: Any) -> Score:
+    """A Score as it is; a function is traced."""
+    if isinstance(value, Score):
+        return value
+    if callable(value) and not isinstance(value, Formula):
+        return score(value)
+    raise FormulaError("score", got=f"{type(value).__name__} {value!r}", expected="a Score or a function (s, b, h, i, j) -> float")
+
+

@@ -1,0 +1,249 @@
+"""Masks and scores by name: ordinary expressions, to combine or to read as examples.
+
+`i` is the query's place on the key axis, so every mask here is aligned to the bottom right: with fewer queries than keys the
+last query stands at the last key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError
+from tilewise.formula import expr as e
+from tilewise.formula.expr import Expr
+from tilewise.formula.formula import Mask, Score, mask, score
+
+
+def _causal(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
+    return i >= j
+
+
+causal: Mask = mask(_causal, "causal")
+"""Each query sees itself and what came before."""
+
+
+def window(left: int | None, right: int | None = 0) -> Mask:
+    """Sliding window: key j is visible to query i when i - left < j <= i + right.
+
+    `window(n)` sees n keys counting itself (Mistral's sliding window); `window(n, n - 1)` is symmetric. None lifts a side's limit.
+    """
+    for name, value, least in (("left", left, 1), ("right", right, 0)):
+        if value is not None and not isinstance(value, torch.SymInt) and (not isinstance(value, int) or value < least):
+            raise InputError(f"window {name}", got=repr(value), expected=f"None or an integer >= {least}")
+    i, j = e.sym("i"), e.sym("j")
+    parts = [] if left is None else [i - j < left]
+    parts += [] if right is None else [j - i <= right]
+    result = e.TRUE
+    for part in parts:
+        result = e.logic("and", result, part)
+    return Mask(result, f"window({left})" if right == 0 else f"window({left}, {right})")
+
+
+def chunked(size: int) -> Mask:
+    """Only keys of the query's own chunk of `size` positions (Llama 4's chunked attention, without causality)."""
+    _positive("chunked size", size)
+    return mask(lambda b, h, i, j: i // size == j // size, f"chunked({size})")
+
+
+def prefix(lengths: torch.Tensor) -> Mask:
+    """Keys before `lengths[b]` are visible to every query; `causal | prefix(lengths)` is prefix-LM attention.
+
+    Args:
+        lengths: integer tensor (batch,).
+    """
+    _tensor("prefix lengths", lengths, (1,), floating=False)
+    return mask(lambda b, h, i, j: j < lengths[b], "prefix(lengths)")
+
+
+def lengths(seqlens: torch.Tensor) -> Mask:
+    """Right padding: keys from `seqlens[b]` on are invisible. `seqlens` is an integer tensor (batch,)."""
+    _tensor("lengths seqlens", seqlens, (1,), floating=False)
+    return mask(lambda b, h, i, j: j < seqlens[b], "lengths(seqlens)")
+
+
+def document(ids: torch.Tensor) -> Mask:
+    """Queries see keys of their own document. `ids` is an integer tensor (seqlen_k,) or (batch, seqlen_k)."""
+    _tensor("document ids", ids, (1, 2), floating=False)
+    if ids.ndim == 1:
+        return mask(lambda b, h, i, j: ids[i] == ids[j], "document(ids)")
+    return mask(lambda b, h, i, j: ids[b, i] == ids[b, j], "document(ids)")
+
+
+def tree(entry: torch.Tensor, exit: torch.Tensor) -> Mask:
+    """Each position sees its ancestors and itself in a tree of candidates (speculative decoding).
+
+    Args:
+        entry, exit: integer tensors (seqlen_k,) with the depth-first entry and exit times of each position's node (`tree_times`);
+            an ancestor's interval contains its descendants'.
+    """
+    _tensor("tree entry", entry, (1,), floating=False)
+    _tensor("tree exit", exit, (1,), floating=False)
+    return mask(lambda b, h, i, j: (entry[j] <= entry[i]) & (exit[i] <= exit[j]), "tree(entry, exit)")
+
+
+def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depth-first entry and exit times, int32 (n,), of a forest given by each node's parent (-1 for a root)."""
+    children: list[list[int]] = [[] for _ in parents]
+    roots = []
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < len(parents) or parent == node:
+            raise InputError("tree parents", got=f"parent {parent} of node {node}", expected="-1 or another node's index")
+        (roots if parent < 0 else children[parent]).append(node)
+    entry, exit_, clock = [0] * len(parents), [-1] * len(parents), 0
+    stack = [(root, False) for root in reversed(roots)]
+    while stack:
+        node, leaving = stack.pop()
+        if leaving:
+            exit_[node] = clock
+        else:
+            entry[node] = clock
+            stack.append((node, True))
+            stack.extend((child, False) for child in reversed(children[node]))
+        clock += 1
+    if -1 in exit_:
+        raise InputError("tree parents", got="a cycle", expected="a forest")
+    return torch.tensor(entry, dtype=torch.int32), torch.tensor(exit_, dtype=torch.int32)
+
+
+def dilated(step: int) -> Mask:
+    """Every `step`-th key, counted from the query: combine with a window for dilated sliding windows (LongNet, Longformer)."""
+    _positive("dilated step", step)
+    return mask(lambda b, h, i, j: (i - j) % step == 0, f"dilated({step})")
+
+
+def neighborhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
+    """Neighborhood attention (NATTEN) on a 1-D, 2-D or 3-D grid stored row-major.
+
+    A query sees the `window` (odd extents) around it; at the border the window is shifted inside, so every query sees
+    the same number of keys (Hassani et al., "Neighborhood Attention Transformer").
+    """
+    if not 1 <= len(shape) <= 3 or len(shape) != len(window):
+        raise InputError("neighborhood shape and window", got=f"{tuple(shape)}, {tuple(window)}", expected="1 to 3 extents each")
+    for size, width in zip(shape, window, strict=True):
+        if width % 2 == 0 or not 1 <= width <= size:
+            raise InputError("neighborhood window", got=tuple(window), expected=f"odd extents at most {tuple(shape)}")
+
+    def visible(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
+        result, stride = e.TRUE, math.prod(shape)
+        for size, width in zip(shape, window, strict=True):
+            outer, stride = stride, stride // size
+            x = i // stride if outer == math.prod(shape) else i % outer // stride
+            y = j // stride if outer == math.prod(shape) else j % outer // stride
+            center = x.clamp(width // 2, size - 1 - width // 2)
+            result = e.logic("and", result, abs(center - y) <= width // 2)
+        return result
+
+    return mask(visible, f"neighborhood({tuple(shape)}, {tuple(window)})")
+
+
+def blocks(visible: torch.Tensor, block_size: int) -> Mask:
+    """Block-sparse attention: pair (i, j) is visible where `visible[i // block_size, j // block_size]`.
+
+    Args:
+        visible: bool tensor (q_blocks, k_blocks), (heads, q_blocks, k_blocks) or (batch, heads, q_blocks, k_blocks).
+    """
+    _tensor("blocks map", visible, (2, 3, 4), floating=None)
+    _positive("blocks block_size", block_size)
+    lead = visible.ndim - 2
+
+    def body(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
+        index = (*((b, h)[2 - lead :]), i // block_size, j // block_size)
+        return e.cast(e.load(visible, index), bool)
+
+    return mask(body, f"blocks(map, {block_size})")
+
+
+def explicit(keep: torch.Tensor) -> Mask:
+    """A boolean tensor (1 or batch, 1 or heads, seqlen_q, seqlen_k) or (seqlen_q, seqlen_k), True where visible.
+
+    Its rows are queries, so with fewer queries than keys row 0 stands at key seqlen_k - seqlen_q.
+    """
+    _tensor("explicit mask", keep, (2, 4), floating=None)
+    table, shift = keep if keep.ndim == 4 else keep[None, None], keep.shape[-1] - keep.shape[-2]
+    return mask(
+        lambda b, h, i, j: e.cast(e.load(table, (*_lead(table, b, h), i - shift, j)), bool), f"explicit({tuple(keep.shape)})"
+    )
+
+
+def alibi(slopes: torch.Tensor) -> Score:
+    """ALiBi: s - slope * |i - j| (Press et al., "Train Short, Test Long"). `slopes` is (heads,) or (batch, heads), differentiable."""
+    _tensor("alibi slopes", slopes, (1, 2), floating=True)
+    if slopes.ndim == 1:
+        return score(lambda s, b, h, i, j: s - slopes[h] * abs(i - j), "alibi(slopes)")
+    return score(lambda s, b, h, i, j: s - slopes[b, h] * abs(i - j), "alibi(slopes)")
+
+
+def softcap(cap: float) -> Score:
+    """cap * tanh(s / cap): scores stay within (-cap, cap) (Gemma 2, Grok)."""
+    if isinstance(cap, (int, float)) and not cap > 0:
+        raise InputError("softcap cap", got=repr(cap), expected="a number > 0")
+    return score(lambda s, b, h, i, j: float(cap) * e.unary("tanh", s / float(cap)), f"softcap({cap})")
+
+
+def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
+    """T5's relative position bias: s + table[bucket(j - i), h] (Raffel et al., "Exploring the Limits of Transfer Learning").
+
+    Args:
+        table: float tensor (num_buckets, heads), differentiable.
+        bidirectional: half of the buckets for keys after the query; else those share bucket 0.
+        max_distance: distance from which on the last bucket is used.
+    """
+    _tensor("relative_bias table", table, (2,), floating=True)
+    buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
+    exact = buckets // 2
+    if exact < 1 or max_distance <= exact:
+        raise InputError("relative_bias", got=f"{table.shape[0]} buckets, max_distance {max_distance}",
+                         expected="at least 4 buckets (2 if not bidirectional), and max_distance beyond the exact ones")
+    scale = (buckets - exact) / math.log(max_distance / exact)
+
+    def biased(s: Expr, b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
+        distance = abs(i - j) if bidirectional else (i - j).clamp(min=0)
+        far = e.unary("log", distance.clamp(min=1).float() / float(exact)) * scale
+        bucket = e.where(distance < exact, distance, (far.int() + exact).clamp(max=buckets - 1))
+        if bidirectional:
+            bucket = bucket + e.where(j > i, buckets, 0)
+        return s + e.load(table, (bucket, h))
+
+    return score(biased, f"relative_bias({tuple(table.shape)})")
+
+
+def bias(values: torch.Tensor) -> Score:
+    """s + values[b, h, query, key]; `values` (1 or batch, 1 or heads, seqlen_q, seqlen_k) or (seqlen_q, seqlen_k), differentiable."""
+    _tensor("bias", values, (2, 4), floating=True)
+    table = values if values.ndim == 4 else values[None, None]
+    shift = values.shape[-1] - values.shape[-2]
+    return score(lambda s, b, h, i, j: s + e.load(table, (*_lead(table, b, h), i - shift, j)), f"bias({tuple(values.shape)})")
+
+
+def tanh_score() -> Score:
+    """tanh(s) as the score."""
+    return score(lambda s, b, h, i, j: e.unary("tanh", s), "tanh_score()")
+
+
+def sigmoid_score() -> Score:
+    """sigmoid(s) as the score."""
+    return score(lambda s, b, h, i, j: e.unary("sigmoid", s), "sigmoid_score()")
+
+
+def _lead(table: torch.Tensor, b: Expr, h: Expr) -> tuple[Expr, Expr]:
+    return (b if table.shape[0] > 1 else e.lit(0)), (h if table.shape[1] > 1 else e.lit(0))
+
+
+def _positive(name: str, value: Any) -> None:
+    if not isinstance(value, (int, torch.SymInt)) or (isinstance(value, int) and value < 1):
+        raise InputError(name, got=repr(value), expected="an integer >= 1")
+
+
+def _tensor(name: str, value: Any, ranks: tuple[int, ...], floating: bool | None) -> None:
+    wanted = f"a {'floating-point ' if floating else 'integer ' if floating is False else 'boolean '}tensor of rank " + " or ".join(
+        map(str, ranks)
+    )
+    if not isinstance(value, torch.Tensor):
+        raise InputError(name, got=type(value).__name__, expected=wanted)
+    wrong_kind = floating is not None and value.is_floating_point() != floating
+    if value.ndim not in ranks or wrong_kind:
+        raise InputError(name, got=f"{value.dtype} of shape {tuple(value.shape)}", expected=wanted)

@@ -1,0 +1,155 @@
+"""Trace a mask or score function once, by calling it with symbols.
+
+A function written for PyTorch FlexAttention works unchanged: operators and methods build nodes, `torch.where`, `torch.tanh`
+and friends dispatch on the symbols, and indexing a captured tensor with symbols is caught while the function runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tilewise.core.errors import FormulaError
+from tilewise.formula.expr import (
+    UNARY_FLOAT,
+    Expr,
+    _caller_line,
+    as_expr,
+    binary,
+    cast,
+    compare,
+    load,
+    logic,
+    negate,
+    render,
+    sym,
+    unary,
+    where,
+)
+
+
+def _clamp(value: Any, min: Any = None, max: Any = None) -> Expr:
+    return as_expr(value).clamp(min, max)
+
+
+def _floor_divide(a: Any, b: Any, rounding_mode: str | None = None) -> Expr:
+    if rounding_mode not in (None, "floor"):
+        raise FormulaError("rounding_mode", got=repr(rounding_mode), expected="None or 'floor'")
+    return binary("floordiv" if rounding_mode else "div", a, b)
+
+
+def _two(op: str) -> Callable[[Any, Any], Expr]:
+    return lambda a, b: binary(op, a, b)
+
+
+def _cmp(op: str, swap: bool = False) -> Callable[[Any, Any], Expr]:
+    return (lambda a, b: compare(op, b, a)) if swap else (lambda a, b: compare(op, a, b))
+
+
+def _getitem(tensor: Any, index: Any) -> Any:
+    if isinstance(tensor, Expr):
+        raise FormulaError(
+            f"index of a traced value at {_caller_line()}", got=render(tensor), expected="an index into a captured tensor"
+        )
+    indices = index if isinstance(index, tuple) else (index,)
+    return load(tensor, indices)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.where: where,
+    torch.minimum: _two("min"),
+    torch.maximum: _two("max"),
+    torch.clamp: _clamp,
+    torch.logical_and: lambda a, b: logic("and", cast(a, bool), cast(b, bool)),
+    torch.logical_or: lambda a, b: logic("or", cast(a, bool), cast(b, bool)),
+    torch.logical_not: lambda a: negate(cast(a, bool)),
+    torch.logical_xor: lambda a, b: compare("ne", cast(a, bool), cast(b, bool)),
+    torch.bitwise_and: lambda a, b: logic("and", a, b),
+    torch.bitwise_or: lambda a, b: logic("or", a, b),
+    torch.div: _floor_divide,
+    torch.true_divide: _two("div"),
+    torch.floor_divide: _two("floordiv"),
+    torch.remainder: _two("mod"),
+    torch.pow: operator.pow,
+    torch.square: lambda a: as_expr(a) * as_expr(a),
+    torch.nn.functional.sigmoid: lambda a: unary("sigmoid", a),
+    torch.nn.functional.tanh: lambda a: unary("tanh", a),
+    torch.Tensor.__getitem__: _getitem,
+}
+for _name, _op in (("add", "add"), ("sub", "sub"), ("subtract", "sub"), ("mul", "mul"), ("multiply", "mul")):
+    _FUNCTIONS[getattr(torch, _name)] = _two(_op)
+for _name in (*UNARY_FLOAT, "abs", "neg", "floor"):
+    _FUNCTIONS[getattr(torch, _name)] = lambda a, _n=_name: unary(_n, a)
+for _names, _op, _swap in (
+    (("lt", "less"), "lt", False),
+    (("le", "less_equal"), "le", False),
+    (("gt", "greater"), "lt", True),
+    (("ge", "greater_equal"), "le", True),
+    (("eq",), "eq", False),
+    (("ne", "not_equal"), "ne", False),
+):
+    for _name in _names:
+        _FUNCTIONS[getattr(torch, _name)] = _cmp(_op, _swap)
+# a captured tensor on the left of an operator arrives as the tensor's own method
+for _method, _op in (("add", "add"), ("sub", "sub"), ("mul", "mul"), ("truediv", "div"), ("mod", "mod")):
+    _FUNCTIONS[getattr(torch.Tensor, f"__{_method}__")] = _two(_op)
+    if hasattr(torch.Tensor, f"__r{_method}__"):
+        _FUNCTIONS[getattr(torch.Tensor, f"__r{_method}__")] = lambda a, b, _o=_op: binary(_o, b, a)
+for _method, _op, _swap in (
+    ("lt", "lt", False),
+    ("le", "le", False),
+    ("gt", "lt", True),
+    ("ge", "le", True),
+    ("eq", "eq", False),
+    ("ne", "ne", False),
+):
+    _FUNCTIONS[getattr(torch.Tensor, f"__{_method}__")] = _cmp(_op, _swap)
+for _method in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne"):
+    _FUNCTIONS.setdefault(getattr(torch.Tensor, _method), _FUNCTIONS[getattr(torch, _method)])
+
+
+def apply_torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.f(...)` with a traced operand."""
+    known = _FUNCTIONS.get(func)
+    if known is None:
+        name = getattr(func, "__name__", str(func))
+        raise FormulaError(
+            f"torch.{name} at {_caller_line()}",
+            got="a traced value",
+            expected="one of " + ", ".join(sorted({f.__name__ for f in _FUNCTIONS if hasattr(f, "__name__")})),
+            hint="compute what does not depend on positions or the score outside, and capture it as a tensor",
+        )
+    return known(*args, **kwargs)
+
+
+class _Indexing(TorchFunctionMode):
+    """While active, `tensor[...]` with a traced index becomes a load node."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(part, Expr) for part in index):
+                return _getitem(args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def trace(fn: Callable[..., Any], names: tuple[str, ...], kind: str, what: str) -> Expr:
+    """Call `fn` with one symbol for each name and check the kind of what comes back."""
+    arguments = [sym(name, "float" if name == "s" else "int") for name in names]
+    with _Indexing():
+        result = fn(*arguments)
+    expr = as_expr(result)
+    if kind == "bool" and expr.kind != "bool":
+        raise FormulaError(
+            f"{what} function",
+            got=f"a {expr.kind} expression {render(expr)}",
+            expected="a boolean expression",
+            hint="return a comparison, for example i >= j",
+        )
+    return cast(expr, float) if kind == "float" else expr

@@ -1,0 +1,141 @@
+"""Which tiles a mask needs: EMPTY, PARTIAL or FULL for each tile of queries and keys, found without looking at every pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError
+from tilewise.formula.evaluate import evaluate
+from tilewise.formula.formula import Mask, as_mask
+from tilewise.schedule.rule import build_tables, tile_rule
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+_CHUNK = 1 << 18  # tiles classified at a time: bounds the temporaries to a few MB
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """Tile classes of one mask at one size.
+
+    `classes` is int8 (batch or 1, heads or 1, num_q_tiles, num_k_tiles): 0 EMPTY, 1 PARTIAL, 2 FULL. A tile is FULL only if every pair in it
+    is visible, EMPTY only if none is. Tiles that reach beyond seqlen_k count the pairs inside.
+    """
+
+    classes: torch.Tensor
+    seqlen_q: int
+    seqlen_k: int
+    block_m: int
+    block_n: int
+
+    @staticmethod
+    def build(
+        mask: Mask | Any,
+        *,
+        seqlen_q: int,
+        seqlen_k: int,
+        batch: int = 1,
+        heads: int = 1,
+        block_m: int = 128,
+        block_n: int = 128,
+        device: torch.device | str = "cpu",
+    ) -> TileMap:
+        """Classify the tiles of `mask` (a Mask, a function (b, h, i, j) -> bool, or None for everything visible).
+
+        Args:
+            seqlen_q, seqlen_k: sequence lengths; the last query stands at the last key.
+            batch, heads: sizes of the dimensions that the mask may depend on; kept at 1 where it does not.
+            block_m, block_n: tile extents in queries and keys.
+            device: where the classes are computed and kept; captured tensors must be there.
+        """
+        for name, size in (("block_m", block_m), ("block_n", block_n), ("batch", batch), ("heads", heads)):
+            if size < 1:
+                raise InputError(f"TileMap {name}", got=size, expected="a positive integer")
+        tiles_q, tiles_k = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+        if mask is None:
+            full = torch.full((1, 1, tiles_q, tiles_k), FULL, dtype=torch.int8, device=device)
+            return TileMap(full, seqlen_q, seqlen_k, block_m, block_n)
+        formula = as_mask(mask)
+        rule = tile_rule(formula.text)
+        sizes = (batch if rule.by_batch else 1, heads if rule.by_head else 1)
+        classes = torch.empty(*sizes, tiles_q, tiles_k, dtype=torch.int8, device=device)
+        tables = build_tables(rule.tables, formula.tensors, block_m, block_n)
+        shift = seqlen_k - seqlen_q
+        j0 = torch.arange(tiles_k, device=device) * block_n
+        rows = max(1, _CHUNK // max(1, tiles_k))
+        for b in range(sizes[0]):
+            for h in range(sizes[1]):
+                for start in range(0, tiles_q, rows):
+                    i0 = torch.arange(start, min(start + rows, tiles_q), device=device)[:, None] * block_m
+                    symbols = {
+                        "b": torch.tensor(b, device=device),
+                        "h": torch.tensor(h, device=device),
+                        "i0": i0 + shift,
+                        "i1": (i0 + block_m - 1).clamp(max=seqlen_q - 1) + shift,
+                        "j0": j0,
+                        "j1": (j0 + block_n - 1).clamp(max=seqlen_k - 1),
+                        "block_i": torch.tensor(block_m, device=device),
+                        "block_j": torch.tensor(block_n, device=device),
+                    }
+                    sure, maybe = evaluate(
+                        [rule.sure, rule.maybe], symbols, formula.tensors, formula.numbers, torch.float32, tables
+                    )
+                    classes[b, h, start : start + rows] = maybe.to(torch.int8) + (sure & maybe).to(torch.int8)
+        return TileMap(classes, seqlen_q, seqlen_k, block_m, block_n)
+
+    def transposed(self) -> TileMap:
+        """The same classes seen from the keys, for dK and dV."""
+        return TileMap(self.classes.transpose(-1, -2), self.seqlen_k, self.seqlen_q, self.block_n, self.block_m)
+
+    def lists(self, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each query tile, how many tiles are of `kind` and which: int32 (..., num_q_tiles) and (..., num_q_tiles, num_k_tiles)."""
+        chosen = self.classes == kind
+        order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
+        return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+    def density(self) -> float:
+        """Share of tiles that are visited."""
+        return float((self.classes != EMPTY).float().mean()) if self.classes.numel() else 0.0
+
+    def to_block_mask(self, mask_mod: Any = None) -> Any:
+        """A `torch.nn.attention.flex_attention.BlockMask` with these tiles (block_m and block_n as its block size).
+
+        Args:
+            mask_mod: the mask function that FlexAttention applies on PARTIAL tiles.
+        """
+        from torch.nn.attention.flex_attention import BlockMask
+
+        partial_count, partial = self.lists(PARTIAL)
+        full_count, full = self.lists(FULL)
+        return BlockMask.from_kv_blocks(
+            partial_count.contiguous(),
+            partial.contiguous(),
+            full_count.contiguous(),
+            full.contiguous(),
+            BLOCK_SIZE=(self.block_m, self.block_n),
+            mask_mod=mask_mod,
+            seq_lengths=(self.seqlen_q, self.seqlen_k),
+        )
+
+    @staticmethod
+    def from_block_mask(block_mask: Any) -> TileMap:
+        """The tiles of a FlexAttention BlockMask."""
+        block_m, block_n = block_mask.BLOCK_SIZE
+        seqlen_q, seqlen_k = block_mask.seq_lengths
+        tiles = (-(-seqlen_q // block_m), -(-seqlen_k // block_n))
+        count = block_mask.kv_num_blocks
+        classes = torch.zeros(*count.shape[:2], *tiles, dtype=torch.int8, device=count.device)
+        pairs = (
+            (PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices),
+            (FULL, block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+        )
+        for kind, number, indices in pairs:
+            if number is None:
+                continue
+            valid = torch.arange(indices.shape[-1], device=count.device) < number[..., None]
+            marks = torch.zeros(*number.shape, tiles[1] + 1, dtype=torch.int8, device=count.device)
+            marks.scatter_(-1, torch.where(valid, indices, tiles[1]).long(), kind)
+            classes = torch.maximum(classes, marks[..., : tiles[1]])
+        return TileMap(classes, seqlen_q, seqlen_k, block_m, block_n)

@@ -1,0 +1,53 @@
+"""The helpers of `arithmetic`, for formulas emitted as Gluon source."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def wide(x):
+    return x.to(gl.int64)
+
+
+@gluon.jit
+def to_float(x):
+    return x.to(gl.float32)
+
+
+@gluon.jit
+def to_int(x):
+    return x.to(gl.int32)
+
+
+@gluon.jit
+def floordiv(a, b):
+    q = a // b
+    return gl.where((q * b != a) & ((a < 0) != (b < 0)), q - 1, q)
+
+
+@gluon.jit
+def mod(a, b):
+    r = a % b
+    return gl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@gluon.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + gl.exp2(-x * LOG2E))
+
+
+@gluon.jit
+def tanh(x):
+    return 1.0 - 2.0 / (gl.exp2(2.0 * LOG2E * x) + 1.0)
+
+
+@gluon.jit
+def tanh_fast(x):
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def sigmoid_fast(x):
+    return 0.5 + 0.5 * tanh_fast(0.5 * x)

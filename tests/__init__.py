@@ -1,0 +1,1 @@
+"""Tests of tilewise, one folder a package; the tiers are in CONTRIBUTING.md."""

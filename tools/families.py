@@ -1,0 +1,62 @@
+"""Kernel families: which source files a receipt or a benchmark record vouches for, and which tests prove them.
+
+This is the one place that lists them. A family's hash changes with any byte of its sources, so "verified on H200" in
+the README and a record's `sources` key can never speak of code that has since changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Family:
+    """One set of kernels. `sources` and `tests` are glob patterns relative to the root; `rows` names dispatch rows."""
+
+    name: str
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+    rows: tuple[str, ...]
+
+    def files(self, root: Path = ROOT) -> list[Path]:
+        """The family's source files, sorted."""
+        return sorted({path for pattern in self.sources for path in root.glob(pattern) if path.is_file()})
+
+    def hash(self, root: Path = ROOT) -> str:
+        """Twelve hexadecimal digits over the names and bytes of the sources; "none" where no file matches."""
+        files = self.files(root)
+        digest = hashlib.sha256()
+        for path in files:
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        return digest.hexdigest()[:12] if files else "none"
+
+
+_FORMULA = ("src/tilewise/formula/*.py", "src/tilewise/schedule/*.py")
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            name="attention_triton",
+            sources=(*_FORMULA, "src/tilewise/tiles/*.py", "src/tilewise/ops/attention/*.py"),
+            tests=("tests/gpu/*.py",),
+            rows=("triton", "triton_decode"),
+        ),
+        Family(
+            name="attention_cpu",
+            sources=(*_FORMULA, "src/tilewise/ops/attention/*.py"),
+            tests=("tests/ops/*.py",),
+            rows=("cpu",),
+        ),
+        Family(name="tilemap", sources=_FORMULA, tests=("tests/gpu/test_tilemap*.py",), rows=()),
+    )
+}
+
+
+def family_of(row: str) -> Family | None:
+    """The family that a row of the dispatch table belongs to, by the row's name."""
+    return next((family for family in FAMILIES.values() if row in family.rows), None)
