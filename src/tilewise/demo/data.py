@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewise.core.errors import InputError, MissingExtraError
+
 END = "<|end|>"
 # Tests, third-party packages, caches; and tables (character maps, help topics), which are data rather than code.
 SKIPPED = frozenset(
@@ -18,13 +20,9 @@ SKIPPED = frozenset(
 )
 
 
-class DataError(ValueError):
-    """The text given to the demo cannot be trained on; the message says what to pass instead."""
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """Whole files as strings: ``train`` and the held-out ``valid``; ``origin`` says in words where they come from."""
+    """Whole files as strings: `train` and the held-out `valid`; `origin` says in words where they come from."""
 
     train: tuple[str, ...]
     valid: tuple[str, ...]
@@ -42,22 +40,23 @@ def stdlib_files() -> list[Path]:
 
 
 def own_files(paths: Sequence[Path]) -> list[Path]:
-    """The files among ``paths`` and below the directories among them, sorted; a path that is not there is a DataError."""
+    """The files among `paths` and below the directories among them, sorted; a path that is not there is an InputError."""
     found: set[Path] = set()
     for path in paths:
         if path.is_dir():
-            found.update(p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.parts[1:]))
+            below = (p for p in path.rglob("*") if p.is_file())
+            found.update(p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts))
         elif path.is_file():
             found.add(path)
         else:
-            raise DataError(f"--text: {path} is neither a file nor a directory")
+            raise InputError("text", got=str(path), expected="a file or a directory")
     return sorted(found)
 
 
 def read_corpus(paths: Sequence[Path] = (), *, max_bytes: int, seed: int) -> Corpus:
-    """Read whole files (UTF-8; others are passed over) in an order shuffled by ``seed`` until ``max_bytes``; about 5 % are held out.
+    """Read whole files (UTF-8; others are passed over) in an order shuffled by `seed` until `max_bytes`; about 5 % are held out.
 
-    A single file is split at 95 % of its lines. Raises DataError when less than 2,000 characters are found.
+    A single file is split at 95 % of its lines. Raises InputError when less than 2,000 characters are found.
     """
     files = own_files(paths) if paths else stdlib_files()
     origin = ", ".join(map(str, paths)) if paths else f"the standard library of Python {sysconfig.get_python_version()}"
@@ -75,22 +74,34 @@ def read_corpus(paths: Sequence[Path] = (), *, max_bytes: int, seed: int) -> Cor
         if left <= 0:
             break
     if sum(map(len, texts)) < 2000:
-        where = origin if paths else f"{sysconfig.get_paths()['stdlib']} (this Python ships without its sources)"
-        raise DataError(f"too little text in {where}: give your own with --text FILE_OR_DIRECTORY")
+        where = origin if paths else f"{sysconfig.get_paths()['stdlib']} (this Python may ship without its sources)"
+        raise InputError(
+            "text",
+            got=f"{sum(map(len, texts))} characters in {where}",
+            expected="at least 2,000 characters of UTF-8",
+            hint="give your own with --text FILE_OR_DIRECTORY",
+        )
     if len(texts) == 1:
         lines = texts[0].splitlines(keepends=True)
         cut = max(1, len(lines) * 95 // 100)
         return Corpus(("".join(lines[:cut]),), ("".join(lines[cut:]),), origin)
-    held_out = max(1, len(texts) // 20)
-    return Corpus(tuple(texts[held_out:]), tuple(texts[:held_out]), origin)
+    # Every twentieth file, so that one odd file (a table, say) is not the whole held-out text.
+    every = min(20, len(texts))
+    train = tuple(text for n, text in enumerate(texts, 1) if n % every)
+    return Corpus(train, tuple(texts[every - 1 :: every]), origin)
 
 
 class Tokenizer:
     """Byte-level BPE (Sennrich et al., 2016; bytes as in GPT-2): every text has tokens and comes back unchanged."""
 
     def __init__(self, texts: Sequence[str], vocab_size: int) -> None:
-        from tokenizers import Tokenizer as Backend
-        from tokenizers import decoders, models, pre_tokenizers, trainers
+        try:
+            from tokenizers import Tokenizer as Backend
+            from tokenizers import decoders, models, pre_tokenizers, trainers
+        except ImportError as error:
+            raise MissingExtraError(
+                "the demo", got="no tokenizers package", expected="tokenizers", hint="pip install 'tilewise[demo]'"
+            ) from error
 
         self.backend = Backend(models.BPE())
         self.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -120,9 +131,11 @@ class Tokenizer:
 
 
 def batches(stream: Tensor, *, batch: int, seqlen: int, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """``steps`` pairs (inputs, targets), each (batch, seqlen), windows of ``stream`` at places drawn from ``seed`` alone."""
+    """`steps` pairs (inputs, targets), each (batch, seqlen), windows of `stream` at places drawn from `seed` alone."""
     if stream.numel() < seqlen + 2:
-        raise DataError(f"the text has {stream.numel()} tokens; a window of {seqlen} needs more: give more text or a shorter --seqlen")
+        raise InputError(
+            "text", got=f"{stream.numel()} tokens", expected=f"more than {seqlen + 1}", hint="give more text or a shorter --seqlen"
+        )
     draw = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         start = torch.randint(stream.numel() - seqlen, (batch,), generator=draw)

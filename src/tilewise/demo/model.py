@@ -1,7 +1,7 @@
 """A small Llama-style decoder whose attention is an argument.
 
 RoPE (Su et al., 2021), RMSNorm (Zhang and Sennrich, 2019), SwiGLU (Shazeer, 2020), grouped-query attention (Ainslie et al., 2023).
-The attention is any function ``attend(q, k, v) -> o`` in the library's convention: q (batch, seqlen_q, num_heads_q, head_dim),
+The attention is any function `attend(q, k, v) -> o` in the library's convention: q (batch, seqlen_q, num_heads_q, head_dim),
 k and v (batch, seqlen_k, num_heads_kv, head_dim), causal with the last query on the last key.
 """
 
@@ -19,7 +19,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model. ``hidden`` is the width inside SwiGLU, ``seqlen`` the longest sequence RoPE tables are made for."""
+    """Sizes of the model. `hidden` is the width inside SwiGLU, `seqlen` the longest sequence RoPE tables are made for."""
 
     vocab_size: int
     dim: int
@@ -150,9 +150,9 @@ class Llama(nn.Module):
 def generate(
     model: Llama, tokens: list[int], *, max_new_tokens: int, temperature: float, top_k: int, seed: int, stop: int | None = None
 ) -> list[int]:
-    """The prompt's tokens and up to ``max_new_tokens`` more, drawn from the ``top_k`` likeliest at ``temperature`` (0: the likeliest).
+    """The prompt's tokens and up to `max_new_tokens` more, drawn from the `top_k` likeliest at `temperature` (0: the likeliest).
 
-    The prompt passes once; after that one query a step meets the cached keys. Stops at token ``stop`` or at the model's longest sequence.
+    The prompt passes once; after that one query a step meets the cached keys. Stops at token `stop` or at the model's longest sequence.
     """
     device = model.embedding.weight.device
     draw = torch.Generator(device="cpu").manual_seed(seed)

@@ -1,0 +1,8 @@
+"""Insight: what attention costs and why, with nothing hidden. Nothing that computes imports this package.
+
+- `ladder`: ten small programs from a naive matrix product to split-KV decoding, each counting its own traffic.
+- `roofline`: operations, bytes, bound and floor time of a problem on a GPU.
+- `traffic`: memory traffic of materialised attention, FlashAttention-1 and -2 in closed form.
+- `resources`: what a tile configuration takes of an SM, and whether it fits.
+- `draw`: pictures of masks, tiles, traffic and rooflines (needs the extra `tilewise[draw]`).
+"""

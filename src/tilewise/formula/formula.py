@@ -10,7 +10,7 @@ import torch
 from tilewise.core.errors import FormulaError
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr, logic, negate, render, transform
-from tilewise.formula.structure import Binding, Structure, parse
+from tilewise.formula.structure import Binding, Bound, Structure, parse
 from tilewise.formula.trace import trace
 
 
@@ -33,6 +33,11 @@ class Formula:
     def structure(self) -> Structure:
         """The parsed structure, shared by all formulas of equal text."""
         return parse(self.text)
+
+    @property
+    def bound(self) -> Bound:
+        """Structure text, captured tensors and numbers."""
+        return Bound(self.text, self.tensors, self.numbers)
 
     def _identity(self) -> tuple[Any, ...]:
         return (type(self).__name__, self.text, self.numbers, tuple(id(t) for t in self.tensors))

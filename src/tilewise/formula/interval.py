@@ -43,11 +43,14 @@ class Extremum:
 
 
 class Bounds:
-    """Builds interval expressions and collects the extremum tables they read."""
+    """Builds interval expressions and collects the extremum tables they read.
 
-    def __init__(self) -> None:
+    With `whole_tensors` every captured value counts as anything between its tensor's minimum and maximum.
+    """
+
+    def __init__(self, *, whole_tensors: bool = False) -> None:
         self.tables: list[Extremum] = []
-        self.exact_slots: list[int] = []
+        self._whole_tensors = whole_tensors
         self._done: dict[int, Interval] = {}
 
     def of(self, root: Expr) -> Interval:
@@ -72,6 +75,9 @@ class Bounds:
         return _widen(result) if node.kind == "float" and node.op not in _EXACT_FLOAT else result
 
     def _load(self, node: Expr, indices: list[Interval]) -> Interval:
+        if self._whole_tensors:
+            nowhere = [[lit(0)] for _ in indices]
+            return Interval(*(self._extreme(node, ["all"] * len(indices), nowhere, kind) for kind in ("min", "max")))
         if all(index.exact for index in indices):
             return Interval(node, node)
         dims: list[str] = []

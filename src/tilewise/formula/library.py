@@ -203,7 +203,8 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
     def biased(s: Expr, b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
         distance = abs(i - j) if bidirectional else (i - j).clamp(min=0)
         far = e.unary("log", distance.clamp(min=1).float() / float(exact)) * scale
-        bucket = e.where(distance < exact, distance, (far.int() + exact).clamp(max=buckets - 1))
+        near = distance.clamp(max=exact - 1)  # the clamp lets the bounds of the bucket be proved
+        bucket = e.where(distance < exact, near, (far.int() + exact).clamp(max=buckets - 1))
         if bidirectional:
             bucket = bucket + e.where(j > i, buckets, 0)
         return s + e.load(table, (bucket, h))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,18 @@ from tilewise.formula.expr import Expr, rebuild, transform
 
 MAX_NODES = 4000
 SYMBOL_KINDS = {"b": "int", "h": "int", "i": "int", "j": "int", "s": "float"}
+
+
+class Bound(NamedTuple):
+    """A formula as operators pass it on: structure text, captured tensors, numbers."""
+
+    text: str
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[Any, ...]
+
+    @property
+    def structure(self) -> Structure:
+        return parse(self.text)
 
 
 class Binding:

@@ -10,6 +10,7 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import Mask, as_mask
+from tilewise.formula.structure import Bound
 from tilewise.schedule.rule import build_tables, tile_rule
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -57,32 +58,17 @@ class TileMap:
         if mask is None:
             full = torch.full((1, 1, tiles_q, tiles_k), FULL, dtype=torch.int8, device=device)
             return TileMap(full, seqlen_q, seqlen_k, block_m, block_n)
-        formula = as_mask(mask)
-        rule = tile_rule(formula.text)
-        sizes = (batch if rule.by_batch else 1, heads if rule.by_head else 1)
-        classes = torch.empty(*sizes, tiles_q, tiles_k, dtype=torch.int8, device=device)
-        tables = build_tables(rule.tables, formula.tensors, block_m, block_n)
-        shift = seqlen_k - seqlen_q
-        j0 = torch.arange(tiles_k, device=device) * block_n
-        rows = max(1, _CHUNK // max(1, tiles_k))
-        for b in range(sizes[0]):
-            for h in range(sizes[1]):
-                for start in range(0, tiles_q, rows):
-                    i0 = torch.arange(start, min(start + rows, tiles_q), device=device)[:, None] * block_m
-                    symbols = {
-                        "b": torch.tensor(b, device=device),
-                        "h": torch.tensor(h, device=device),
-                        "i0": i0 + shift,
-                        "i1": (i0 + block_m - 1).clamp(max=seqlen_q - 1) + shift,
-                        "j0": j0,
-                        "j1": (j0 + block_n - 1).clamp(max=seqlen_k - 1),
-                        "block_i": torch.tensor(block_m, device=device),
-                        "block_j": torch.tensor(block_n, device=device),
-                    }
-                    sure, maybe = evaluate(
-                        [rule.sure, rule.maybe], symbols, formula.tensors, formula.numbers, torch.float32, tables
-                    )
-                    classes[b, h, start : start + rows] = maybe.to(torch.int8) + (sure & maybe).to(torch.int8)
+        bound = as_mask(mask).bound
+        classes = classify(
+            bound,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            batch=batch,
+            heads=heads,
+            block_m=block_m,
+            block_n=block_n,
+            device=device,
+        )
         return TileMap(classes, seqlen_q, seqlen_k, block_m, block_n)
 
     def transposed(self) -> TileMap:
@@ -139,3 +125,45 @@ class TileMap:
             marks.scatter_(-1, torch.where(valid, indices, tiles[1]).long(), kind)
             classes = torch.maximum(classes, marks[..., : tiles[1]])
         return TileMap(classes, seqlen_q, seqlen_k, block_m, block_n)
+
+
+def classify(
+    mask: Bound,
+    *,
+    seqlen_q: int,
+    seqlen_k: int,
+    batch: int,
+    heads: int,
+    block_m: int,
+    block_n: int,
+    device: torch.device | str = "cpu",
+    first_batch: int = 0,
+) -> torch.Tensor:
+    """The int8 classes of `TileMap` for a bound mask; `first_batch` is what the formula's b is for the first element."""
+    rule = tile_rule(mask.text)
+    tiles_q, tiles_k = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+    sizes = (batch if rule.by_batch else 1, heads if rule.by_head else 1)
+    classes = torch.empty(*sizes, tiles_q, tiles_k, dtype=torch.int8, device=device)
+    if not classes.numel():
+        return classes
+    tables = build_tables(rule.tables, mask.tensors, block_m, block_n)
+    shift = seqlen_k - seqlen_q
+    j0 = torch.arange(tiles_k, device=device) * block_n
+    symbols = {
+        "j0": j0,
+        "j1": (j0 + block_n - 1).clamp(max=seqlen_k - 1),
+        "block_i": torch.tensor(block_m, device=device),
+        "block_j": torch.tensor(block_n, device=device),
+    }
+    rows = max(1, _CHUNK // tiles_k)
+    for b in range(sizes[0]):
+        for h in range(sizes[1]):
+            symbols["b"] = torch.tensor(first_batch + b, device=device)
+            symbols["h"] = torch.tensor(h, device=device)
+            for start in range(0, tiles_q, rows):
+                i0 = torch.arange(start, min(start + rows, tiles_q), device=device)[:, None] * block_m
+                symbols["i0"] = i0 + shift
+                symbols["i1"] = (i0 + block_m - 1).clamp(max=seqlen_q - 1) + shift
+                sure, maybe = evaluate([rule.sure, rule.maybe], symbols, mask.tensors, mask.numbers, torch.float32, tables)
+                classes[b, h, start : start + rows] = maybe.to(torch.int8) + (sure & maybe).to(torch.int8)
+    return classes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,15 +39,22 @@ class Report:
     rung: str
     title: str
     problem: str
+    options: tuple[tuple[str, Any], ...]
     counts: Counts
     formula: Counts
     error: float
+
+    @property
+    def label(self) -> str:
+        """The rung and its options in words, as "flash attention 2, causal"."""
+        options = (f", {name}" if value is True else f", {name} {value}" for name, value in self.options)
+        return (self.rung.replace("_", " ") + "".join(options)).replace("flash attention ", "FlashAttention-")
 
     def __str__(self) -> str:
         verdict = "as the formula says" if self.counts == self.formula else f"the formula says {self.formula}"
         return (
             f"{self.rung}: {self.title}\n"
-            f"  {self.problem}\n"
+            f"  {self.problem}{''.join(f', {name} {value}' for name, value in self.options)}\n"
             f"  loads {self.counts.loads:,}, stores {self.counts.stores:,} elements ({verdict})\n"
             f"  largest error against NumPy {self.error:.1e}"
         )
@@ -65,9 +73,15 @@ def softmax(x: Array) -> Array:
     return np.asarray(p / p.sum(axis=-1, keepdims=True))
 
 
-def attention(q: Array, k: Array, v: Array) -> Array:
-    """Attention with every matrix held, in float64: what rungs 5 to 10 must equal."""
-    return np.asarray(softmax(q.shape[1] ** -0.5 * q @ k.T) @ v)
+def attention(q: Array, k: Array, v: Array, *, causal: bool = False) -> Array:
+    """Attention with every matrix held, in float64: what rungs 5 to 10 must equal. Rows that see no key give 0."""
+    s = q.shape[1] ** -0.5 * q @ k.T
+    if causal:
+        s = np.where(np.tri(len(q), len(k), len(k) - len(q)) > 0, s, -np.inf)
+    some = ~np.isneginf(s).all(axis=-1)
+    o = np.zeros((len(q), v.shape[1]))
+    o[some] = softmax(s[some]) @ v
+    return o
 
 
 def climb(name: str, *, size: int = 32, head_dim: int = 8, seed: int = 0, **options: Any) -> Report:
@@ -78,7 +92,7 @@ def climb(name: str, *, size: int = 32, head_dim: int = 8, seed: int = 0, **opti
         size: side of the matrices, length of the softmax rows, or tokens (queries and keys; split_kv has one query).
         head_dim: width of q, k and v for the attention rungs.
         seed: of the random numbers.
-        options: passed to the rung: `tile`, `fast_memory`, `block_m`, `block_n`, `splits`.
+        options: passed to the rung: `tile`, `fast_memory`, `block_m`, `block_n`, `causal`, `splits`.
     """
     if size < 1 or head_dim < 1:
         raise InputError("size, head_dim", got=(size, head_dim), expected="integers of at least 1")
@@ -95,13 +109,12 @@ def climb(name: str, *, size: int = 32, head_dim: int = 8, seed: int = 0, **opti
     else:
         seqlen_q = 1 if name == "split_kv" else size
         inputs = [random.standard_normal((rows, head_dim)) for rows in (seqlen_q, size, size)]
-        sizes, expected = (seqlen_q, size, head_dim, head_dim), attention
+        sizes, expected = (seqlen_q, size, head_dim, head_dim), partial(attention, causal=options.get("causal", False))
         problem = f"{seqlen_q} quer{'y' if seqlen_q == 1 else 'ies'}, {size} keys, head_dim {head_dim}"
     result, counts = module.run(*inputs, **options)
-    problem += "".join(f", {option} {value}" for option, value in options.items())
     title = module.__doc__.splitlines()[0].split(", ", 1)[1].rstrip(".")
     error = float(np.abs(result - expected(*inputs)).max())
-    return Report(name, title, problem, counts, module.closed_form(*sizes, **options), error)
+    return Report(name, title, problem, tuple(options.items()), counts, module.closed_form(*sizes, **options), error)
 
 
 def show(name: str) -> None:

@@ -1,0 +1,35 @@
+"""One module a benchmark; each has `run(options)` and says in its docstring which questions it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line gave. `quick` shrinks every problem: to see that a case runs, not to measure."""
+
+    out: Path
+    rounds: int = 60
+    only: tuple[str, ...] = ()
+    quick: bool = False
+
+    @property
+    def device(self) -> str:
+        """ "cuda" where PyTorch sees a GPU, else "cpu"."""
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def wants(self, name: str) -> bool:
+        """Whether --only lets this part of a case run."""
+        return not self.only or name in self.only
+
+
+CASES = {
+    "attention_formula": "masks and scores, forward and backward, against compiled FlexAttention and SDPA",
+    "tile_classes": "classification of 128k x 128k tokens against create_block_mask, time and memory",
+    "overhead": "host time per call, first result of a new formula, compilations when numbers change",
+    "cpu": "fp32 on the CPU against SDPA, with and without a dense mask, time and memory",
+}

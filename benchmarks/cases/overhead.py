@@ -1,0 +1,150 @@
+"""Questions `call_overhead`, `first_result` and `compilations`: what a call costs beside its kernel.
+
+`call_overhead`: host time per eager call on a problem so small that the device never holds the host up.
+`first_result`: a new formula in a fresh process, first with empty caches, then from the disk caches that left.
+`compilations`: Triton compilations of the first call, and after a change of number, tensor or length.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tools.families import FAMILIES
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import tilewise as tw
+from benchmarks.cases import Options
+from benchmarks.environment import ROOT, current
+from benchmarks.records import Writer
+from benchmarks.timing import host_times
+
+PROBE_LIMIT_S = 300
+METHOD = (
+    "call_overhead: monotonic clock around {repeat} calls in a row, contenders alternating, {rounds} rounds; "
+    "first_result and compilations: a fresh process per value, caches in a new folder"
+)
+
+
+def run(options: Options) -> None:
+    """All three questions."""
+    rounds, repeat = (options.rounds, 100) if not options.quick else (2, 5)
+    writer = Writer(
+        current(options.device),
+        method=METHOD.format(repeat=repeat, rounds=rounds),
+        ceilings=(None, None),
+        results=options.out,
+    )
+    if options.wants("call_overhead"):
+        _call_overhead(options, writer, rounds, repeat)
+    for impl in ("tilewise", "flex"):
+        if options.wants("first_result"):
+            _first_result(impl, options, writer, samples=3 if not options.quick else 1)
+        if options.wants("compilations"):
+            _compilations(impl, writer)
+
+
+def _call_overhead(options: Options, writer: Writer, rounds: int, repeat: int) -> None:
+    device = options.device
+    impl = "triton" if device == "cuda" else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shape = (1, 128, 2, 64)
+    q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+    first = [t.transpose(1, 2) for t in (q, k, v)]
+    grad = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    mask = tw.causal & tw.window(64)
+    block_mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 64), None, None, 128, 128, device=device)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    calls: dict[str, Callable[[], object]] = {
+        f"tilewise.{impl}": lambda: tw.attention(q, k, v, mask=mask, impl=impl),
+        f"tilewise.{impl} (mask built in the call)": lambda: tw.attention(
+            q, k, v, mask=tw.causal & tw.window(64), impl=impl
+        ),
+        f"tilewise.{impl} (gradients on)": lambda: tw.attention(*grad, mask=mask, impl=impl),
+        f"tilewise.{impl} (causal)": lambda: tw.attention(q, k, v, mask=tw.causal, impl=impl),
+        "flex": lambda: compiled(*first, block_mask=block_mask),
+        "sdpa (causal)": lambda: F.scaled_dot_product_attention(*first, is_causal=True),
+    }
+    problem = {
+        "batch": 1, "seqlen_q": 128, "seqlen_k": 128, "num_heads_q": 2, "num_heads_kv": 2, "head_dim": 64,
+        "causal": True, "dtype": str(dtype).removeprefix("torch."), "formula": "causal & window(64)",
+    }  # fmt: skip
+    for name, timed in host_times(calls, device=device, rounds=rounds, repeat=repeat).items():
+        writer.write(
+            "call_overhead",
+            problem,
+            name,
+            times_ms=timed.quantiles,
+            error={"metric": "failure", "message": timed.failure} if timed.failure else None,
+            includes="host time of one forward call, launches included; without gradients unless named"
+            + ("" if device == "cuda" else "; on a CPU the arithmetic too"),
+            sources=_sources(name),
+        )
+
+
+def _sources(impl: str) -> str | None:
+    return FAMILIES["attention_triton"].hash() if impl.startswith("tilewise") else None
+
+
+def _probe(what: str, impl: str, caches: str) -> dict[str, Any]:
+    env = dict(os.environ)
+    for name in ("TRITON_CACHE_DIR", "TILEWISE_CACHE", "TORCHINDUCTOR_CACHE_DIR"):
+        env[name] = os.path.join(caches, name.lower())
+    words = [sys.executable, "-m", "benchmarks.probe", what, impl]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PROBE_LIMIT_S)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def _first_result(impl: str, options: Options, writer: Writer, samples: int) -> None:
+    problem = {"formula": "causal & window | prefix, sloped score", "seqlen_q": 1024, "seqlen_k": 1024}
+    cold, warm = [], []
+    failure = None
+    try:
+        for _ in range(samples):
+            with tempfile.TemporaryDirectory() as caches:
+                cold.append(_probe("first_result", impl, caches)["seconds"] * 1e3)
+                warm.append(_probe("first_result", impl, caches)["seconds"] * 1e3)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    for state, values in (("cold", cold), ("disk cache", warm)):
+        ordered = sorted(values)
+        middle = ordered[len(ordered) // 2] if ordered else 0.0
+        writer.write(
+            "first_result",
+            {**problem, "caches": state},
+            impl,
+            times_ms=None if failure else (ordered[0], middle, ordered[-1]),
+            error={"metric": "failure", "message": failure} if failure else None,
+            includes=f"from the call to a number on the host, fresh process with CUDA started; {samples} processes "
+            "(p20, p80: least, greatest); flex: its block mask too",
+            sources=_sources(impl),
+        )
+
+
+def _compilations(impl: str, writer: Writer) -> None:
+    try:
+        with tempfile.TemporaryDirectory() as caches:
+            found = _probe("compilations", impl, caches)
+        failure = None
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        found, failure = {"first call": None}, str(error)
+    for change, count in found.items():
+        writer.write(
+            "compilations",
+            {"formula": "causal & window | prefix, sloped score", "change": change},
+            impl,
+            error={"metric": "failure", "message": failure} if failure else None,
+            includes="Triton compilations during one forward call after that change, disk cache hits included",
+            sources=_sources(impl),
+            count=count,
+        )

@@ -1,0 +1,168 @@
+"""Timing that treats every contender alike: they take turns call by call, so clocks and heat are shared.
+
+On a GPU each call is timed by CUDA events after a write to a buffer larger than the L2 cache; the host never waits
+between calls. On a CPU each call is timed by the monotonic clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20
+WARMUP_MS = 50.0
+METHOD_GPU = (
+    "CUDA events around each call, L2 flushed before it by a 256 MiB write, contenders alternating call by call, "
+    "{rounds} rounds after {warmup_ms:.0f} ms of warm-up each"
+)
+METHOD_CPU = (
+    "monotonic clock around each call, contenders alternating call by call, "
+    "{rounds} rounds after {warmup_ms:.0f} ms of warm-up each"
+)
+
+Call = Callable[[], object]
+Quantiles = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Milliseconds of one contender over all rounds, or the message of the error that it raised."""
+
+    times_ms: list[float]
+    failure: str | None = None
+
+    @property
+    def quantiles(self) -> Quantiles | None:
+        """(p20, p50, p80) in milliseconds."""
+        return quantiles(self.times_ms) if self.times_ms else None
+
+
+def quantiles(times_ms: list[float]) -> Quantiles:
+    """(p20, p50, p80), linear between neighbours."""
+    values = torch.tensor(times_ms, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
+    p20, p50, p80 = values.tolist()
+    return p20, p50, p80
+
+
+def method(device: str, rounds: int, warmup_ms: float = WARMUP_MS) -> str:
+    """How `interleaved` measures, in words, for the record."""
+    return (METHOD_GPU if device == "cuda" else METHOD_CPU).format(rounds=rounds, warmup_ms=warmup_ms)
+
+
+def interleaved(
+    calls: Mapping[str, Call], *, device: str, rounds: int = 60, warmup_ms: float = WARMUP_MS
+) -> dict[str, Timed]:
+    """Time every call, taking turns; a call that raises while it warms up drops out and its message is kept.
+
+    `rounds` calls are timed per contender; the order rotates from round to round, so no one always follows the same.
+    """
+    failures = _warm_up_all(calls, device, warmup_ms)
+    live = [name for name in calls if name not in failures]
+    timer = _gpu_rounds if device == "cuda" else _cpu_rounds
+    times = timer({name: calls[name] for name in live}, rounds)
+    return {name: Timed(times.get(name, []), failures.get(name)) for name in calls}
+
+
+def failure_message(error: Exception) -> str:
+    """The error's type and the first line of its text."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+def _warm_up_all(calls: Mapping[str, Call], device: str, warmup_ms: float) -> dict[str, str]:
+    failures = {}
+    for name, call in calls.items():
+        try:
+            _warm_up(call, device, warmup_ms)
+        except Exception as error:
+            failures[name] = failure_message(error)
+    return failures
+
+
+def _warm_up(call: Call, device: str, warmup_ms: float) -> None:
+    call()  # compiles; its time must not count as warm-up
+    _wait(device)
+    start = time.perf_counter()
+    while (time.perf_counter() - start) * 1e3 < warmup_ms:
+        call()
+        _wait(device)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _order(names: list[str], turn: int) -> list[str]:
+    shift = turn % len(names) if names else 0
+    return names[shift:] + names[:shift]
+
+
+def _gpu_rounds(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name in _order(list(calls), turn):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush.zero_()
+            start.record()
+            calls[name]()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+
+
+def _cpu_rounds(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name in _order(list(calls), turn):
+            start = time.perf_counter()
+            calls[name]()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def host_times(calls: Mapping[str, Call], *, device: str, rounds: int = 20, repeat: int = 100) -> dict[str, Timed]:
+    """Host time per call, launches included, the device never waited for within a round.
+
+    Each round times `repeat` calls of one contender in a row, then of the next; one value per round.
+    """
+
+    failures = _warm_up_all(calls, device, WARMUP_MS)
+    live = [name for name in calls if name not in failures]
+    times: dict[str, list[float]] = {name: [] for name in live}
+    for turn in range(rounds):
+        for name in _order(live, turn):
+            call = calls[name]
+            _wait(device)
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            times[name].append((time.perf_counter() - start) * 1e3 / repeat)
+    return {name: Timed(times.get(name, []), failures.get(name)) for name in calls}
+
+
+def ceilings(device: str, *, size: int | None = None, copy_bytes: int | None = None) -> tuple[float, float]:
+    """(TFLOP/s, GB/s) that this machine reaches right now: a square matrix product and a copy, random data.
+
+    GPU: bf16, 8192 x 8192 x 8192, and a copy of 2 GiB. CPU: fp32, 2048 x 2048 x 2048, and a copy of 256 MiB.
+    The copy counts bytes read plus bytes written.
+    """
+    on_gpu = device == "cuda"
+    size = size or (8192 if on_gpu else 2048)
+    count = (copy_bytes or (2 * 2**30 if on_gpu else 256 * 2**20)) // 4
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    source = torch.randn(count, device=device)
+    target = torch.empty_like(source)
+    timed = interleaved(
+        {"matmul": lambda: a @ b, "copy": lambda: target.copy_(source)}, device=device, rounds=30, warmup_ms=100
+    )
+    for name, result in timed.items():
+        if result.quantiles is None:
+            raise RuntimeError(f"the ceiling could not be measured: {name}: {result.failure}")
+    matmul_ms, copy_ms = (result.quantiles[1] for result in timed.values() if result.quantiles)
+    return 2 * size**3 / matmul_ms / 1e9, 2 * 4 * count / copy_ms / 1e6

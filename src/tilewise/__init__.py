@@ -1,0 +1,58 @@
+"""tilewise: write attention as a formula; it runs at the speed of the machine."""
+
+from tilewise.formula.formula import Mask, Score, mask, score
+from tilewise.formula.library import (
+    alibi,
+    bias,
+    blocks,
+    causal,
+    chunked,
+    dilated,
+    document,
+    explicit,
+    lengths,
+    neighborhood,
+    prefix,
+    relative_bias,
+    sigmoid_score,
+    softcap,
+    tanh_score,
+    tree,
+    tree_times,
+    window,
+)
+from tilewise.layouts import Dense, Packed
+from tilewise.ops.attention import Explanation, attention, attention_with_lse, why
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Dense",
+    "Explanation",
+    "Mask",
+    "Packed",
+    "Score",
+    "alibi",
+    "attention",
+    "attention_with_lse",
+    "bias",
+    "blocks",
+    "causal",
+    "chunked",
+    "dilated",
+    "document",
+    "explicit",
+    "lengths",
+    "mask",
+    "neighborhood",
+    "prefix",
+    "relative_bias",
+    "score",
+    "sigmoid_score",
+    "softcap",
+    "tanh_score",
+    "tree",
+    "tree_times",
+    "why",
+    "window",
+]

@@ -1,0 +1,150 @@
+"""The demo: a small Llama-style model learns Python from the standard library, through `tilewise.attention`.
+
+A second model, equal to the last bit at the start, learns from the same batches through PyTorch's own attention: two loss curves
+that must agree. Then the first one writes code. `tilewise demo` is the command; `run(Options())` the function.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+import tilewise
+from tilewise.core.errors import InputError
+from tilewise.demo import data
+from tilewise.demo.data import Tokenizer
+from tilewise.demo.model import Attend, generate
+from tilewise.demo.options import SIZES, TOLERANCE, Options, Size
+from tilewise.demo.result import Curves, Result
+from tilewise.demo.train import Learner, held_out_loss, torch_attention, train
+from tilewise.demo.view import View
+
+__all__ = ["SIZES", "TOLERANCE", "Options", "Result", "Size", "run", "tilewise_attention"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def tilewise_attention(impl: str | None = None) -> Attend:
+    """`attend(q, k, v)` through the library's one call, by implementation `impl` (None: the best that applies)."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention(q, k, v, mask=tilewise.causal, impl=impl)
+
+    return attend
+
+
+def run(options: Options, view: View | None = None, *, attend: Attend | None = None) -> Result:
+    """Train, compare, generate.
+
+    Args:
+        options: the choices; what is None in them is taken from the size and the machine.
+        view: told about each stage and step; nothing is shown without one.
+        attend: another attention in the place of `tilewise.attention` (tests put a wrong one here).
+
+    Returns the result, whose `passed` says whether the loss curves agree within the tolerance.
+
+    Raises InputError for too little text, an unknown size, dtype or device, MissingExtraError without `tokenizers`.
+    """
+    view = view or View()
+    began = time.perf_counter()
+    device, dtype, size_name, size = resolve(options)
+    view.note(f"device {describe(device)}, {dtype}; size {size_name}, {size.steps} steps of {size.batch} × {size.seqlen} tokens")
+
+    corpus = data.read_corpus(options.text, max_bytes=size.max_bytes, seed=options.seed)
+    tokenizer = Tokenizer(corpus.train, size.vocab_size)
+    train_stream, valid_stream = tokenizer.stream(corpus.train), tokenizer.stream(corpus.valid)
+    view.note(
+        f"text: {corpus.origin}, {len(corpus.train) + len(corpus.valid)} files, {corpus.num_bytes / 1e6:.1f} MB; "
+        f"byte-level BPE of {tokenizer.vocab_size} tokens, {train_stream.numel():,} tokens to learn from"
+    )
+
+    config = size.model(tokenizer.vocab_size, size.seqlen)
+    contenders = [("tilewise", attend or tilewise_attention(options.impl))]
+    if options.compare:
+        contenders.append(("torch", torch_attention))
+    learners = [
+        Learner.create(name, function, config, seed=options.seed, device=device, dtype=DTYPES[dtype])
+        for name, function in contenders
+    ]
+    view.note(
+        f"model: {learners[0].model.num_parameters() / 1e6:.2f} M parameters, {config.num_layers} layers, "
+        f"{config.num_heads_q} query and {config.num_heads_kv} key heads of {config.head_dim}"
+    )
+    implementation = "given"
+    view.note(f"tilewise.attention runs: {implementation}")
+
+    batches = data.batches(train_stream, batch=size.batch, seqlen=size.seqlen, steps=size.steps, seed=options.seed)
+    prepared = time.perf_counter()
+    with view.training(size.steps, learners):
+        train(learners, batches, size.steps, view.step)
+    trained = time.perf_counter()
+
+    held_out = held_out_loss(learners[0], valid_stream, batch=size.batch)
+    prompt = tokenizer.encode(options.prompt) or [tokenizer.end]
+    tokens = generate(
+        learners[0].model,
+        prompt,
+        max_new_tokens=options.new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+        stop=tokenizer.end,
+    )
+    done = time.perf_counter()
+    return Result(
+        options=replace(options, size=size_name, steps=size.steps, batch=size.batch, seqlen=size.seqlen, dtype=dtype),
+        device=describe(device),
+        implementation=implementation,
+        parameters=learners[0].model.num_parameters(),
+        text=corpus.origin,
+        text_bytes=corpus.num_bytes,
+        train_tokens=train_stream.numel(),
+        vocab_size=tokenizer.vocab_size,
+        curves=Curves({learner.name: tuple(learner.losses) for learner in learners}),
+        tolerance=TOLERANCE[dtype] if options.tolerance is None else options.tolerance,
+        step_ms={learner.name: learner.median_ms for learner in learners},
+        held_out_loss=held_out,
+        held_out_bytes_per_token=sum(len(t.encode()) for t in corpus.valid) / valid_stream.numel(),
+        prompt=options.prompt,
+        generated=tokenizer.decode(tokens[len(prompt) :]),
+        new_tokens=len(tokens) - len(prompt),
+        seconds={
+            "prepare": prepared - began,
+            "train": trained - prepared,
+            "generate": done - trained,
+            "total": done - began,
+        },
+    )
+
+
+def resolve(options: Options) -> tuple[torch.device, str, str, Size]:
+    """Device, dtype name, size name and size with the options' overrides; InputError names what is wrong."""
+    expected = "cpu, cuda or cuda:N"
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise InputError("device", got=repr(options.device), expected=expected) from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError("device", got=device.type, expected=expected)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError("device", got=str(device), expected=f"one of the {torch.cuda.device_count()} CUDA devices here, or cpu")
+    dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    if dtype not in DTYPES:
+        raise InputError("dtype", got=repr(dtype), expected=" or ".join(DTYPES))
+    name = options.size or ("medium" if device.type == "cuda" else "small")
+    if name not in SIZES:
+        raise InputError("size", got=repr(name), expected=", ".join(SIZES))
+    overrides = {key: getattr(options, key) for key in ("steps", "batch", "seqlen") if getattr(options, key) is not None}
+    for key, value in overrides.items():
+        if value < (2 if key == "seqlen" else 1):
+            raise InputError(key, got=value, expected="a positive number" if key != "seqlen" else "at least 2")
+    return device, dtype, name, replace(SIZES[name], **overrides)
+
+
+def describe(device: torch.device) -> str:
+    """The device in words: a GPU's name, or the CPU with PyTorch's number of threads."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"cpu ({torch.get_num_threads()} threads)"

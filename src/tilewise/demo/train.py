@@ -1,0 +1,90 @@
+"""Train one model per attention, in step: same weights, same batches, same optimizer, so that only the attention differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewise.demo.model import Attend, Llama, ModelConfig
+from tilewise.demo.optim import Optimizer, schedule
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's own causal attention, in the library's layout (training only: as many queries as keys)."""
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+    )
+    return o.transpose(1, 2)
+
+
+@dataclass
+class Learner:
+    """A model that learns through one attention, its losses in nats a token and the seconds of its steps."""
+
+    name: str
+    model: Llama
+    device: torch.device
+    dtype: torch.dtype
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.optimizer = Optimizer(self.model)
+
+    @classmethod
+    def create(
+        cls, name: str, attend: Attend, config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype
+    ) -> Learner:
+        """A learner whose weights depend on `seed` alone (drawn on the CPU, whatever the device)."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = Llama(config, attend)
+        return cls(name, model.to(device), device, dtype)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats; inputs and targets are (batch, seqlen) int64 on the CPU."""
+        mixed = self.dtype != torch.float32
+        with torch.autocast(self.device.type, dtype=self.dtype if mixed else None, enabled=mixed):
+            logits = self.model(inputs.to(self.device))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.to(self.device).flatten())
+
+    def step(self, inputs: Tensor, targets: Tensor, share: float) -> float:
+        """Forward, backward and update at `share` of the learning rate; returns the loss before the update."""
+        start = time.perf_counter()
+        loss = self.loss(inputs, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step(share)
+        self.losses.append(loss.item())  # also waits for the GPU
+        self.seconds.append(time.perf_counter() - start)
+        return self.losses[-1]
+
+    @property
+    def median_ms(self) -> float:
+        """Median time of a step in milliseconds."""
+        return sorted(self.seconds)[len(self.seconds) // 2] * 1e3
+
+
+def train(
+    learners: list[Learner], data: Iterator[tuple[Tensor, Tensor]], steps: int, report: Callable[[int], None]
+) -> None:
+    """Take all learners through the same batches; `report(step)` after each step."""
+    for step, (inputs, targets) in enumerate(data):
+        for learner in learners:
+            learner.step(inputs, targets, schedule(step, steps))
+        report(step)
+
+
+@torch.no_grad()
+def held_out_loss(learner: Learner, stream: Tensor, *, batch: int, windows: int = 32) -> float:
+    """Mean loss in nats a token over up to `windows` windows spread evenly over `stream`."""
+    seqlen = min(learner.model.config.seqlen, stream.numel() - 1)
+    windows = max(1, min(windows, (stream.numel() - 1) // seqlen))
+    start = torch.linspace(0, stream.numel() - 1 - seqlen, windows).long()
+    tokens = stream[start[:, None] + torch.arange(seqlen + 1)]
+    total = sum(learner.loss(part[:, :-1], part[:, 1:]).item() * len(part) for part in tokens.split(batch))
+    return total / windows

@@ -1,0 +1,84 @@
+"""What one sees while the demo runs: a progress bar with the live loss on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tilewise.demo.train import Learner
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class View:
+    """Shows nothing; the others override what they show."""
+
+    learners: Sequence[Learner] = ()
+
+    def note(self, line: str) -> None:
+        """A stage has been reached."""
+
+    @contextmanager
+    def training(self, steps: int, learners: Sequence[Learner]) -> Iterator[None]:
+        """Around the training of `learners` over `steps` steps."""
+        self.learners = learners
+        yield
+
+    def step(self, step: int) -> None:
+        """Step number `step` (from 0) is done; the learners hold its losses."""
+
+    def losses(self) -> str:
+        """The latest loss of each learner, and how far apart the curves have been so far."""
+        text = "  ".join(f"{learner.name} {learner.losses[-1]:.3f}" for learner in self.learners)
+        if len(self.learners) == 2:
+            pairs = zip(self.learners[0].losses, self.learners[1].losses, strict=True)
+            text += f"  max difference {max(abs(a - b) for a, b in pairs):.1e}"
+        return text
+
+
+class Plain(View):
+    """Lines of text: for pipes, logs and files. `every` is the least time between two lines of progress, in seconds."""
+
+    def __init__(self, console: Console, every: float = 10.0) -> None:
+        self.console, self.every, self.last, self.steps = console, every, 0.0, 0
+
+    def note(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def training(self, steps: int, learners: Sequence[Learner]) -> Iterator[None]:
+        self.learners, self.steps, self.last = learners, steps, time.monotonic()
+        yield
+
+    def step(self, step: int) -> None:
+        if step in (0, self.steps - 1) or time.monotonic() - self.last >= self.every:
+            self.last = time.monotonic()
+            self.note(f"step {step + 1:>5}/{self.steps}  loss: {self.losses()}")
+
+
+class Live(Plain):
+    """A bar with the share done, the losses, the time so far and the time to go."""
+
+    @contextmanager
+    def training(self, steps: int, learners: Sequence[Learner]) -> Iterator[None]:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self.learners, self.steps = learners, steps
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("loss: {task.fields[losses]}", markup=False),
+        )
+        with Progress(*columns, console=self.console) as self.progress:
+            self.task = self.progress.add_task("training", total=steps, losses="…")
+            yield
+
+    def step(self, step: int) -> None:
+        self.progress.update(self.task, completed=step + 1, losses=self.losses())

@@ -1,0 +1,251 @@
+"""Attention on the CPU: PyTorch's fused kernel where the meaning is the same, a tiled online softmax everywhere else.
+
+The tiled form visits only tiles that the TileMap calls visible, applies the mask only where it must, and keeps O(seqlen) memory:
+one tile of scores at a time. Its backward recomputes scores from lse (Dao et al., "FlashAttention").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from tilewise.core.philox import keep_mask
+from tilewise.formula.evaluate import evaluate
+from tilewise.formula.expr import Expr, postorder
+from tilewise.formula.grad import gradients
+from tilewise.formula.structure import Bound
+from tilewise.ops.attention.gradient import Gradients, delta_of
+from tilewise.ops.attention.problem import Call, sequences
+from tilewise.schedule.tilemap import FULL, TileMap, classify
+
+BLOCK_M, BLOCK_N = 128, 128
+MAX_RUN = 8  # key tiles taken in one matmul
+
+
+def sdpa_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's fused CPU kernel: plain or square-causal attention."""
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, call.mask is not None, attn_mask=None, scale=call.scale
+    )
+    return o.transpose(1, 2), lse
+
+
+def sdpa_backward(
+    call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
+) -> Gradients:
+    """The fused kernel's own backward; the tiled one when lse has a gradient."""
+    if dlse is not None:
+        return tiled_backward(call, o, lse, do, dlse)
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    if call.group > 1:
+        k, v = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do.transpose(1, 2), q, k, v, o.transpose(1, 2), lse, 0.0, call.mask is not None, attn_mask=None, scale=call.scale
+    )
+    if call.group > 1:
+        dk, dv = (x.unflatten(1, (-1, call.group)).sum(2) for x in (dk, dv))
+    return Gradients(*(x.transpose(1, 2).to(call.q.dtype) for x in (dq, dk, dv)))
+
+
+# tiled -------------------------------------------------------------------------------------------------------------
+
+
+def tiled_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tiled online softmax for any formula, head dimension and layout."""
+    o, lse = call.new_output(), call.new_lse()
+    for part, rows, _ in _parts(call):
+        sequence = _Sequence(part)
+        for tile in sequence.query_tiles():
+            o_tile, lse_tile = sequence.forward_tile(tile)
+            if rows is None:
+                o[:, tile.rows], lse[:, :, tile.rows] = o_tile, lse_tile
+            else:
+                o[rows][tile.rows], lse[:, rows][:, tile.rows] = o_tile[0], lse_tile[0]
+    return o, lse
+
+
+def tiled_backward(
+    call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
+) -> Gradients:
+    """Gradients of q, k, v, sink and the score's captured tensors."""
+    delta = delta_of(o, do, dlse, call.packed)
+    grads = Gradients.zeros(call)
+    for part, rows, keys in _parts(call):
+        sequence = _Sequence(part)
+        views = grads.rows(rows, keys)
+        lse_p = lse if rows is None else lse[None, :, rows]
+        delta_p = delta if rows is None else delta[None, :, rows]
+        do_p = do if rows is None else do[None, rows]
+        for tile in sequence.query_tiles():
+            sequence.backward_tile(tile, do_p, lse_p, delta_p, views)
+    return grads.finish(call, lse, delta)
+
+
+def _parts(call: Call) -> Iterator[tuple[Call, slice | None, slice | None]]:
+    """The call itself, or one dense call of batch 1 for each packed sequence; formulas see its batch index as `b`."""
+    if not call.packed:
+        if call.batch and call.rows_q:
+            yield call, None, None
+        return
+    for b, rows, keys in sequences(call):
+        if rows.stop > rows.start:
+            q, k, v = call.q[None, rows], call.k[None, keys], call.v[None, keys]
+            yield replace(call, q=q, k=k, v=v, cu_seqlens_q=None, cu_seqlens_k=None, first_batch=b), rows, keys
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """One tile of queries and the runs of key rows that it visits; `masked` runs apply the mask."""
+
+    rows: slice
+    runs: tuple[tuple[slice, bool], ...]
+
+
+class _Sequence:
+    """A dense call prepared for tiles: positions, tile classes, and the score's derivative."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.compute = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        self.shift = call.rows_k - call.rows_q
+        self.b = torch.arange(call.first_batch, call.first_batch + call.batch)[:, None, None, None]
+        self.h = torch.arange(call.num_heads_q)[:, None, None]
+        self.slope: Expr | None = None
+        self.captured: list[tuple[Expr, Expr]] = []  # (load, its gradient)
+        if call.score is not None:
+            structure = call.score.structure
+            symbol = _score_symbol(structure.root)
+            loads = [x for x in structure.loads if x.kind == "float" and call.grad_captured[x.value]]
+            made = gradients(structure.root, [*([] if symbol is None else [symbol]), *loads])
+            self.slope = None if symbol is None else made[0]
+            self.captured = list(zip(loads, made[len(made) - len(loads) :], strict=True))
+
+    def query_tiles(self) -> Iterator[_Tile]:
+        call = self.call
+        classes = self._classes()
+        for m in range(classes.shape[0]):
+            rows = slice(m * BLOCK_M, min((m + 1) * BLOCK_M, call.rows_q))
+            runs = []
+            n, row = 0, classes[m].tolist()
+            while n < len(row):
+                start, kind = n, row[n]
+                while n < len(row) and row[n] == kind and n - start < MAX_RUN:
+                    n += 1
+                if kind:
+                    runs.append((slice(start * BLOCK_N, min(n * BLOCK_N, call.rows_k)), kind != FULL))
+            yield _Tile(rows, tuple(runs))
+
+    def _classes(self) -> torch.Tensor:
+        """int8 (query tiles, key tiles): visited if any batch element or head needs it, FULL only if all have it FULL."""
+        call = self.call
+        sizes = {"seqlen_q": call.rows_q, "seqlen_k": call.rows_k, "block_m": BLOCK_M, "block_n": BLOCK_N}
+        if call.mask is None:
+            return TileMap.build(None, **sizes).classes[0, 0]
+        classes = classify(call.mask, first_batch=call.first_batch, batch=call.batch, heads=call.num_heads_q, **sizes)
+        low, high = classes.amin((0, 1)), classes.amax((0, 1))
+        return torch.where(low == high, low, torch.where(high > 0, 1, 0).to(torch.int8))
+
+    def _symbols(self, rows: slice, keys: slice) -> dict[str, torch.Tensor]:
+        i = torch.arange(rows.start, rows.stop)[:, None] + self.shift
+        return {"b": self.b, "h": self.h, "i": i, "j": torch.arange(keys.start, keys.stop)}
+
+    def _grouped(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
+        """(batch, rows, heads_q, dim) -> (batch, heads_kv, group * rows, dim)."""
+        x = x[:, rows].to(self.compute).unflatten(2, (self.call.num_heads_kv, self.call.group))
+        return x.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+    def _keys(self, x: torch.Tensor, keys: slice) -> torch.Tensor:
+        return x[:, keys].to(self.compute).transpose(1, 2)
+
+    def _scores(self, q: torch.Tensor, keys: slice, rows: slice, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """(raw, final) scores (batch, heads_q, rows, keys); raw is the scaled dot product, final what the softmax sees."""
+        call = self.call
+        raw = torch.matmul(q, self._keys(call.k, keys).transpose(-1, -2)) * call.scale
+        raw = raw.view(call.batch, call.num_heads_q, rows.stop - rows.start, -1)
+        s, symbols = raw, self._symbols(rows, keys)
+        if call.score is not None:
+            s = self._evaluate(call.score, call.score.structure.root, {**symbols, "s": raw}).expand_as(raw)
+        if masked and call.mask is not None:
+            s = torch.where(self._evaluate(call.mask, call.mask.structure.root, symbols), s, -torch.inf)
+        return raw, s
+
+    def _evaluate(self, bound: Bound, root: Expr, symbols: dict[str, torch.Tensor]) -> torch.Tensor:
+        tensors = [t.detach() for t in bound.tensors]
+        return evaluate([root], symbols, tensors, bound.numbers, self.compute)[0]
+
+    def _keep(self, rows: slice, keys: slice) -> torch.Tensor:
+        symbols = self._symbols(rows, keys)
+        row = self.b * self.call.num_heads_q + self.h
+        assert self.call.seed is not None
+        return keep_mask(int(self.call.seed), self.call.dropout, row, symbols["i"], symbols["j"])
+
+    def forward_tile(self, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o (batch, rows, heads, dim_v), lse (batch, heads, rows)) of one tile of queries."""
+        call, rows = self.call, tile.rows
+        q = self._grouped(call.q, rows)
+        shape = (call.batch, call.num_heads_q, rows.stop - rows.start)
+        m = q.new_full(shape, -torch.inf)
+        if call.sink is not None:
+            m = call.sink.detach().to(self.compute)[None, :, None].expand(shape)
+        l = torch.where(m == -torch.inf, 0.0, 1.0).to(self.compute)
+        acc = q.new_zeros((*q.shape[:-1], call.head_dim_v))
+        for keys, masked in tile.runs:
+            _, s = self._scores(q, keys, rows, masked)
+            m_new = torch.maximum(m, s.amax(-1))
+            m_use = torch.where(m_new == -torch.inf, 0.0, m_new)
+            p = torch.exp(s - m_use[..., None])
+            alpha = torch.exp(m - m_use)
+            l = l * alpha + p.sum(-1)
+            if call.dropout > 0.0:
+                p = p * self._keep(rows, keys)
+            acc = acc * alpha.view(*acc.shape[:-1], 1) + torch.matmul(p.view(*q.shape[:-1], -1), self._keys(call.v, keys))
+            m = m_new
+        lse = torch.where(l == 0.0, -torch.inf, m + torch.log(l))
+        o = acc / torch.where(l == 0.0, 1.0, l).view(*acc.shape[:-1], 1) / (1.0 - call.dropout)
+        o = o.view(call.batch, call.num_heads_q, -1, call.head_dim_v).transpose(1, 2)
+        return o.to(call.q.dtype), lse
+
+    def backward_tile(self, tile: _Tile, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, grads: Gradients) -> None:
+        """Add one tile's part to the gradients."""
+        call, rows = self.call, tile.rows
+        q, do_rows = self._grouped(call.q, rows), self._grouped(do, rows)
+        lse_rows, delta_rows = lse[:, :, rows], delta[:, :, rows].to(self.compute)
+        finite = torch.where(lse_rows == -torch.inf, 0.0, lse_rows)
+        dq = torch.zeros_like(q)
+        for keys, masked in tile.runs:
+            raw, s = self._scores(q, keys, rows, masked)
+            p = torch.exp(s - finite[..., None])
+            dp = torch.matmul(do_rows, self._keys(call.v, keys).transpose(-1, -2)).view_as(p)
+            dropped = p
+            if call.dropout > 0.0:
+                keep = self._keep(rows, keys) / (1.0 - call.dropout)
+                dropped, dp = p * keep, dp * keep
+            ds = p * (dp - delta_rows[..., None])
+            flat = (*q.shape[:-1], keys.stop - keys.start)
+            grads.dv[:, keys] += torch.matmul(dropped.reshape(flat).transpose(-1, -2), do_rows).transpose(1, 2)
+            ds = self._through_score(ds, raw, rows, keys, grads) * call.scale
+            dq += torch.matmul(ds.reshape(flat), self._keys(call.k, keys))
+            grads.dk[:, keys] += torch.matmul(ds.reshape(flat).transpose(-1, -2), q).transpose(1, 2)
+        dq = dq.view(call.batch, call.num_heads_q, -1, call.head_dim).transpose(1, 2)
+        grads.dq[:, rows] = dq.to(grads.dq.dtype)
+
+    def _through_score(self, ds: torch.Tensor, raw: torch.Tensor, rows: slice, keys: slice, grads: Gradients) -> torch.Tensor:
+        """Gradient before the score formula; gradients of captured tensors are added to `grads`."""
+        score = self.call.score
+        if score is None:
+            return ds
+        symbols = {**self._symbols(rows, keys), "s": raw, "g": ds}
+        for load, adjoint in self.captured:
+            value = self._evaluate(score, adjoint, symbols).expand_as(ds)
+            grads.add_captured(load, value, [self._evaluate(score, index, symbols) for index in load.args])
+        if self.slope is None:
+            return torch.zeros_like(ds)
+        through = self._evaluate(score, self.slope, symbols).expand_as(ds)
+        return torch.where(ds == 0.0, 0.0, through)  # a hidden score may have no finite derivative
+
+
+def _score_symbol(root: Expr) -> Expr | None:
+    return next((node for node in postorder([root]) if node.op == "sym" and node.value == "s"), None)

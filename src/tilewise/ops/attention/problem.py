@@ -1,0 +1,250 @@
+"""The facts of one attention call, validated once, with the messages a user sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError
+from tilewise.formula.check import check_indices
+from tilewise.formula.formula import as_mask, as_score
+from tilewise.formula.structure import Bound
+from tilewise.layouts import Dense, Packed, check_cu_seqlens
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention: its tensors, its formula and its sizes. Implementations read this and nothing else.
+
+    q, k, v are (batch, seqlen, heads, dim), or (total, heads, dim) with `cu_seqlens_q` and `cu_seqlens_k` when packed. `mask` and
+    `score` are None when there is nothing to apply. `seed` is an int64 tensor of one element when `dropout` > 0. The last fields
+    say which gradients are wanted.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sink: torch.Tensor | None
+    mask: Bound | None
+    score: Bound | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    scale: float
+    dropout: float
+    seed: torch.Tensor | None
+    deterministic: bool = False
+    wants_grad: bool = False
+    grad_sink: bool = False
+    grad_captured: tuple[bool, ...] = ()  # by slot of the score's tensors
+    first_batch: int = 0  # what `b` is for the first batch element (one sequence taken out of a packed call)
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def rows_q(self) -> int:
+        """seqlen_q, or the total of all sequences."""
+        return self.q.shape[-3]
+
+    @property
+    def rows_k(self) -> int:
+        return self.k.shape[-3]
+
+    @property
+    def num_heads_q(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def num_heads_kv(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key/value head."""
+        return self.q.shape[-2] // self.k.shape[-2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[-1]
+
+    def new_output(self) -> torch.Tensor:
+        return self.q.new_empty((*self.q.shape[:-1], self.v.shape[-1]))
+
+    def new_lse(self) -> torch.Tensor:
+        dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        if self.packed:
+            return self.q.new_empty((self.num_heads_q, self.rows_q), dtype=dtype)
+        return self.q.new_empty((self.q.shape[0], self.num_heads_q, self.rows_q), dtype=dtype)
+
+
+def make_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any = None,
+    score: Any = None,
+    sink: Any = None,
+    layout: Any = None,
+    scale: Any = None,
+    dropout: Any = 0.0,
+    seed: Any = None,
+    deterministic: bool = False,
+) -> Call:
+    """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work is done."""
+    layout = _layout(layout)
+    _tensors(q, k, v, 3 if isinstance(layout, Packed) else 4)
+    _shapes(q, k, v, isinstance(layout, Packed))
+    if isinstance(layout, Packed):
+        check_cu_seqlens("layout cu_seqlens_q", layout.cu_seqlens_q, q.shape[0], q.device)
+        check_cu_seqlens("layout cu_seqlens_k", layout.keys, k.shape[0], q.device)
+        if layout.keys.shape != layout.cu_seqlens_q.shape:
+            raise InputError(
+                "layout cu_seqlens_k", got=tuple(layout.keys.shape), expected=f"{tuple(layout.cu_seqlens_q.shape)} as cu_seqlens_q"
+            )
+    if sink is not None:
+        _sink(sink, q)
+    packed = isinstance(layout, Packed)
+    bound_mask = None if mask is None else _captured(as_mask(mask).bound, "mask", q)
+    bound_score = None if score is None else _captured(as_score(score).bound, "score", q)
+    dropout = _dropout(dropout)
+    grad = torch.is_grad_enabled()
+    grad_sink = grad and sink is not None and sink.requires_grad
+    grad_captured = () if bound_score is None else tuple(grad and t.requires_grad for t in bound_score.tensors)
+    call = Call(
+        q,
+        k,
+        v,
+        sink,
+        bound_mask,
+        bound_score,
+        layout.cu_seqlens_q if packed else None,
+        layout.keys if packed else None,
+        _scale(scale, q.shape[-1]),
+        dropout,
+        _seed(seed, q.device, dropout),
+        deterministic,
+        grad and (q.requires_grad or k.requires_grad or v.requires_grad or grad_sink or any(grad_captured)),
+        grad_sink,
+        grad_captured,
+    )
+    if not packed:
+        sizes = (call.batch, call.num_heads_q, call.rows_q, call.rows_k)
+        for what, bound in (("mask", call.mask), ("score", call.score)):
+            if bound is not None and bound.tensors:
+                check_indices(bound, what, sizes)
+    return call
+
+
+def _layout(layout: Any) -> Dense | Packed:
+    if layout is None:
+        return Dense()
+    if not isinstance(layout, (Dense, Packed)):
+        raise InputError("layout", got=type(layout).__name__, expected="tilewise.Dense() or tilewise.Packed(cu_seqlens_q, cu_seqlens_k)")
+    return layout
+
+
+def _tensors(q: Any, k: Any, v: Any, rank: int) -> None:
+    shape = "(total, heads, dim)" if rank == 3 else "(batch, seqlen, heads, dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise InputError(name, got=type(x).__name__, expected=f"a tensor {shape}")
+        if x.ndim != rank:
+            hint = "pass layout=tilewise.Packed(cu_seqlens) for packed sequences" if x.ndim == 3 else ""
+            raise InputError(name, got=f"shape {tuple(x.shape)}", expected=shape, hint=hint)
+        if x.dtype != q.dtype:
+            raise InputError(name, got=str(x.dtype), expected=f"{q.dtype}, the dtype of q", hint="q, k and v share one dtype")
+        if x.device != q.device:
+            raise InputError(name, got=f"device {x.device}", expected=f"{q.device}, the device of q")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise InputError(name, got=f"strides {x.stride()}", expected="unit stride in the last dimension", hint="call .contiguous()")
+    if q.dtype not in DTYPES:
+        raise InputError("q", got=str(q.dtype), expected="float16, bfloat16, float32 or float64", hint="low-bit input goes through quantize=")
+
+
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
+    if k.shape[:-1] != v.shape[:-1]:
+        raise InputError("v", got=f"shape {tuple(v.shape)}", expected=f"{tuple(k.shape[:-1])} and a head_dim, as k has")
+    if q.shape[-1] != k.shape[-1]:
+        raise InputError("k", got=f"head_dim {k.shape[-1]}", expected=f"{q.shape[-1]}, the head_dim of q")
+    if not packed and q.shape[0] != k.shape[0]:
+        raise InputError("k", got=f"batch {k.shape[0]}", expected=f"{q.shape[0]}, the batch of q")
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if heads_kv == 0 or heads_q % heads_kv or heads_q == 0:
+        raise InputError(
+            "k", got=f"{heads_kv} heads", expected=f"a divisor of the {heads_q} query heads",
+            hint="each key/value head serves num_heads_q / num_heads_kv query heads",
+        )
+    for name, x in (("q", q), ("v", v)):
+        if not 1 <= x.shape[-1] <= 512:
+            raise InputError(name, got=f"head_dim {x.shape[-1]}", expected="1 to 512")
+
+
+def _sink(sink: Any, q: torch.Tensor) -> None:
+    expected = f"a floating-point tensor ({q.shape[-2]},) on {q.device}: one logit a query head"
+    if not isinstance(sink, torch.Tensor) or sink.shape != (q.shape[-2],) or not sink.is_floating_point() or sink.device != q.device:
+        got = f"{sink.dtype} {tuple(sink.shape)} on {sink.device}" if isinstance(sink, torch.Tensor) else type(sink).__name__
+        raise InputError("sink", got=got, expected=expected)
+
+
+def _captured(bound: Bound, what: str, q: torch.Tensor) -> Bound:
+    for slot, tensor in enumerate(bound.tensors):
+        if tensor.device != q.device:
+            raise InputError(f"{what}: captured tensor {slot}", got=f"device {tensor.device}", expected=f"{q.device}, the device of q")
+    return bound
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError("scale", got=repr(scale), expected="a finite number", hint="the default is head_dim ** -0.5")
+    return value
+
+
+def _dropout(dropout: Any) -> float:
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+        raise InputError("dropout", got=repr(dropout), expected="a probability in [0, 1)")
+    return float(dropout)
+
+
+def _seed(seed: Any, device: torch.device, dropout: float) -> torch.Tensor | None:
+    """A seed on the device: drawn from PyTorch's generator (advances under CUDA graph replay), or the caller's."""
+    if isinstance(seed, torch.Tensor) and seed.numel() == 1 and seed.dtype == torch.int64 and seed.device == device:
+        return seed.reshape(1) if dropout else None
+    if seed is None or (isinstance(seed, int) and 0 <= seed < 2**63):
+        if not dropout:
+            return None
+        if seed is None:
+            return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
+        return torch.full((1,), seed, dtype=torch.int64, device=device)
+    raise InputError("seed", got=repr(seed), expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}")
+
+
+def sequences(call: Call) -> Sequence[tuple[int, slice, slice]]:
+    """(batch index, rows of q, rows of k) of each sequence of a packed call, on the host."""
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
+    starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    return [
+        (b, slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])) for b in range(len(starts_q) - 1)
+    ]

@@ -1,0 +1,194 @@
+"""Who can compute attention: one row an implementation, with what each needs. Order is preference."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.ops.attention.problem import Call
+
+CAUSAL = "(le j i)"  # the structure of `causal`
+
+
+@dataclass(frozen=True)
+class Need:
+    """One requirement: its wording, and a test that returns what was found instead (None when met)."""
+
+    says: str
+    unmet: Callable[[Call], str | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """An implementation: where it lives, what it needs, and whether it is chosen without being named."""
+
+    name: str
+    module: str
+    forward: str
+    backward: str | None
+    needs: tuple[Need, ...]
+    summary: str
+    automatic: bool = True
+
+    def first_unmet(self, call: Call) -> str | None:
+        """None if this row can run the call, else the first need that fails and what was found."""
+        for need in self.needs:
+            got = need.unmet(call)
+            if got is not None:
+                return f"needs {need.says}; got {got}"
+        return None
+
+    def function(self, name: str) -> Callable[..., Any]:
+        return _function(self.module, name)
+
+
+@functools.lru_cache(maxsize=64)
+def _function(module: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _device(kind: str) -> Need:
+    return Need(f"tensors on {kind}", lambda c: None if c.q.device.type == kind else c.q.device.type)
+
+
+def _dtypes(*allowed: torch.dtype) -> Need:
+    names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+    return Need(f"dtype {names}", lambda c: None if c.q.dtype in allowed else str(c.q.dtype))
+
+
+def _plain_or_causal(call: Call) -> str | None:
+    if call.score is not None:
+        return "a score formula"
+    if call.mask is None:
+        return None
+    if call.mask.text != CAUSAL:
+        return "a mask other than causal"
+    return None if call.rows_q == call.rows_k else f"causal with seqlen_q {call.rows_q}, seqlen_k {call.rows_k}"
+
+
+def _few_queries(call: Call) -> str | None:
+    rows = call.rows_q * call.group
+    return None if rows <= 64 else f"{rows} (seqlen_q {call.rows_q} times group {call.group})"
+
+
+@functools.lru_cache(maxsize=1)
+def triton_missing() -> str | None:
+    """None if Triton can be imported, else why not."""
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+_TRITON = Need("Triton installed", lambda c: triton_missing())
+_GPU = Need("an NVIDIA GPU (sm_80 or newer) or Triton's interpreter", lambda c: _no_gpu(c))
+
+
+def _no_gpu(call: Call) -> str | None:
+    if call.q.device.type == "cuda":
+        major, minor = _capability(call.q.device.index or 0)
+        return None if major >= 8 else f"sm_{major}{minor}"
+    return None if interpreting() else call.q.device.type
+
+
+@functools.lru_cache(maxsize=16)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in the interpreter (TRITON_INTERPRET=1), where CPU tensors are fine."""
+    import os
+
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_DENSE = Need("the dense layout", lambda c: "packed" if c.packed else None)
+_NO_GRAD = Need("no gradient wanted", lambda c: "a gradient wanted" if c.wants_grad else None)
+_HERE = "tilewise.ops.attention"
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        "cpu_sdpa",
+        f"{_HERE}.cpu",
+        "sdpa_forward",
+        "sdpa_backward",
+        (
+            _device("cpu"),
+            _DENSE,
+            Need("no sink", lambda c: None if c.sink is None else "a sink"),
+            Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}"),
+            Need("no mask, or causal on a square, and no score formula", _plain_or_causal),
+            Need("head_dim_v equal to head_dim", lambda c: None if c.head_dim == c.head_dim_v else f"{c.head_dim}, {c.head_dim_v}"),
+        ),
+        "PyTorch's fused CPU kernel",
+    ),
+    Row("cpu_tiled", f"{_HERE}.cpu", "tiled_forward", "tiled_backward", (_device("cpu"),), "tiled online softmax in PyTorch"),
+    Row(
+        "triton_decode",
+        f"{_HERE}.triton_decode",
+        "forward",
+        None,
+        (
+            _TRITON,
+            _GPU,
+            _dtypes(*_HALF, torch.float32),
+            _DENSE,
+            Need("at most 64 rows of queries for each key/value head", _few_queries),
+            Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}"),
+            _NO_GRAD,
+        ),
+        "keys split over the GPU, partial results merged by log-sum-exp",
+    ),
+    Row(
+        "triton",
+        f"{_HERE}.triton_attention",
+        "forward",
+        "backward",
+        (
+            _TRITON,
+            _GPU,
+            _dtypes(*_HALF, torch.float32),
+            Need(
+                "deterministic=False where captured tensors take gradients by atomics",
+                lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
+            ),
+        ),
+        "portable tiled kernels, forward and backward",
+    ),
+    Row(
+        "reference",
+        f"{_HERE}.reference",
+        "forward",
+        "backward",
+        (),
+        "float64, every score materialised: the specification",
+        automatic=False,
+    ),
+)
+
+
+def choose(call: Call, impl: str | None) -> Row:
+    """The row that runs a call: the named one, or the first whose needs all hold; raises UnsupportedError."""
+    if impl is not None:
+        row = next((row for row in ROWS if row.name == impl), None)
+        if row is None:
+            raise InputError("impl", got=repr(impl), expected="None or one of " + ", ".join(row.name for row in ROWS))
+        unmet = row.first_unmet(call)
+        if unmet is not None:
+            raise UnsupportedError(f"impl={impl!r}", got="this call", expected=f"what it can run: it {unmet}", hint="tilewise.why(...) lists all")
+        return row
+    for row in ROWS:
+        if row.automatic and row.first_unmet(call) is None:
+            return row
+    reasons = "; ".join(f"{row.name} {row.first_unmet(call)}" for row in ROWS if row.automatic)
+    raise UnsupportedError("attention", got="no implementation for this call", expected=reasons, hint="impl='reference' runs anything")

@@ -1,0 +1,205 @@
+"""Attention as PyTorch sees it: an autograd function in eager mode, a custom operator inside torch.compile.
+
+Both lead to the same two functions, `run_forward` and `run_backward`, which pick the implementation's code by its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilewise.formula.structure import Bound
+from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.table import ROWS, Row
+
+_BY_NAME = {row.name: row for row in ROWS}
+
+
+def run_forward(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse); calls without a query or a key need no kernel."""
+    if call.q.numel() == 0 or call.rows_k == 0 or call.v.numel() == 0:
+        o, lse = call.new_output().zero_(), call.new_lse().fill_(-torch.inf)
+        if call.sink is not None:
+            lse.copy_(call.sink.detach().to(lse.dtype).view((-1, 1)).expand_as(lse))
+        return o, lse
+    result: tuple[torch.Tensor, torch.Tensor] = row.function(row.forward)(call)
+    return result
+
+
+def run_backward(
+    row: Row, call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
+) -> Gradients:
+    """Gradients of every input that takes one."""
+    assert row.backward is not None
+    if call.q.numel() == 0 or call.rows_k == 0 or call.v.numel() == 0:
+        delta = torch.zeros_like(lse) if dlse is None else -dlse
+        zeros = [torch.zeros_like(x) for x in (call.q, call.k, call.v)]
+        return Gradients(*zeros, sink_gradient(call, lse, delta), captured_buffers(call))
+    result: Gradients = row.function(row.backward)(call, o, lse, do, dlse)
+    return result
+
+
+# eager -------------------------------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, row: Row, call: Call, q: Any, k: Any, v: Any, sink: Any, *captured: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = run_forward(row, call)
+        ctx.row, ctx.call = row, call
+        ctx.save_for_backward(q, k, v, sink, o, lse, *captured)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        _, _, _, _, o, lse, *_ = ctx.saved_tensors  # raises if an input was changed in place since
+        if do is None:
+            do = torch.zeros_like(o)
+        grads = run_backward(ctx.row, ctx.call, o, lse, _unit_stride(do), dlse)
+        return (None, None, grads.dq, grads.dk, grads.dv, grads.dsink, *grads.captured)
+
+
+def _unit_stride(do: torch.Tensor) -> torch.Tensor:
+    return do if do.stride(-1) == 1 or do.shape[-1] <= 1 else do.contiguous()
+
+
+def eager(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse), connected to autograd where an input takes a gradient."""
+    if not call.wants_grad:
+        return run_forward(row, call)
+    captured = call.score.tensors if call.score is not None else ()
+    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(row, call, call.q, call.k, call.v, call.sink, *captured)  # type: ignore[no-untyped-call]
+    return result
+
+
+# compiled ----------------------------------------------------------------------------------------------------------
+
+Tensors = list[torch.Tensor]
+
+
+def _bound(text: str, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> Bound | None:
+    if not text:
+        return None
+    kinds = Bound(text, (), ()).structure.number_kinds
+    exact = [n if kind == "float" else int(n) for n, kind in zip(numbers, kinds, strict=True)]
+    return Bound(text, tuple(tensors), tuple(exact))
+
+
+def _call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    mask_text: str,
+    mask_tensors: Tensors,
+    mask_numbers: list[float],
+    score_text: str,
+    score_tensors: Tensors,
+    score_numbers: list[float],
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    scale: float,
+    dropout: float,
+    flags: str,
+) -> Call:
+    wants, deterministic, grad_sink, *grad_captured = (c == "1" for c in flags)
+    mask, score = _bound(mask_text, mask_tensors, mask_numbers), _bound(score_text, score_tensors, score_numbers)
+    return Call(
+        q, k, v, sink, mask, score, cu_seqlens_q, cu_seqlens_k, scale, dropout, seed, deterministic, wants, grad_sink, tuple(grad_captured)
+    )
+
+
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, str mask_text, Tensor[] mask_tensors, float[] mask_numbers, str score_text, "
+    "Tensor[] score_tensors, float[] score_numbers, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, float scale, "
+    "float dropout, str flags, str impl"
+)
+
+
+def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _call(*args[:-1])
+    o, lse = run_forward(_BY_NAME[args[-1]], call)
+    return o.contiguous(), lse.contiguous()
+
+
+def _backward(do: torch.Tensor, dlse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor, *args: Any) -> Tensors:
+    call = _call(*args[:-1])
+    grads = run_backward(_BY_NAME[args[-1]], call, o, lse, _unit_stride(do), dlse)
+    found = [grads.dq, grads.dk, grads.dv, grads.dsink, *grads.captured]
+    return [g.contiguous() for g in found if g is not None]
+
+
+attention_forward = torch.library.custom_op(
+    "tilewise::attention_forward", _forward, mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
+)
+attention_backward = torch.library.custom_op(
+    "tilewise::attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor do, Tensor? dlse, Tensor o, Tensor lse, {_SCHEMA}) -> Tensor[]",
+)
+
+
+@attention_forward.register_fake
+def _forward_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _call(*args[:-1])
+    return call.new_output(), call.new_lse()
+
+
+@attention_backward.register_fake
+def _backward_fake(do: torch.Tensor, dlse: Any, o: torch.Tensor, lse: torch.Tensor, *args: Any) -> Tensors:
+    call = _call(*args[:-1])
+    shapes = [call.q, call.k, call.v, *([call.sink] if call.grad_sink and call.sink is not None else [])]
+    if call.score is not None:
+        shapes += [t for t, wanted in zip(call.score.tensors, call.grad_captured, strict=True) if wanted]
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in shapes]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, sink, _, mask_tensors, _, _, score_tensors, _, cu_q, cu_k, seed, *_ = inputs
+    ctx.save_for_backward(q, k, v, sink, cu_q, cu_k, seed, *output, *mask_tensors, *score_tensors)
+    ctx.plain = [x for x in inputs if isinstance(x, (str, float))]
+    ctx.numbers = (inputs[6], inputs[9])
+    ctx.num_mask = len(mask_tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    q, k, v, sink, cu_q, cu_k, seed, o, lse, *captured = ctx.saved_tensors
+    mask_tensors, score_tensors = captured[: ctx.num_mask], captured[ctx.num_mask :]
+    mask_text, score_text, scale, dropout, flags, impl = ctx.plain
+    do = torch.zeros_like(o) if do is None else do
+    found = list(
+        attention_backward(
+            do, dlse, o, lse, q, k, v, sink, mask_text, mask_tensors, ctx.numbers[0], score_text, score_tensors,
+            ctx.numbers[1], cu_q, cu_k, seed, scale, dropout, flags, impl,
+        )
+    )  # fmt: skip
+    dq, dk, dv, *rest = found
+    dsink = rest.pop(0) if flags[2] == "1" else None
+    dscore = [rest.pop(0) if wanted == "1" else None for wanted in flags[3:]]
+    none_mask = [None] * len(mask_tensors)
+    return dq, dk, dv, dsink, None, none_mask, None, None, dscore, None, None, None, None, None, None, None, None
+
+
+attention_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def compiled(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) through the custom operator, which torch.compile keeps whole."""
+    mask, score = call.mask or Bound("", (), ()), call.score or Bound("", (), ())
+    flags = "".join("1" if flag else "0" for flag in (call.wants_grad, call.deterministic, call.grad_sink, *call.grad_captured))
+    result: tuple[torch.Tensor, torch.Tensor] = attention_forward(
+        call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), [float(n) for n in mask.numbers], score.text,
+        list(score.tensors), [float(n) for n in score.numbers], call.cu_seqlens_q, call.cu_seqlens_k, call.seed, call.scale,
+        call.dropout, flags, row.name,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,107 @@
+"""Regenerate the documentation's pictures under docs/pictures/.
+
+    python tools/draw_pictures.py            write every picture
+    python tools/draw_pictures.py --check    write nothing; fail if a committed picture differs from what is drawn now
+
+Bytes are the same for the same matplotlib version (the version is written inside each file).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.explain import draw, roofline
+from tilewise.explain.ladder import climb
+from tilewise.formula import Mask, library
+
+PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+TOKENS, BLOCK = 48, 8
+
+
+def _panel(title: str, mask: Mask) -> draw.Panel:
+    return draw.panel(mask, seqlen_q=TOKENS, seqlen_k=TOKENS, block_m=BLOCK, block_n=BLOCK, title=title)
+
+
+def masks() -> Any:
+    ids = torch.tensor([0] * 13 + [1] * 16 + [2] * 19)
+    shown = {
+        "causal": library.causal,
+        "window(14)": library.window(14),
+        "causal & document(ids)": library.causal & library.document(ids),
+        "causal | prefix([20])": library.causal | library.prefix(torch.tensor([20])),
+        "causal & chunked(16)": library.causal & library.chunked(16),
+        "neighborhood((6, 8), (3, 3))": library.neighborhood((6, 8), (3, 3)),
+    }
+    return draw.tiles([_panel(title, mask) for title, mask in shown.items()], BLOCK, BLOCK)
+
+
+def query() -> Any:
+    return draw.query(_panel("window(26)", library.window(26)), BLOCK, BLOCK, 35)
+
+
+def ladder() -> Any:
+    rungs: tuple[tuple[str, dict[str, bool]], ...] = (
+        ("attention_two_pass", {}),
+        ("attention_one_pass", {}),
+        ("flash_attention_1", {}),
+        ("flash_attention_2", {}),
+        ("flash_attention_2", {"causal": True}),
+    )
+    return draw.ladder([climb(name, size=64, head_dim=16, **options) for name, options in rungs])
+
+
+def traffic() -> Any:
+    return draw.traffic(8192, 64)
+
+
+def rooflines() -> Any:
+    heads = {"num_heads_q": 32, "num_heads_kv": 8}
+    problems = {
+        "decode, 1 query": roofline.Problem.decode(8192, batch=16, **heads),
+        "decode, 8 queries": roofline.Problem.decode(8192, seqlen_q=8, batch=16, **heads),
+        "causal forward, 512": roofline.Problem(512, batch=16, causal=True, **heads),
+        "causal forward, 8k": roofline.Problem(8192, causal=True, **heads),
+    }
+    return draw.roofline({label: roofline.estimate(problem, "H200") for label, problem in problems.items()})
+
+
+DRAWN: dict[str, Callable[[], Any]] = {
+    "masks.svg": masks,
+    "query.svg": query,
+    "ladder.svg": ladder,
+    "traffic.svg": traffic,
+    "roofline.svg": rooflines,
+}
+
+
+def write(folder: Path) -> list[Path]:
+    """Draw every picture into `folder`."""
+    return [draw.save(picture(), folder / name) for name, picture in DRAWN.items()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the committed pictures instead of writing")
+    if not parser.parse_args().check:
+        print(*write(PICTURES), sep="\n")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = write(Path(folder))
+        stale = [
+            p.name
+            for p in fresh
+            if not (PICTURES / p.name).exists() or (PICTURES / p.name).read_bytes() != p.read_bytes()
+        ]
+    print("stale: " + ", ".join(stale) if stale else "pictures are up to date")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
