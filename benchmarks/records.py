@@ -227,5 +227,5 @@ def _line(record: Record) -> str:
     if record.count is not None:
         parts.append(f"{record.count:>6} compilations")
     if record.error is not None:
-        parts.append(f" {record.error['metric']} {record.error['value']:.2e}")
-    return "".join(parts)
+        parts.append(f"{record.error['metric']} {record.error['value']:.2e}")
+    return " ".join(parts)

@@ -39,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(config.workerinput["workercount"])))
 
 
+def pytest_report_header() -> str:
+    """Which tiers this process can collect."""
+    if INTERPRETING:
+        return "tiers: interpret only (TRITON_INTERPRET=1)"
+    return "tiers: cpu, compile, gpu where there is one; test_tiers.py starts interpret in processes of its own"
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """The interpreter patches Triton for a whole process: its tests and all others never share one."""
     if collection_path == TESTS or not collection_path.is_relative_to(TESTS) or collection_path.name == "__init__.py":

@@ -43,7 +43,7 @@ def masks() -> Any:
 
 
 def query() -> Any:
-    return draw.query(_panel("window(26)", library.window(26)), BLOCK, BLOCK, 35)
+    return draw.query(_panel("window(24)", library.window(24)), BLOCK, BLOCK, 35)
 
 
 def ladder() -> Any:

@@ -35,24 +35,32 @@ class Family:
         return digest.hexdigest()[:12] if files else "none"
 
 
-_FORMULA = ("src/tilewise/formula/*.py", "src/tilewise/schedule/*.py")
+_FORMULA = ("src/tilewise/formula/*.py", "src/tilewise/schedule/*.py", "src/tilewise/core/philox.py")
+_ATTENTION = "src/tilewise/ops/attention/"
+_SHARED = tuple(_ATTENTION + name for name in ("problem.py", "torch_op.py", "gradient.py"))
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family(
             name="attention_triton",
-            sources=(*_FORMULA, "src/tilewise/tiles/*.py", "src/tilewise/ops/attention/*.py"),
+            sources=(
+                *_FORMULA,
+                *_SHARED,
+                "src/tilewise/tiles/*.py",
+                _ATTENTION + "triton_*.py",
+                _ATTENTION + "configs.py",
+            ),
             tests=("tests/gpu/*.py",),
             rows=("triton", "triton_decode"),
         ),
         Family(
             name="attention_cpu",
-            sources=(*_FORMULA, "src/tilewise/ops/attention/*.py"),
-            tests=("tests/ops/*.py",),
-            rows=("cpu",),
+            sources=(*_FORMULA, *_SHARED, _ATTENTION + "cpu*.py"),
+            tests=("tests/ops/**/*.py",),
+            rows=("cpu_sdpa", "cpu_tiled"),
         ),
-        Family(name="tilemap", sources=_FORMULA, tests=("tests/gpu/test_tilemap*.py",), rows=()),
+        Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
     )
 }
 

@@ -77,10 +77,10 @@ def formulas(seqlen: int, heads: int, device: str) -> list[Formula]:
 
 def contenders(formula: Formula, seqlen: int, device: str) -> dict[str, Attention]:
     """Each takes and returns (batch, seqlen, heads, head_dim) views of its own native memory layout."""
-    impl = "triton" if device == "cuda" else "cpu"
+    impl = "triton" if device == "cuda" else None
     mask, score = formula.ours
     found: dict[str, Attention] = {
-        f"tilewise.{impl}": lambda q, k, v: tw.attention(q, k, v, mask=mask, score=score, impl=impl)
+        f"tilewise.{impl or 'cpu'}": lambda q, k, v: tw.attention(q, k, v, mask=mask, score=score, impl=impl)
     }
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)

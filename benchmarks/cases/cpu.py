@@ -38,7 +38,7 @@ def _attention(impl: str, formula: str, seqlen: int) -> Callable[..., torch.Tens
     """(batch, seqlen, heads, head_dim) in and out; SDPA's dense mask is built here, before any clock starts."""
     if impl == "tilewise.cpu":
         mask = {"full": None, "causal": tw.causal, "window": tw.window(WINDOW)}[formula]
-        return lambda q, k, v: tw.attention(q, k, v, mask=mask, impl="cpu")
+        return lambda q, k, v: tw.attention(q, k, v, mask=mask)
     index = torch.arange(seqlen)
     mask_mod = _mask_mod("window")
     zero = torch.zeros((), dtype=torch.long)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.readback import host_values
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,6 @@ class Packed:
         return self.cu_seqlens_q.shape[0] - 1
 
 
-_checked: weakref.WeakKeyDictionary[torch.Tensor, tuple[int, tuple[int, ...]]] = weakref.WeakKeyDictionary()
-
-
-def host_values(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The values of a small integer tensor, read once a version; None where reading is impossible (capture, compile, fake)."""
-    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor:
-        return None
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    known = _checked.get(tensor)
-    if known is not None and known[0] == tensor._version:
-        return known[1]
-    values = tuple(tensor.tolist())
-    _checked[tensor] = (tensor._version, values)
-    return values
-
-
 def check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.device) -> None:
     """Raise InputError unless `cu_seqlens` is int32 (batch + 1,), from 0, never falling, ending at `total`."""
     expected = "an int32 tensor (batch + 1,) on the device of q"
@@ -66,13 +49,17 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.devic
         got = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
         raise InputError(name, got=got, expected=expected)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != device or not cu_seqlens.is_contiguous():
-        raise InputError(name, got=f"{cu_seqlens.dtype} on {cu_seqlens.device}", expected=expected, hint="use .to(torch.int32)")
+        raise InputError(
+            name, got=f"{cu_seqlens.dtype} on {cu_seqlens.device}", expected=expected, hint="use .to(torch.int32)"
+        )
     values = host_values(cu_seqlens)
     if values is None:
         return
     if values[0] != 0 or values[-1] != total:
         raise InputError(
-            name, got=f"first {values[0]}, last {values[-1]}", expected=f"from 0 to {total}, the number of rows",
+            name,
+            got=f"first {values[0]}, last {values[-1]}",
+            expected=f"from 0 to {total}, the number of rows",
             hint="cumulative lengths, one entry more than there are sequences",
         )
     for index in range(len(values) - 1):

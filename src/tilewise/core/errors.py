@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -16,11 +17,11 @@ class TilewiseError(Exception):
     """
 
     def __init__(self, name: str, *, got: Any, expected: str, hint: str = "") -> None:
-        self.name = name
+        super().__init__(f"{name}: got {got}; expected {expected}" + (f". Hint: {hint}" if hint else ""))
+        self.name = name  # after super().__init__, which clears an ImportError's name
         self.got = got
         self.expected = expected
         self.hint = hint
-        super().__init__(f"{name}: got {got}; expected {expected}" + (f". Hint: {hint}" if hint else ""))
 
 
 class InputError(TilewiseError, ValueError):
@@ -37,3 +38,16 @@ class UnsupportedError(TilewiseError, NotImplementedError):
 
 class MissingExtraError(TilewiseError, ImportError):
     """An optional package is needed; the hint names the extra that installs it."""
+
+    name: str  # ImportError has one that may be None
+
+
+def caller_line() -> str:
+    """The user's line, for messages: the nearest frame outside this package and PyTorch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("tilewise.", "torch.")) or module.startswith("tilewise.testing"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "an unknown line"

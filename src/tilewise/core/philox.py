@@ -1,7 +1,9 @@
-"""Philox4x32-10 counters for dropout, in PyTorch: the same bits as the GPU kernels (Salmon et al., "Parallel Random Numbers").
+"""Philox4x32-10 counters for dropout, in PyTorch: the same bits as the GPU kernels.
 
-A score's fate depends on (seed, batch, head, query, key) only: the counter is (key // 4, query, batch * heads + head, 0) and
-the word is key % 4. No tile size, device or launch enters.
+Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
+
+A score's fate depends on (seed, batch, head, query, key) only: the counter is (key // 4, query, batch * heads + head,
+0) and the word is key % 4. No tile size, device or launch enters.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def _multiply(a: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]
 def philox(seed: int, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor) -> list[torch.Tensor]:
     """Four words of 32 random bits (as int64) for counters (c0, c1, c2, 0), which broadcast."""
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    c0, c1, c2 = torch.broadcast_tensors(c0.long(), c1.long(), c2.long())
+    # 32 bits, as on the GPU: a query before the first key has a negative position; the first rounds broadcast them
+    c0, c1, c2 = c0.long() & _MASK, c1.long() & _MASK, c2.long() & _MASK
     c3 = torch.zeros_like(c0)
     for _ in range(10):
         high0, low0 = _multiply(c0, _MULTIPLIERS[0])
@@ -34,9 +37,7 @@ def philox(seed: int, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor) -> l
     return [c0, c1, c2, c3]
 
 
-def keep_mask(
-    seed: int, dropout: float, row: torch.Tensor, i: torch.Tensor, j: torch.Tensor
-) -> torch.Tensor:
+def keep_mask(seed: int, dropout: float, row: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
     """Boolean tensor: which scores survive dropout with probability `dropout`.
 
     Args:
@@ -50,5 +51,6 @@ def keep_mask(
 
 
 def threshold(dropout: float) -> int:
-    """Scores whose word is below this are dropped."""
-    return min(int(dropout * 2.0**32), _MASK)
+    """Scores whose word is below this are dropped; the probability is rounded to float32, as it travels to kernels."""
+    rounded = float(torch.tensor(dropout, dtype=torch.float32))
+    return int(min(rounded * 2.0**32, 4294967040.0))

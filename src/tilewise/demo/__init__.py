@@ -1,7 +1,8 @@
 """The demo: a small Llama-style model learns Python from the standard library, through `tilewise.attention`.
 
-A second model, equal to the last bit at the start, learns from the same batches through PyTorch's own attention: two loss curves
-that must agree. Then the first one writes code. `tilewise demo` is the command; `run(Options())` the function.
+A second model, equal to the last bit at the start, learns from the same batches through PyTorch's own attention: two
+loss curves that must agree. Then the first one writes code. `tilewise demo` is the command; `run(Options())` the
+function.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from dataclasses import replace
 import torch
 
 import tilewise
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.demo import data
 from tilewise.demo.data import Tokenizer
-from tilewise.demo.model import Attend, generate
+from tilewise.demo.model import Attend, ModelConfig, generate
 from tilewise.demo.options import SIZES, TOLERANCE, Options, Size
-from tilewise.demo.result import Curves, Result
+from tilewise.demo.result import OURS, TORCH, Curves, Result
 from tilewise.demo.train import Learner, held_out_loss, torch_attention, train
 from tilewise.demo.view import View
 
 __all__ = ["SIZES", "TOLERANCE", "Options", "Result", "Size", "run", "tilewise_attention"]
 
+TILED_STEPS = 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -45,12 +47,15 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
 
     Returns the result, whose `passed` says whether the loss curves agree within the tolerance.
 
-    Raises InputError for too little text, an unknown size, dtype or device, MissingExtraError without `tokenizers`.
+    Raises InputError for too little text, an unknown size, dtype or device; MissingExtraError without `tokenizers`.
     """
     view = view or View()
     began = time.perf_counter()
     device, dtype, size_name, size = resolve(options)
-    view.note(f"device {describe(device)}, {dtype}; size {size_name}, {size.steps} steps of {size.batch} × {size.seqlen} tokens")
+    view.note(
+        f"device {describe(device)}, {dtype}; "
+        f"size {size_name}: {size.steps} steps of {size.batch} × {size.seqlen} tokens"
+    )
 
     corpus = data.read_corpus(options.text, max_bytes=size.max_bytes, seed=options.seed)
     tokenizer = Tokenizer(corpus.train, size.vocab_size)
@@ -61,19 +66,23 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
     )
 
     config = size.model(tokenizer.vocab_size, size.seqlen)
-    contenders = [("tilewise", attend or tilewise_attention(options.impl))]
+    kind = DTYPES[dtype]
+    implementation = "given by the caller" if attend else chosen(config, size.batch, device, kind, options.impl)
+    contenders = [(OURS, attend or tilewise_attention(options.impl), size.steps)]
     if options.compare:
-        contenders.append(("torch", torch_attention))
+        contenders.append((TORCH, torch_attention, size.steps))
+    if options.compare and implementation == "cpu_sdpa" and options.impl is None:
+        # That row is PyTorch's kernel itself, so the library's own tiled algorithm joins for a while.
+        contenders.append(("tilewise cpu_tiled", tilewise_attention("cpu_tiled"), min(TILED_STEPS, size.steps)))
     learners = [
-        Learner.create(name, function, config, seed=options.seed, device=device, dtype=DTYPES[dtype])
-        for name, function in contenders
+        Learner.create(name, function, config, seed=options.seed, device=device, dtype=kind, steps=steps)
+        for name, function, steps in contenders
     ]
     view.note(
         f"model: {learners[0].model.num_parameters() / 1e6:.2f} M parameters, {config.num_layers} layers, "
-        f"{config.num_heads_q} query and {config.num_heads_kv} key heads of {config.head_dim}"
+        f"{config.num_heads_q} query and {config.num_heads_kv} key heads of {config.head_dim}; "
+        f"tilewise.attention runs {implementation}"
     )
-    implementation = "given"
-    view.note(f"tilewise.attention runs: {implementation}")
 
     batches = data.batches(train_stream, batch=size.batch, seqlen=size.seqlen, steps=size.steps, seed=options.seed)
     prepared = time.perf_counter()
@@ -82,7 +91,7 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
     trained = time.perf_counter()
 
     held_out = held_out_loss(learners[0], valid_stream, batch=size.batch)
-    prompt = tokenizer.encode(options.prompt) or [tokenizer.end]
+    prompt = tokenizer.encode(options.prompt.rstrip()) or [tokenizer.end]
     tokens = generate(
         learners[0].model,
         prompt,
@@ -94,7 +103,15 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
     )
     done = time.perf_counter()
     return Result(
-        options=replace(options, size=size_name, steps=size.steps, batch=size.batch, seqlen=size.seqlen, dtype=dtype),
+        options=replace(
+            options,
+            prompt=options.prompt.rstrip(),
+            size=size_name,
+            steps=size.steps,
+            batch=size.batch,
+            seqlen=size.seqlen,
+            dtype=dtype,
+        ),
         device=describe(device),
         implementation=implementation,
         parameters=learners[0].model.num_parameters(),
@@ -107,7 +124,6 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
         step_ms={learner.name: learner.median_ms for learner in learners},
         held_out_loss=held_out,
         held_out_bytes_per_token=sum(len(t.encode()) for t in corpus.valid) / valid_stream.numel(),
-        prompt=options.prompt,
         generated=tokenizer.decode(tokens[len(prompt) :]),
         new_tokens=len(tokens) - len(prompt),
         seconds={
@@ -129,18 +145,33 @@ def resolve(options: Options) -> tuple[torch.device, str, str, Size]:
     if device.type not in ("cpu", "cuda"):
         raise InputError("device", got=device.type, expected=expected)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError("device", got=str(device), expected=f"one of the {torch.cuda.device_count()} CUDA devices here, or cpu")
+        raise InputError(
+            "device", got=str(device), expected=f"one of the {torch.cuda.device_count()} CUDA devices here, or cpu"
+        )
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     if dtype not in DTYPES:
         raise InputError("dtype", got=repr(dtype), expected=" or ".join(DTYPES))
     name = options.size or ("medium" if device.type == "cuda" else "small")
     if name not in SIZES:
         raise InputError("size", got=repr(name), expected=", ".join(SIZES))
-    overrides = {key: getattr(options, key) for key in ("steps", "batch", "seqlen") if getattr(options, key) is not None}
+    overrides = {
+        key: getattr(options, key) for key in ("steps", "batch", "seqlen") if getattr(options, key) is not None
+    }
     for key, value in overrides.items():
         if value < (2 if key == "seqlen" else 1):
             raise InputError(key, got=value, expected="a positive number" if key != "seqlen" else "at least 2")
     return device, dtype, name, replace(SIZES[name], **overrides)
+
+
+def chosen(config: ModelConfig, batch: int, device: torch.device, dtype: torch.dtype, impl: str | None) -> str:
+    """Name of what `tilewise.attention` takes for the training batches; UnsupportedError if nothing can."""
+    rows = [batch, config.seqlen, config.num_heads_q, config.head_dim]
+    q = torch.empty(rows, device=device, dtype=dtype, requires_grad=True)
+    k = torch.empty([*rows[:2], config.num_heads_kv, rows[3]], device=device, dtype=dtype)
+    explanation = tilewise.why(q, k, k, mask=tilewise.causal, impl=impl)
+    if explanation.chosen is None:
+        raise UnsupportedError("impl", got=impl, expected=f"one that can train here:\n{explanation}")
+    return explanation.chosen
 
 
 def describe(device: torch.device) -> str:

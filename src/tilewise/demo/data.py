@@ -16,7 +16,7 @@ from tilewise.core.errors import InputError, MissingExtraError
 END = "<|end|>"
 # Tests, third-party packages, caches; and tables (character maps, help topics), which are data rather than code.
 SKIPPED = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "_sysconfigdata"}
+    ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data")
 )
 
 
@@ -40,7 +40,7 @@ def stdlib_files() -> list[Path]:
 
 
 def own_files(paths: Sequence[Path]) -> list[Path]:
-    """The files among `paths` and below the directories among them, sorted; a path that is not there is an InputError."""
+    """The files among `paths` and below the directories among them, sorted; InputError for a path that is not there."""
     found: set[Path] = set()
     for path in paths:
         if path.is_dir():
@@ -54,7 +54,7 @@ def own_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_corpus(paths: Sequence[Path] = (), *, max_bytes: int, seed: int) -> Corpus:
-    """Read whole files (UTF-8; others are passed over) in an order shuffled by `seed` until `max_bytes`; about 5 % are held out.
+    """Read files (UTF-8; others are passed over) in an order shuffled by `seed` until `max_bytes`; hold out about 5 %.
 
     A single file is split at 95 % of its lines. Raises InputError when less than 2,000 characters are found.
     """
@@ -113,7 +113,7 @@ class Tokenizer:
             show_progress=False,
         )
         self.backend.train_from_iterator(texts, trainer)
-        self.end: int = self.backend.token_to_id(END)
+        self.end = self.encode(END)[0]
         self.vocab_size: int = self.backend.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
@@ -134,7 +134,10 @@ def batches(stream: Tensor, *, batch: int, seqlen: int, steps: int, seed: int) -
     """`steps` pairs (inputs, targets), each (batch, seqlen), windows of `stream` at places drawn from `seed` alone."""
     if stream.numel() < seqlen + 2:
         raise InputError(
-            "text", got=f"{stream.numel()} tokens", expected=f"more than {seqlen + 1}", hint="give more text or a shorter --seqlen"
+            "text",
+            got=f"{stream.numel()} tokens",
+            expected=f"more than {seqlen + 1}",
+            hint="give more text or a shorter --seqlen",
         )
     draw = torch.Generator().manual_seed(seed)
     for _ in range(steps):

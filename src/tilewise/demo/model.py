@@ -1,8 +1,8 @@
 """A small Llama-style decoder whose attention is an argument.
 
-RoPE (Su et al., 2021), RMSNorm (Zhang and Sennrich, 2019), SwiGLU (Shazeer, 2020), grouped-query attention (Ainslie et al., 2023).
-The attention is any function `attend(q, k, v) -> o` in the library's convention: q (batch, seqlen_q, num_heads_q, head_dim),
-k and v (batch, seqlen_k, num_heads_kv, head_dim), causal with the last query on the last key.
+RoPE (Su et al., 2021), RMSNorm (Zhang and Sennrich, 2019), SwiGLU (Shazeer, 2020), grouped-query attention (Ainslie et
+al., 2023). The attention is any function `attend(q, k, v) -> o` in the library's convention: q (batch, seqlen_q,
+num_heads_q, head_dim), k and v (batch, seqlen_k, num_heads_kv, head_dim), causal with the last query on the last key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model. `hidden` is the width inside SwiGLU, `seqlen` the longest sequence RoPE tables are made for."""
+    """Sizes of the model. `hidden` is the width inside SwiGLU, `seqlen` the longest sequence it takes."""
 
     vocab_size: int
     dim: int
@@ -36,7 +36,7 @@ class ModelConfig:
 
 
 class Cache:
-    """Keys and values of the tokens seen so far, one growing pair of (batch, seqlen_k, num_heads_kv, head_dim) a layer."""
+    """Keys and values of the tokens so far: a growing pair of (batch, seqlen_k, num_heads_kv, head_dim) a layer."""
 
     def __init__(self, num_layers: int) -> None:
         self.pairs: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
@@ -55,7 +55,7 @@ class Cache:
 
 
 def rope_tables(seqlen: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position × frequency, each (seqlen, 1, head_dim / 2) fp32; dimension d turns by base**(-2d / head_dim)."""
+    """cos and sin of position × base**(-2d / head_dim), each (seqlen, 1, head_dim / 2) fp32."""
     frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(seqlen, dtype=torch.float64), frequency)[:, None, :]
     return angle.cos().float(), angle.sin().float()
@@ -79,7 +79,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer: int) -> Tensor:
         batch, seqlen, _ = x.shape
         heads: Tensor = self.qkv(x).view(batch, seqlen, sum(self.heads), self.config.head_dim)
-        q, k, v = heads.split(self.heads, dim=2)
+        q, k, v = torch.split(heads, list(self.heads), dim=2)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if cache is not None:
             k, v = cache.append(layer, k, v)
@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """tokens (batch, seqlen) int64 -> logits (batch, seqlen, vocab_size); embedding and output matrix are one (tied)."""
+    """tokens (batch, seqlen) int64 -> logits (batch, seqlen, vocab_size); embedding and output matrix are tied."""
 
     cos: Tensor
     sin: Tensor
@@ -148,11 +148,19 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def generate(
-    model: Llama, tokens: list[int], *, max_new_tokens: int, temperature: float, top_k: int, seed: int, stop: int | None = None
+    model: Llama,
+    tokens: list[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    stop: int | None = None,
 ) -> list[int]:
-    """The prompt's tokens and up to `max_new_tokens` more, drawn from the `top_k` likeliest at `temperature` (0: the likeliest).
+    """The prompt's tokens and up to `max_new_tokens` more, drawn from the `top_k` likeliest at `temperature`.
 
-    The prompt passes once; after that one query a step meets the cached keys. Stops at token `stop` or at the model's longest sequence.
+    Temperature 0 takes the likeliest. The prompt passes once; after that one query a step meets the cached keys. Stops
+    at token `stop` or at the model's longest sequence.
     """
     device = model.embedding.weight.device
     draw = torch.Generator(device="cpu").manual_seed(seed)

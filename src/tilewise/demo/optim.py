@@ -1,7 +1,7 @@
 """How the demo's model learns in a few hundred steps: Muon for the matrices, AdamW for the embedding and the norms.
 
-Muon (Jordan, 2024, "Muon: an optimizer for hidden layers in neural networks") makes every matrix update orthogonal; at this size it
-needs about half of AdamW's steps for the same loss. In fp32, so that two runs differ by nothing but their attention.
+Muon (Jordan, 2024, "Muon: an optimizer for hidden layers in neural networks") makes every matrix update orthogonal. It
+runs in fp32 here, so that two runs differ by nothing but their attention.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 
 def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
-    """The matrix with its singular values brought near 1, by Muon's quintic Newton-Schulz iteration; same shape and dtype."""
-    x = matrix / (matrix.norm() + 1e-7)
+    """The matrix with its singular values brought near 1, by Muon's quintic Newton-Schulz iteration."""
+    x: Tensor = matrix / (matrix.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     if tall:
         x = x.mT
@@ -44,9 +44,9 @@ class Muon:
 
 
 class Optimizer:
-    """Muon on the hidden matrices, AdamW on the rest; `step(share)` scales both learning rates by the schedule's share."""
+    """Muon on the hidden matrices, AdamW on the rest; `step(share)` scales both learning rates."""
 
-    def __init__(self, model: nn.Module, *, lr_matrices: float = 0.02, lr_rest: float = 5e-3) -> None:
+    def __init__(self, model: nn.Module, *, lr_matrices: float = 0.02, lr_rest: float = 1e-2) -> None:
         named = list(model.named_parameters())
         hidden = [p for name, p in named if p.dim() == 2 and not name.startswith("embedding")]
         rest = [p for name, p in named if p.dim() != 2 or name.startswith("embedding")]
@@ -65,6 +65,6 @@ class Optimizer:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the learning rate at `step` of `steps`: linear warm-up over a twentieth (at least 10), then a cosine to 5 %."""
+    """Share of the learning rate at `step` of `steps`: warm-up over a twentieth (at least 10), a cosine down to 5 %."""
     warm = min(1.0, (step + 1) / max(10, steps // 20))
     return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilewise.demo.model import ModelConfig
 
-PROMPT = "class Reader:\n    def __init__(self, path):\n"
+PROMPT = "class Reader:\n    def __init__(self, path):"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Options:
         device: "cpu", "cuda", "cuda:1", …; a GPU if there is one.
         dtype: "fp32" or "bf16" (autocast) for the matrix products; bf16 on a GPU, fp32 on a CPU.
         seed: of the weights, the order of the data and the sampling.
-        prompt, new_tokens, temperature, top_k: of the generated text.
+        prompt, new_tokens, temperature, top_k: of the generated text. White space at the end of the prompt is dropped:
+            it begins the next token, which the model is to choose.
         impl: the implementation asked of `tilewise.attention`; None lets it choose.
         compare: also train through PyTorch's own attention.
         tolerance: largest accepted difference of the loss curves, nats; None: TOLERANCE of the dtype.

@@ -1,4 +1,4 @@
-"""Train one model per attention, in step: same weights, same batches, same optimizer, so that only the attention differs."""
+"""Train one model per attention, in step: same weights, batches and optimizer, so that only the attention differs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass
 class Learner:
-    """A model that learns through one attention, its losses in nats a token and the seconds of its steps."""
+    """A model that learns through one attention for `steps` steps; its losses (nats a token) and seconds by step."""
 
     name: str
     model: Llama
     device: torch.device
     dtype: torch.dtype
+    steps: int
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -38,13 +39,21 @@ class Learner:
 
     @classmethod
     def create(
-        cls, name: str, attend: Attend, config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype
+        cls,
+        name: str,
+        attend: Attend,
+        config: ModelConfig,
+        *,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        steps: int,
     ) -> Learner:
         """A learner whose weights depend on `seed` alone (drawn on the CPU, whatever the device)."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = Llama(config, attend)
-        return cls(name, model.to(device), device, dtype)
+        return cls(name, model.to(device), device, dtype, steps)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats; inputs and targets are (batch, seqlen) int64 on the CPU."""
@@ -72,10 +81,11 @@ class Learner:
 def train(
     learners: list[Learner], data: Iterator[tuple[Tensor, Tensor]], steps: int, report: Callable[[int], None]
 ) -> None:
-    """Take all learners through the same batches; `report(step)` after each step."""
+    """Take all learners through the same batches, each for its own number of steps; `report(step)` after each step."""
     for step, (inputs, targets) in enumerate(data):
         for learner in learners:
-            learner.step(inputs, targets, schedule(step, steps))
+            if step < learner.steps:
+                learner.step(inputs, targets, schedule(step, steps))
         report(step)
 
 
@@ -86,5 +96,5 @@ def held_out_loss(learner: Learner, stream: Tensor, *, batch: int, windows: int 
     windows = max(1, min(windows, (stream.numel() - 1) // seqlen))
     start = torch.linspace(0, stream.numel() - 1 - seqlen, windows).long()
     tokens = stream[start[:, None] + torch.arange(seqlen + 1)]
-    total = sum(learner.loss(part[:, :-1], part[:, 1:]).item() * len(part) for part in tokens.split(batch))
-    return total / windows
+    parts = torch.split(tokens, batch)
+    return sum(float(learner.loss(part[:, :-1], part[:, 1:])) * len(part) for part in parts) / windows

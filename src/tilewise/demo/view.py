@@ -30,12 +30,12 @@ class View:
     def step(self, step: int) -> None:
         """Step number `step` (from 0) is done; the learners hold its losses."""
 
-    def losses(self) -> str:
-        """The latest loss of each learner, and how far apart the curves have been so far."""
-        text = "  ".join(f"{learner.name} {learner.losses[-1]:.3f}" for learner in self.learners)
-        if len(self.learners) == 2:
+    def losses(self, step: int) -> str:
+        """The losses of this step, and how far the first curve has been from PyTorch's so far."""
+        text = "  ".join(f"{one.name} {one.losses[step]:.3f}" for one in self.learners if step < one.steps)
+        if len(self.learners) > 1:
             pairs = zip(self.learners[0].losses, self.learners[1].losses, strict=True)
-            text += f"  max difference {max(abs(a - b) for a, b in pairs):.1e}"
+            text += f"  largest difference {max(abs(a - b) for a, b in pairs):.1e}"
         return text
 
 
@@ -56,7 +56,7 @@ class Plain(View):
     def step(self, step: int) -> None:
         if step in (0, self.steps - 1) or time.monotonic() - self.last >= self.every:
             self.last = time.monotonic()
-            self.note(f"step {step + 1:>5}/{self.steps}  loss: {self.losses()}")
+            self.note(f"step {step + 1:>5}/{self.steps}  loss: {self.losses(step)}")
 
 
 class Live(Plain):
@@ -64,16 +64,18 @@ class Live(Plain):
 
     @contextmanager
     def training(self, steps: int, learners: Sequence[Learner]) -> Iterator[None]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeElapsedColumn as Elapsed
+        from rich.progress import TimeRemainingColumn as Remaining
 
         self.learners, self.steps = learners, steps
         columns = (
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            Elapsed(),
             TextColumn("left"),
-            TimeRemainingColumn(),
+            Remaining(),
             TextColumn("loss: {task.fields[losses]}", markup=False),
         )
         with Progress(*columns, console=self.console) as self.progress:
@@ -81,4 +83,4 @@ class Live(Plain):
             yield
 
     def step(self, step: int) -> None:
-        self.progress.update(self.task, completed=step + 1, losses=self.losses())
+        self.progress.update(self.task, completed=step + 1, losses=self.losses(step))

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any
 
 import torch
 
 from tilewise.core.errors import FormulaError
+from tilewise.core.readback import host_range
 from tilewise.formula.evaluate import evaluate
-from tilewise.formula.expr import Expr, render
+from tilewise.formula.expr import Expr
 from tilewise.formula.interval import Bounds, Extremum
 from tilewise.formula.structure import Bound, parse
-
-_ranges: weakref.WeakKeyDictionary[torch.Tensor, tuple[int, int, int]] = weakref.WeakKeyDictionary()
+from tilewise.formula.walk import render
 
 
 @functools.lru_cache(maxsize=1024)
 def _index_bounds(text: str) -> tuple[tuple[int, int, Expr, Expr | None, Expr | None, tuple[Extremum, ...]], ...]:
-    """(slot, dimension, index, lowest, highest, extrema of the tensors whose values enter) for every index of every load."""
+    """For every index of every load: slot, dimension, index, lowest, highest, extrema of the tensors that enter."""
     result = []
     for node in parse(text).loads:
         for dim, index in enumerate(node.args):
@@ -29,14 +28,6 @@ def _index_bounds(text: str) -> tuple[tuple[int, int, Expr, Expr | None, Expr | 
     return tuple(result)
 
 
-def _value_range(tensor: torch.Tensor) -> tuple[int, int]:
-    known = _ranges.get(tensor)
-    if known is None or known[0] != tensor._version:
-        low, high = torch.aminmax(tensor.detach()) if tensor.numel() else (torch.tensor(0), torch.tensor(0))
-        known = _ranges[tensor] = (tensor._version, int(low), int(high))
-    return known[1], known[2]
-
-
 def check_indices(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> None:
     """Raise FormulaError if an index of `bound` can leave its tensor for `sizes` = (batch, heads, seqlen_q, seqlen_k).
 
@@ -44,14 +35,11 @@ def check_indices(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> 
     """
     if not bound.tensors or not all(sizes):
         return
-    value_ranges: list[tuple[int, int]] = []
     slots = {table.slot for *_, entering in _index_bounds(bound.text) for table in entering}
-    for slot, tensor in enumerate(bound.tensors):
-        readable = slot in slots and not torch.compiler.is_compiling()
-        value_ranges.append(_value_range(tensor) if readable else (0, 0))
-    if torch.compiler.is_compiling() and slots:
+    ranges = tuple(host_range(t) if slot in slots else (0, 0) for slot, t in enumerate(bound.tensors))
+    if None in ranges or torch.compiler.is_compiling():
         return
-    _check(bound.text, tuple(bound.numbers), tuple(t.shape for t in bound.tensors), tuple(value_ranges), what, sizes)
+    _check(bound.text, tuple(bound.numbers), tuple(t.shape for t in bound.tensors), ranges, what, sizes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,8 +59,10 @@ def _check(
         for bound in (low, high):
             if bound is None:
                 raise FormulaError(
-                    f"{what}: index {dim} into captured tensor {slot}", got=f"{render(index)}, unbounded",
-                    expected=f"0 to {limit - 1}", hint="clamp the index",
+                    f"{what}: index {dim} into captured tensor {slot}",
+                    got=f"{render(index)}, unbounded",
+                    expected=f"0 to {limit - 1}",
+                    hint="clamp the index",
                 )
             for b in (0, batch - 1):
                 for h in (0, heads - 1):
@@ -83,7 +73,8 @@ def _check(
                 f"{what}: index {dim} into captured tensor {slot} of shape {tuple(shapes[slot])}",
                 got=f"{render(index)}, which reaches {min(reach)} to {max(reach)}",
                 expected=f"0 to {limit - 1}",
-                hint="clamp the index with .clamp(min, max), or capture a larger tensor; i counts from seqlen_k - seqlen_q",
+                hint="clamp the index with .clamp(min, max), or capture a larger tensor; "
+                "i counts from seqlen_k - seqlen_q",
             )
 
 

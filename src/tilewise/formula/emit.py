@@ -1,7 +1,7 @@
 """Source code from formulas: device functions for Triton or Gluon, written to a cache folder and imported.
 
-Tensors and numbers arrive in one tuple, in the order of `argument_values`: for each tensor slot its pointer and its strides, then
-the numbers. Their values are never part of the source.
+Tensors arrive in a tuple `args` (each one's pointer, then its strides) and numbers in a tuple `nums`. Their values are never part of
+the source; only a tensor's rank and whether its last stride is 1 are.
 """
 
 from __future__ import annotations
@@ -13,107 +13,149 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.formula.expr import Expr, postorder
+from tilewise.formula.expr import Expr
 from tilewise.formula.structure import share
+from tilewise.formula.walk import postorder, symbols
 
 EMITTER_VERSION = 1
 
 
-@dataclass(frozen=True)
-class Function:
-    """One device function to emit: parameters in call order, and the expressions it returns."""
+class Captured(NamedTuple):
+    """What the source depends on of a captured tensor: its rank, and whether the last dimension is contiguous."""
 
-    name: str
-    parameters: tuple[str, ...]
-    roots: tuple[Expr, ...]
+    rank: int
+    unit: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Captured:
+        return Captured(tensor.ndim, tensor.ndim > 0 and tensor.stride(-1) == 1)
+
+    @property
+    def strides(self) -> int:
+        """How many strides travel as arguments."""
+        return self.rank - self.unit
 
 
-def argument_values(tensors: Sequence[torch.Tensor], numbers: Sequence[Any], kinds: Sequence[str]) -> tuple[Any, ...]:
-    """The run-time tuple that an emitted function expects."""
+def tensor_arguments(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """The `args` tuple that emitted functions expect: each tensor, then its strides (a last stride of 1 is left out)."""
     values: list[Any] = []
     for tensor in tensors:
         values.append(tensor)
-        values.extend(tensor.stride())
-    values.extend(float(n) if kind == "float" else n for n, kind in zip(numbers, kinds, strict=True))
+        values.extend(tensor.stride()[: Captured.of(tensor).strides])
     return tuple(values)
 
 
-def argument_layout(ranks: Sequence[int]) -> tuple[list[int], int]:
-    """Position of each tensor's pointer in the tuple, and of the first number."""
-    positions, at = [], 0
-    for rank in ranks:
-        positions.append(at)
-        at += 1 + rank
-    return positions, at
+def number_arguments(numbers: Sequence[Any], kinds: Sequence[str]) -> tuple[Any, ...]:
+    """The `nums` tuple that emitted functions expect."""
+    return tuple(float(n) if kind == "float" else n for n, kind in zip(numbers, kinds, strict=True))
 
 
 _CALLS = {"min": "minimum", "max": "maximum", "abs": "abs", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2"}
 _CALLS |= {"sqrt": "sqrt", "sin": "sin", "cos": "cos", "floor": "floor"}
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|"}
+_INFIX |= {"lt": "<", "le": "<=", "eq": "==", "ne": "!="}
 
 
 class Emitter:
-    """Writes the body of device functions in one dialect ('triton' or 'gluon')."""
+    """Writes device functions in one dialect ('triton' or 'gluon'); `fast` allows the hardware's approximate tanh."""
 
-    def __init__(self, ranks: Sequence[int], dialect: str = "triton", table_ranks: Sequence[int] = (), fast: bool = False) -> None:
+    def __init__(
+        self,
+        captured: Sequence[Captured],
+        tables: Sequence[Captured] = (),
+        dialect: str = "triton",
+        fast: bool = False,
+    ) -> None:
+        self.dialect = dialect
         self.prefix = "tl" if dialect == "triton" else "gl"
-        self.ranks = list(ranks)
-        self.table_ranks = list(table_ranks)
+        self.captured = [*captured, *tables]
+        self.first_table = len(captured)
         self.fast = fast
 
-    def function(self, spec: Function) -> str:
-        roots = share(*spec.roots)
-        lines, names = [], {}
-        for node in postorder(roots):
-            name, code = self._node(node, [names[id(arg)] for arg in node.args], len(lines))
-            if code is not None:
-                lines.append(f"    {name} = {code}")
-            names[id(node)] = name
-        results = ", ".join(names[id(root)] for root in roots)
-        head = f"@jit\ndef {spec.name}({', '.join((*spec.parameters, 'args'))}):\n"
-        return head + "\n".join(lines) + ("\n" if lines else "") + f"    return {results}\n"
+    def function(self, name: str, parameters: Sequence[str], roots: Sequence[Expr]) -> str:
+        """`def name(*parameters, args, nums)` returning the roots."""
+        lines, names = self._body(share(*roots))
+        return self._definition(name, parameters, [*lines, f"return {', '.join(names)}"])
 
-    def _node(self, node: Expr, args: list[str], index: int) -> tuple[str, str | None]:
-        name = f"x{index}"
+    def accumulate(self, name: str, parameters: Sequence[str], parts: Sequence[tuple[Expr, Expr, int]]) -> str:
+        """`def name(*parameters, tile, grads, args, nums)` that adds the gradients of captured tensors.
+
+        `parts` are (load, its adjoint, position in `grads` of the float32 accumulator's pointer, which its strides follow). Parts that
+        share an address are summed inside the tile first: along i (axis 0), j (axis 1) or both, where the index does not
+        move with them. `tile` is any value of the tile's full shape.
+        """
+        roots = [root for load, adjoint, _ in parts for root in (*load.args, adjoint)]
+        lines, names = self._body(share(*roots))
+        at_name = 0
+        for load, _, at in parts:
+            *indices, value = names[at_name : at_name + len(load.args) + 1]
+            at_name += len(load.args) + 1
+            moves = set().union(*(symbols(index) for index in load.args)) if load.args else set()
+            lines.append(f"total = {value} + {self.prefix}.zeros_like(tile)")
+            for axis, symbol in ((1, "j"), (0, "i")):
+                if symbol not in moves:
+                    lines.append(f"total = {self.prefix}.sum(total, {axis}, keep_dims=True)")
+            offsets = [f"{self._wide(index)} * grads[{at + 1 + dim}]" for dim, index in enumerate(indices)]
+            spread = f"{self.prefix}.zeros_like(total).to({self.prefix}.int32)"
+            lines.append(f"address = grads[{at}] + ({' + '.join([spread, *offsets])})")
+            lines.append(f'{self.prefix}.atomic_add(address, total, sem="relaxed")')
+        return self._definition(name, (*parameters, "tile", "grads"), lines)
+
+    def module(self, functions: Sequence[str]) -> str:
+        """A whole module: imports, then one device function after another."""
+        body = "\n\n".join(functions)
+        helpers = ", ".join(h for h in _HELPERS if f" {h}(" in body or f"({h}(" in body)
+        header = _HEADER[self.dialect]
+        if helpers:
+            header += f"\n\nfrom {_HELPER_MODULE[self.dialect]} import {helpers}"
+        return f'"""Emitted by tilewise from a formula; safe to delete."""\n\n{header}\n\n\n{body}'
+
+    @staticmethod
+    def _definition(name: str, parameters: Sequence[str], lines: Sequence[str]) -> str:
+        return f"@jit\ndef {name}({', '.join((*parameters, 'args', 'nums'))}):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def _body(self, roots: Sequence[Expr]) -> tuple[list[str], list[str]]:
+        """Assignments for every node, and the names of the roots."""
+        lines: list[str] = []
+        names: dict[int, str] = {}
+        for node in postorder(roots):
+            code, is_leaf = self._node(node, [names[id(arg)] for arg in node.args])
+            names[id(node)] = code if is_leaf else f"x{len(lines)}"
+            if not is_leaf:
+                lines.append(f"x{len(lines)} = {code}")
+        return lines, [names[id(root)] for root in roots]
+
+    def _node(self, node: Expr, args: list[str]) -> tuple[str, bool]:
+        """(source, whether it is a leaf used in place)."""
         op = node.op
         if op == "sym":
-            return str(node.value), None
+            return str(node.value), True
         if op == "lit":
-            return self._literal(node), None
+            return self._literal(node), True
         if op == "num":
-            at = argument_layout(self.ranks)[1] + node.value + sum(1 + rank for rank in self.table_ranks)
-            return name, f"args[{at}]"
+            return f"nums[{node.value}]", False
         if op in ("load", "table"):
-            return name, self._load(node, args)
+            value = f"{self.prefix}.load({self._address(node, args)})"
+            return value + {"float": f".to({self.prefix}.float32)", "bool": " != 0", "int": ""}[node.kind], False
+        if op == "mul" and node.kind == "int":  # products of positions may pass 2**31
+            return f"{self._wide(args[0])} * {self._wide(args[1])}", False
         if op in _INFIX:
-            if op == "mul" and node.kind == "int":  # products of positions may pass 2**31
-                return name, f"wide({args[0]}) * wide({args[1]})"
-            return name, f"{args[0]} {_INFIX[op]} {args[1]}"
+            return f"{args[0]} {_INFIX[op]} {args[1]}", False
         if op in _CALLS:
-            return name, f"{self.prefix}.{_CALLS[op]}({', '.join(args)})"
-        if op in ("floordiv", "mod"):
-            return name, f"{op}({args[0]}, {args[1]})"
-        if op == "neg":
-            return name, f"-{args[0]}"
-        if op == "not":
-            return name, f"{args[0]} == 0"
+            return f"{self.prefix}.{_CALLS[op]}({', '.join(args)})", False
         if op == "where":
-            return name, f"{self.prefix}.where({', '.join(args)})"
+            return f"{self.prefix}.where({', '.join(args)})", False
         if op in ("tanh", "sigmoid"):
-            return name, f"{op}_fast({args[0]})" if self.fast else f"{op}({args[0]})"
-        if op == "to_float":
-            return name, f"to_float({args[0]})"
-        if op == "to_int":
-            return name, f"to_int({args[0]})"
-        if op == "to_bool":
-            return name, f"{args[0]} != 0"
-        raise AssertionError(f"no source for {op}")
+            return f"{op}{'_fast' if self.fast else ''}({args[0]})", False
+        if op in ("floordiv", "mod", "to_float", "to_int"):
+            return f"{op}({', '.join(args)})", False
+        source = {"neg": f"-{args[0]}", "not": f"{args[0]} == 0", "to_bool": f"{args[0]} != 0"}[op]
+        return source, False
 
     @staticmethod
     def _literal(node: Expr) -> str:
@@ -121,35 +163,26 @@ class Emitter:
             return "(0 == 0)" if node.value else "(0 == 1)"
         return f"({node.value!r})" if node.kind == "int" else f"({float(node.value)!r})"
 
-    def _load(self, node: Expr, indices: list[str]) -> str:
-        if node.op == "load":
-            at = argument_layout(self.ranks)[0][node.value]
-        else:
-            at = argument_layout([*self.ranks, *self.table_ranks])[0][len(self.ranks) + node.value]
-        offsets = [f"wide({index}) * args[{at + 1 + dim}]" for dim, index in enumerate(indices)]
-        value = f"{self.prefix}.load(args[{at}]{''.join(' + ' + o for o in offsets)})"
-        if node.kind == "float":
-            return f"{value}.to({self.prefix}.float32)"
-        return f"{value} != 0" if node.kind == "bool" else value
+    @staticmethod
+    def _wide(name: str) -> str:
+        return name if name.startswith("(") else f"wide({name})"
+
+    def _address(self, node: Expr, indices: list[str]) -> str:
+        slot = node.value + (self.first_table if node.op == "table" else 0)
+        at = sum(1 + c.strides for c in self.captured[:slot])
+        scaled = indices[: self.captured[slot].strides]
+        offsets = [f"{self._wide(index)} * args[{at + 1 + dim}]" for dim, index in enumerate(scaled) if index != "(0)"]
+        if self.captured[slot].unit:
+            offsets.append(indices[-1])
+        return f"args[{at}]{''.join(' + ' + offset for offset in offsets)}"
 
 
 _HEADER = {
-    "triton": "import triton.language as tl\nfrom triton import jit\n\nfrom tilewise.tiles.arithmetic import ",
-    "gluon": (
-        "from triton.experimental.gluon import jit\nfrom triton.experimental.gluon import language as gl\n\n"
-        "from tilewise.tiles.gluon_arithmetic import "
-    ),
+    "triton": "import triton.language as tl\nfrom triton import jit",
+    "gluon": "from triton.experimental.gluon import jit\nfrom triton.experimental.gluon import language as gl",
 }
+_HELPER_MODULE = {"triton": "tilewise.tiles.arithmetic", "gluon": "tilewise.tiles.gluon_arithmetic"}
 _HELPERS = ("floordiv", "mod", "sigmoid", "sigmoid_fast", "tanh", "tanh_fast", "to_float", "to_int", "wide")
-
-
-def module_source(functions: Sequence[Function], emitter: Emitter) -> str:
-    """A whole module: imports, then one device function after another."""
-    bodies = "\n\n".join(emitter.function(f) for f in functions)
-    used = [h for h in _HELPERS if f" {h}(" in bodies or f"({h}(" in bodies]
-    dialect = "triton" if emitter.prefix == "tl" else "gluon"
-    header = _HEADER[dialect] + ", ".join(used) if used else _HEADER[dialect].rsplit("\n\nfrom tilewise", 1)[0]
-    return f'"""Emitted by tilewise from a formula; safe to delete."""\n\n{header}\n\n\n{bodies}'
 
 
 def cache_folder() -> pathlib.Path:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tilewise.formula.expr import Expr, postorder
+from tilewise.formula.expr import Expr
+from tilewise.formula.walk import postorder
 
 
 def _divide_floor(a: Any, b: Any) -> Any:
     return torch.floor_divide(a, b) if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) else a // b
 
 
-_UNARY = {
+_UNARY: dict[str, Callable[..., Any]] = {
     "neg": torch.neg,
     "not": torch.logical_not,
     "abs": torch.abs,
@@ -29,7 +30,7 @@ _UNARY = {
     "sin": torch.sin,
     "cos": torch.cos,
 }
-_BINARY = {
+_BINARY: dict[str, Callable[..., Any]] = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
@@ -91,7 +92,7 @@ def _value(
     if node.op in ("load", "table"):
         source = sources[node.op == "table"][node.value]
         picked = source[tuple(args)] if args else source
-        return picked.to(types[node.kind])
+        return torch.as_tensor(picked, dtype=types[node.kind])
     if node.op.startswith("to_"):
         if node.kind == "int" and args[0].is_floating_point():
             return args[0].trunc().to(torch.int64)
@@ -99,5 +100,6 @@ def _value(
     if node.op == "where":
         return torch.where(args[0], args[1], args[2])
     if len(args) == 1:
-        return _UNARY[node.op](args[0])
+        result: torch.Tensor = _UNARY[node.op](args[0])
+        return result
     return torch.as_tensor(_BINARY[node.op](args[0], args[1]))

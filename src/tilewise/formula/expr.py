@@ -7,13 +7,13 @@ structure: two formulas that differ only in numbers or tensors have the same str
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tilewise.core.errors import FormulaError
+from tilewise.core.errors import FormulaError, caller_line
+from tilewise.formula.walk import render
 
 Number = int | float | bool
 
@@ -21,17 +21,6 @@ UNARY_FLOAT = ("tanh", "sigmoid", "exp", "exp2", "log", "log2", "sqrt", "sin", "
 COMPARISONS = ("lt", "le", "eq", "ne")
 LOGIC = ("and", "or", "not")
 _ORDER = ("bool", "int", "float")
-
-
-def _caller_line() -> str:
-    """The user's line, for messages: the nearest frame outside this package and PyTorch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("tilewise.", "torch.")) or module.startswith("tilewise.testing"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "an unknown line"
 
 
 class Expr:
@@ -92,7 +81,9 @@ class Expr:
             for _ in range(other - 1):
                 result = result * self
             return result
-        raise FormulaError("power", got=f"exponent {other!r}", expected="an integer from 1 to 4", hint="use exp(p * log(x))")
+        raise FormulaError(
+            "power", got=f"exponent {other!r}", expected="an integer from 1 to 4", hint="use exp(p * log(x))"
+        )
 
     def __neg__(self) -> Expr:
         return unary("neg", self)
@@ -143,7 +134,17 @@ class Expr:
 
     # the tensor methods that FlexAttention-style functions call on positions and scores
     def to(self, dtype: Any, **_: Any) -> Expr:
-        return cast(self, dtype)
+        return self if dtype is None or isinstance(dtype, (torch.device, str)) else cast(self, dtype)
+
+    @property
+    def device(self) -> None:
+        return None  # a symbol lives nowhere; `x.to(None)` leaves x where it is
+
+    def new_ones(self, size: Any = (), *, dtype: Any = float, **_: Any) -> Expr:
+        return cast(lit(1), dtype)  # PyTorch's and_masks starts from this
+
+    def new_zeros(self, size: Any = (), *, dtype: Any = float, **_: Any) -> Expr:
+        return cast(lit(0), dtype)
 
     def float(self) -> Expr:
         return cast(self, torch.float32)
@@ -185,7 +186,7 @@ class Expr:
     # what would need a value while only a symbol exists
     def _no_value(self, what: str, hint: str) -> Any:
         raise FormulaError(
-            f"{what} of a traced value at {_caller_line()}",
+            f"{what} of a traced value at {caller_line()}",
             got=f"the expression {render(self)}",
             expected="an expression without data-dependent Python control flow",
             hint=hint,
@@ -253,7 +254,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise FormulaError(
-                f"captured tensor at {_caller_line()}",
+                f"captured tensor at {caller_line()}",
                 got=f"a tensor of shape {tuple(value.shape)} used without an index",
                 expected="tensor[...] indexed by b, h, i or j, or a one-element tensor",
                 hint="write bias[h, i, j] rather than bias",
@@ -264,7 +265,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, torch.SymFloat):
         return Expr("num", (), "float", value)
     raise FormulaError(
-        f"operand at {_caller_line()}",
+        f"operand at {caller_line()}",
         got=f"{type(value).__name__} {value!r}",
         expected="a number, a captured tensor indexed by positions, or a traced value",
     )
@@ -279,7 +280,7 @@ def load(tensor: torch.Tensor, indices: Sequence[Any]) -> Expr:
     """A captured tensor read at traced indices, one for each dimension."""
     if len(indices) != tensor.ndim or tensor.ndim > 4:
         raise FormulaError(
-            f"index into a captured tensor at {_caller_line()}",
+            f"index into a captured tensor at {caller_line()}",
             got=f"{len(indices)} indices for a tensor of shape {tuple(tensor.shape)}",
             expected="one index for each dimension, 0 to 4 dimensions",
             hint="index every dimension: bias[b, h, i, j]",
@@ -288,7 +289,7 @@ def load(tensor: torch.Tensor, indices: Sequence[Any]) -> Expr:
     for position, index in enumerate(exprs):
         if index.kind != "int":
             raise FormulaError(
-                f"index {position} into a captured tensor at {_caller_line()}",
+                f"index {position} into a captured tensor at {caller_line()}",
                 got=f"a {index.kind} expression {render(index)}",
                 expected="an integer expression",
                 hint="cast with .to(torch.int32), or use // instead of /",
@@ -297,14 +298,16 @@ def load(tensor: torch.Tensor, indices: Sequence[Any]) -> Expr:
 
 
 def cast(value: Any, dtype: Any) -> Expr:
-    """Convert to bool, int or float; the width is the kernel's choice (float32, int32, int64 where it could overflow)."""
+    """Convert to bool, int or float; the width is the kernel's choice (float32, int32, int64 where needed)."""
     expr = as_expr(value)
     if dtype in (int, float, bool):
         kind: str = dtype.__name__
     elif isinstance(dtype, torch.dtype) and not dtype.is_complex:
         kind = tensor_kind(dtype)
     else:
-        raise FormulaError("cast", got=repr(dtype), expected="a real torch.dtype", hint="use torch.float32 or torch.int32")
+        raise FormulaError(
+            "cast", got=repr(dtype), expected="a real torch.dtype", hint="use torch.float32 or torch.int32"
+        )
     if expr.op == "lit":
         return lit({"bool": bool, "int": int, "float": float}[kind](expr.value))
     return expr if kind == expr.kind else Expr("to_" + kind, (expr,), kind)
@@ -354,7 +357,7 @@ def compare(op: str, left: Any, right: Any) -> Expr:
 def _as_bool(expr: Expr, operator: str) -> Expr:
     if expr.kind != "bool":
         raise FormulaError(
-            f"operand of {operator} at {_caller_line()}",
+            f"operand of {operator} at {caller_line()}",
             got=f"the {expr.kind} expression {render(expr)}",
             expected="a boolean expression",
             hint="compare first, for example (x != 0); parenthesise comparisons joined by & and |",
@@ -389,59 +392,3 @@ def where(condition: Any, if_true: Any, if_false: Any) -> Expr:
     if a.kind != b.kind:
         a, b, _ = _join(_numeric(a), _numeric(b))
     return Expr("where", (c, a, b), a.kind)
-
-
-# walking -----------------------------------------------------------------------------------------------------------
-
-
-def postorder(roots: Iterable[Expr]) -> list[Expr]:
-    """Every node once, operands before their users."""
-    seen: set[int] = set()
-    order: list[Expr] = []
-    stack = [(root, False) for root in reversed(list(roots))]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
-            order.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
-            stack.append((node, True))
-            stack.extend((arg, False) for arg in reversed(node.args))
-    return order
-
-
-def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The same operation on other operands."""
-    return node if args == () or all(x is y for x, y in zip(args, node.args, strict=True)) else Expr(node.op, args, node.kind, node.value)
-
-
-def transform(root: Expr, replace: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Expr:
-    """Rewrite bottom-up; `replace(node, new_args)` returns the new node, or None to keep the operation."""
-    done: dict[int, Expr] = {}
-    for node in postorder([root]):
-        args = tuple(done[id(arg)] for arg in node.args)
-        new = replace(node, args)
-        done[id(node)] = rebuild(node, args) if new is None else new
-    return done[id(root)]
-
-
-def symbols(root: Expr) -> set[str]:
-    """Names of the symbols that an expression depends on."""
-    return {node.value for node in postorder([root]) if node.op == "sym"}
-
-
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%"}
-_INFIX |= {"lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
-
-
-def render(root: Expr) -> str:
-    """Readable infix text of an expression."""
-    if root.op in ("sym", "num", "lit"):
-        return str(root.value)
-    if root.op == "load":
-        shape = f"t{root.value}" if isinstance(root.value, int) else "tensor"
-        return f"{shape}[{', '.join(render(a) for a in root.args)}]"
-    parts = [render(a) for a in root.args]
-    if root.op in _INFIX:
-        return f"({parts[0]} {_INFIX[root.op]} {parts[1]})"
-    return f"{ {'neg': '-', 'not': '~'}.get(root.op, root.op) }({', '.join(parts)})"

@@ -9,16 +9,17 @@ import torch
 
 from tilewise.core.errors import FormulaError
 from tilewise.formula.evaluate import evaluate
-from tilewise.formula.expr import Expr, logic, negate, render, transform
+from tilewise.formula.expr import Expr, logic, negate
 from tilewise.formula.structure import Binding, Bound, Structure, parse
 from tilewise.formula.trace import trace
+from tilewise.formula.walk import render, transform
 
 
 class Formula:
     """A traced expression with its captured tensors and numbers.
 
-    Two formulas are equal when their structure and numbers are equal and they capture the same tensors. `text` is the structure
-    alone: formulas with equal text run the same compiled kernel.
+    Two formulas are equal when their structure and numbers are equal and they capture the same tensors. `text` is the
+    structure alone: formulas with equal text run the same compiled kernel.
     """
 
     def __init__(self, expr: Expr, name: str | None = None) -> None:
@@ -52,7 +53,7 @@ class Formula:
         return self.name or render(self.expr)
 
     def evaluate(self, *, dtype: torch.dtype = torch.float32, **symbols: torch.Tensor) -> torch.Tensor:
-        """Value for integer tensors `b`, `h`, `i`, `j` (and a float tensor `s` for a score) that broadcast against each other."""
+        """Value for integer tensors `b`, `h`, `i`, `j` (and a float tensor `s` for a score), which broadcast."""
         return evaluate([self.structure.root], symbols, self.tensors, self.numbers, dtype)[0]
 
 
@@ -104,16 +105,20 @@ class Score(Formula):
 
     def __bool__(self) -> bool:
         raise FormulaError(
-            "bool(score)", got=f"the score {self!r}", expected="scores composed by >>", hint="write alibi(slopes) >> softcap(30.0)"
+            "bool(score)",
+            got=f"the score {self!r}",
+            expected="scores composed by >>",
+            hint="write alibi(slopes) >> softcap(30.0)",
         )
 
 
 def mask(fn: Callable[..., Any], name: str | None = None) -> Mask:
     """Trace `fn(b, h, i, j) -> bool` into a mask.
 
-    `i` is the query's place on the key axis (query index + seqlen_k - seqlen_q), `j` the key position, `h` the query head, `b`
-    the batch element (the sequence, in a packed layout). Captured tensors of up to four dimensions may be indexed by integer
-    expressions. Raises FormulaError for a branch on a traced value or an operation outside the formula language.
+    `i` is the query's place on the key axis (query index + seqlen_k - seqlen_q), `j` the key position, `h` the query
+    head, `b` the batch element (the sequence, in a packed layout). Captured tensors of up to four dimensions may be
+    indexed by integer expressions. Raises FormulaError for a branch on a traced value or an operation outside the
+    formula language.
     """
     return Mask(trace(fn, ("b", "h", "i", "j"), "bool", "mask"), name)
 
@@ -129,7 +134,9 @@ def as_mask(value: Any) -> Mask:
         return value
     if callable(value) and not isinstance(value, Formula):
         return mask(value)
-    raise FormulaError("mask", got=f"{type(value).__name__} {value!r}", expected="a Mask or a function (b, h, i, j) -> bool")
+    raise FormulaError(
+        "mask", got=f"{type(value).__name__} {value!r}", expected="a Mask or a function (b, h, i, j) -> bool"
+    )
 
 
 def as_score(value: Any) -> Score:
@@ -138,6 +145,6 @@ def as_score(value: Any) -> Score:
         return value
     if callable(value) and not isinstance(value, Formula):
         return score(value)
-    raise FormulaError("score", got=f"{type(value).__name__} {value!r}", expected="a Score or a function (s, b, h, i, j) -> float")
-
-
+    raise FormulaError(
+        "score", got=f"{type(value).__name__} {value!r}", expected="a Score or a function (s, b, h, i, j) -> float"
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tilewise.formula.expr import Expr, compare, lit, negate, postorder, sym, unary, where
+from tilewise.formula.expr import Expr, compare, lit, negate, sym, unary, where
+from tilewise.formula.walk import postorder
 
 UPSTREAM = "g"  # the symbol for the gradient that reaches the formula's result
 
@@ -12,7 +13,8 @@ def _add(a: Expr | None, b: Expr) -> Expr:
 
 
 def gradients(root: Expr, wanted: list[Expr]) -> list[Expr]:
-    """Gradient expressions of `wanted` nodes, for the upstream gradient symbol `g`; zero where `root` does not depend on one.
+    """Gradient expressions of `wanted` nodes, for the upstream gradient symbol `g`; zero where `root` does not depend
+    on one.
 
     Follows PyTorch's conventions at kinks: abs at 0 gives 0, minimum and maximum split ties evenly.
     """
@@ -81,6 +83,3 @@ def _unary_slope(op: str, x: Expr, y: Expr) -> Expr:
     if op == "cos":
         return unary("neg", unary("sin", x))
     raise AssertionError(f"no derivative rule for {op}")
-
-
-

@@ -1,13 +1,13 @@
 """Interval arithmetic on formulas, done symbolically.
 
-`bounds` turns an expression over (b, h, i, j) into two expressions over (b, h, i0, i1, j0, j1): the least and the greatest value
-it can take while i runs over [i0, i1] and j over [j0, j1]. For a mask, the lower one says "visible everywhere" (FULL) and
-the negated upper one "visible nowhere" (EMPTY). Being expressions themselves they are evaluated by PyTorch or emitted into a kernel
-like any other formula. Sound by construction: every rule may widen, none may narrow (float rules widen by a few ulp, since kernels
-round differently).
+`bounds` turns an expression over (b, h, i, j) into two expressions over (b, h, i0, i1, j0, j1): the least and the
+greatest value it can take while i runs over [i0, i1] and j over [j0, j1]. For a mask, the lower one says "visible
+everywhere" (FULL) and the negated upper one "visible nowhere" (EMPTY). Being expressions themselves they are evaluated
+by PyTorch or emitted into a kernel like any other formula. Sound by construction: every rule may widen, none may
+narrow (float rules widen by a few ulp, since kernels round differently).
 
-A captured tensor enters through minima and maxima over blocks of `block` consecutive elements along each dimension that moves with
-i or j: the result lists the tables it needs (`Extremum`), which the caller builds from the tensor.
+A captured tensor enters through minima and maxima over blocks of `block` consecutive elements along each dimension
+that moves with i or j: the result lists the tables it needs (`Extremum`), which the caller builds from the tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.formula.expr import FALSE, TRUE, Expr, binary, cast, compare, lit, logic, negate, postorder, sym, unary, where
+from tilewise.formula.expr import FALSE, TRUE, Expr, binary, cast, compare, lit, logic, negate, sym, unary, where
+from tilewise.formula.walk import postorder
 
 _WIDEN = 2.0**-18  # relative slack of float bounds: far above float32 rounding, far below what a tile could notice
 
@@ -35,7 +36,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Extremum:
-    """A table of minima or maxima of captured tensor `slot`: each dimension is kept, blocked along i or j, or reduced."""
+    """A table of minima or maxima of captured tensor `slot`: a dimension is kept, blocked along i or j, or reduced."""
 
     slot: int
     kind: str  # "min" or "max"
@@ -138,7 +139,7 @@ def _low(interval: Interval) -> Expr:
 
 
 def _moves_with(index: Expr) -> str | None:
-    """'i' or 'j' if the index is that position plus or minus something exact, so that it spans at most one tile's width."""
+    """'i' or 'j' if the index is that position plus or minus something exact: it spans one tile's width at most."""
     if index.op == "sym" and index.value in ("i", "j"):
         return str(index.value)
     if index.op in ("add", "sub"):
@@ -181,7 +182,9 @@ def _equal(a: Interval, b: Interval) -> Interval:
         return Interval(FALSE, logic("and", first.high, second.high))
     if a.low is not None and a.low.kind == "bool":
         same = logic("and", compare("eq", a.low, a.high), compare("eq", b.low, b.high))
-        return Interval(logic("and", same, compare("eq", a.low, b.low)), negate(logic("and", same, compare("ne", a.low, b.low))))
+        return Interval(
+            logic("and", same, compare("eq", a.low, b.low)), negate(logic("and", same, compare("ne", a.low, b.low)))
+        )
     point = logic("and", compare("eq", a.low, a.high), compare("eq", b.low, b.high))
     apart = logic("or", compare("lt", a.high, b.low), compare("lt", b.high, a.low))
     return Interval(logic("and", point, compare("eq", a.low, b.low)), negate(apart))
@@ -253,12 +256,20 @@ def _arithmetic(op: str, args: list[Interval]) -> Interval:
     if op == "sub":
         return Interval(_both(op, a.low, b.high), _both(op, a.high, b.low))
     if op == "neg":
-        return Interval(None if a.high is None else unary("neg", a.high), None if a.low is None else unary("neg", a.low))
+        return Interval(
+            None if a.high is None else unary("neg", a.high), None if a.low is None else unary("neg", a.low)
+        )
     if op == "min":
-        high = _both(op, a.high, b.high) if a.high is not None and b.high is not None else (b.high if a.high is None else a.high)
+        high = (
+            _both(op, a.high, b.high)
+            if a.high is not None and b.high is not None
+            else (b.high if a.high is None else a.high)
+        )
         return Interval(_both(op, a.low, b.low), high)
     if op == "max":
-        low = _both(op, a.low, b.low) if a.low is not None and b.low is not None else (b.low if a.low is None else a.low)
+        low = (
+            _both(op, a.low, b.low) if a.low is not None and b.low is not None else (b.low if a.low is None else a.low)
+        )
         return Interval(low, _both(op, a.high, b.high))
     if op == "abs":
         return _abs(a)
@@ -286,7 +297,7 @@ def _abs(a: Interval) -> Interval:
 
 
 def _scaled(op: str, a: Interval, b: Interval) -> Interval:
-    """mul, div, floordiv: monotone in each operand, so the extremes are at the corners (division only by exact values)."""
+    """mul, div, floordiv: monotone in each operand, so extremes are at corners (division only by exact values)."""
     ends = [a.low, a.high, b.low, b.high]
     if any(end is None for end in ends) or (op != "mul" and not b.exact):
         return Interval(None, None)

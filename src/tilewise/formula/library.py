@@ -1,7 +1,7 @@
 """Masks and scores by name: ordinary expressions, to combine or to read as examples.
 
-`i` is the query's place on the key axis, so every mask here is aligned to the bottom right: with fewer queries than keys the
-last query stands at the last key.
+`i` is the query's place on the key axis, so every mask here is aligned to the bottom right: with fewer queries than
+keys the last query stands at the last key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ causal: Mask = mask(_causal, "causal")
 def window(left: int | None, right: int | None = 0) -> Mask:
     """Sliding window: key j is visible to query i when i - left < j <= i + right.
 
-    `window(n)` sees n keys counting itself (Mistral's sliding window); `window(n, n - 1)` is symmetric. None lifts a side's limit.
+    `window(n)` sees n keys counting itself (Mistral's sliding window); `window(n, n - 1)` is symmetric. None lifts a
+    side's limit.
     """
     for name, value, least in (("left", left, 1), ("right", right, 0)):
         if value is not None and not isinstance(value, torch.SymInt) and (not isinstance(value, int) or value < least):
@@ -77,8 +78,8 @@ def tree(entry: torch.Tensor, exit: torch.Tensor) -> Mask:
     """Each position sees its ancestors and itself in a tree of candidates (speculative decoding).
 
     Args:
-        entry, exit: integer tensors (seqlen_k,) with the depth-first entry and exit times of each position's node (`tree_times`);
-            an ancestor's interval contains its descendants'.
+        entry, exit: integer tensors (seqlen_k,) with the depth-first entry and exit times of each position's node
+            (`tree_times`); an ancestor's interval contains its descendants'.
     """
     _tensor("tree entry", entry, (1,), floating=False)
     _tensor("tree exit", exit, (1,), floating=False)
@@ -88,10 +89,12 @@ def tree(entry: torch.Tensor, exit: torch.Tensor) -> Mask:
 def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Depth-first entry and exit times, int32 (n,), of a forest given by each node's parent (-1 for a root)."""
     children: list[list[int]] = [[] for _ in parents]
-    roots = []
+    roots: list[int] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < len(parents) or parent == node:
-            raise InputError("tree parents", got=f"parent {parent} of node {node}", expected="-1 or another node's index")
+            raise InputError(
+                "tree parents", got=f"parent {parent} of node {node}", expected="-1 or another node's index"
+            )
         (roots if parent < 0 else children[parent]).append(node)
     entry, exit_, clock = [0] * len(parents), [-1] * len(parents), 0
     stack = [(root, False) for root in reversed(roots)]
@@ -110,7 +113,7 @@ def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dilated(step: int) -> Mask:
-    """Every `step`-th key, counted from the query: combine with a window for dilated sliding windows (LongNet, Longformer)."""
+    """Every `step`-th key, counted from the query: with a window, dilated sliding windows (LongNet, Longformer)."""
     _positive("dilated step", step)
     return mask(lambda b, h, i, j: (i - j) % step == 0, f"dilated({step})")
 
@@ -122,7 +125,9 @@ def neighborhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
     the same number of keys (Hassani et al., "Neighborhood Attention Transformer").
     """
     if not 1 <= len(shape) <= 3 or len(shape) != len(window):
-        raise InputError("neighborhood shape and window", got=f"{tuple(shape)}, {tuple(window)}", expected="1 to 3 extents each")
+        raise InputError(
+            "neighborhood shape and window", got=f"{tuple(shape)}, {tuple(window)}", expected="1 to 3 extents each"
+        )
     for size, width in zip(shape, window, strict=True):
         if width % 2 == 0 or not 1 <= width <= size:
             raise InputError("neighborhood window", got=tuple(window), expected=f"odd extents at most {tuple(shape)}")
@@ -165,12 +170,17 @@ def explicit(keep: torch.Tensor) -> Mask:
     _tensor("explicit mask", keep, (2, 4), floating=None)
     table, shift = keep if keep.ndim == 4 else keep[None, None], keep.shape[-1] - keep.shape[-2]
     return mask(
-        lambda b, h, i, j: e.cast(e.load(table, (*_lead(table, b, h), i - shift, j)), bool), f"explicit({tuple(keep.shape)})"
+        lambda b, h, i, j: e.cast(e.load(table, (*_lead(table, b, h), i - shift, j)), bool),
+        f"explicit({tuple(keep.shape)})",
     )
 
 
 def alibi(slopes: torch.Tensor) -> Score:
-    """ALiBi: s - slope * |i - j| (Press et al., "Train Short, Test Long"). `slopes` is (heads,) or (batch, heads), differentiable."""
+    """ALiBi: s - slope * |i - j| (Press et al., "Train Short, Test Long").
+
+    Args:
+        slopes: float tensor (heads,) or (batch, heads), differentiable.
+    """
     _tensor("alibi slopes", slopes, (1, 2), floating=True)
     if slopes.ndim == 1:
         return score(lambda s, b, h, i, j: s - slopes[h] * abs(i - j), "alibi(slopes)")
@@ -185,7 +195,9 @@ def softcap(cap: float) -> Score:
 
 
 def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
-    """T5's relative position bias: s + table[bucket(j - i), h] (Raffel et al., "Exploring the Limits of Transfer Learning").
+    """T5's relative position bias: s + table[bucket(j - i), h].
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning".
 
     Args:
         table: float tensor (num_buckets, heads), differentiable.
@@ -196,13 +208,18 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
-        raise InputError("relative_bias", got=f"{table.shape[0]} buckets, max_distance {max_distance}",
-                         expected="at least 4 buckets (2 if not bidirectional), and max_distance beyond the exact ones")
+        raise InputError(
+            "relative_bias",
+            got=f"{table.shape[0]} buckets, max_distance {max_distance}",
+            expected="at least 4 buckets (2 if not bidirectional), and max_distance beyond the exact ones",
+        )
     scale = (buckets - exact) / math.log(max_distance / exact)
 
     def biased(s: Expr, b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
         distance = abs(i - j) if bidirectional else (i - j).clamp(min=0)
-        far = e.unary("log", distance.clamp(min=1).float() / float(exact)) * scale
+        # The slack decides distances that are exactly on a bucket's edge alike in every precision, as T5 does in float32.
+        # The slack puts distances exactly on a bucket's edge into the same bucket in every precision, T5's float32 included.
+        far = e.unary("log", distance.clamp(min=exact).float() / float(exact)) * scale + 1e-5
         near = distance.clamp(max=exact - 1)  # the clamp lets the bounds of the bucket be proved
         bucket = e.where(distance < exact, near, (far.int() + exact).clamp(max=buckets - 1))
         if bidirectional:
@@ -213,11 +230,17 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
 
 
 def bias(values: torch.Tensor) -> Score:
-    """s + values[b, h, query, key]; `values` (1 or batch, 1 or heads, seqlen_q, seqlen_k) or (seqlen_q, seqlen_k), differentiable."""
+    """s + values[b, h, query, key], differentiable.
+
+    Args:
+        values: float tensor (1 or batch, 1 or heads, seqlen_q, seqlen_k) or (seqlen_q, seqlen_k).
+    """
     _tensor("bias", values, (2, 4), floating=True)
     table = values if values.ndim == 4 else values[None, None]
     shift = values.shape[-1] - values.shape[-2]
-    return score(lambda s, b, h, i, j: s + e.load(table, (*_lead(table, b, h), i - shift, j)), f"bias({tuple(values.shape)})")
+    return score(
+        lambda s, b, h, i, j: s + e.load(table, (*_lead(table, b, h), i - shift, j)), f"bias({tuple(values.shape)})"
+    )
 
 
 def tanh_score() -> Score:
@@ -240,8 +263,9 @@ def _positive(name: str, value: Any) -> None:
 
 
 def _tensor(name: str, value: Any, ranks: tuple[int, ...], floating: bool | None) -> None:
-    wanted = f"a {'floating-point ' if floating else 'integer ' if floating is False else 'boolean '}tensor of rank " + " or ".join(
-        map(str, ranks)
+    wanted = (
+        f"a {'floating-point ' if floating else 'integer ' if floating is False else 'boolean '}tensor of rank "
+        + " or ".join(map(str, ranks))
     )
     if not isinstance(value, torch.Tensor):
         raise InputError(name, got=type(value).__name__, expected=wanted)

@@ -1,16 +1,17 @@
 """Masks whose visible keys are one run: solve the mask for j (or, for the backward pass, for i).
 
 `solve(mask, "j")` gives two expressions over (b, h, i), the first and the last visible key, when every query sees one
-contiguous run; None otherwise. Kernels then need no tile lists: `span_bounds` gives, for a whole tile of queries, the run that any
-of them sees and the run that all of them see.
+contiguous run; None otherwise. Kernels then need no tile lists: `span_bounds` gives, for a whole tile of queries, the
+run that any of them sees and the run that all of them see.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.formula.expr import Expr, binary, lit, negate, symbols, unary, where
+from tilewise.formula.expr import Expr, binary, lit, negate, unary, where
 from tilewise.formula.interval import Bounds
+from tilewise.formula.walk import symbols
 
 FAR = 2**30  # beyond any position
 
@@ -23,7 +24,7 @@ class Span(NamedTuple):
 
 
 def solve(mask: Expr, axis: str) -> Span | None:
-    """The visible run along `axis` ('i' or 'j') as expressions of the other symbols, or None if it need not be one run."""
+    """The visible run along `axis` ('i' or 'j') in the other symbols, or None if it need not be one run."""
     if axis not in symbols(mask):
         return Span(where(mask, lit(-FAR), lit(FAR)), where(mask, lit(FAR), lit(-FAR)))
     if mask.op == "and":

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.core.errors import FormulaError
-from tilewise.formula.expr import Expr, rebuild, transform
+from tilewise.formula.expr import Expr
+from tilewise.formula.walk import rebuild, transform
 
 MAX_NODES = 4000
 SYMBOL_KINDS = {"b": "int", "h": "int", "i": "int", "j": "int", "s": "float"}
@@ -158,4 +159,6 @@ def _kind(op: str, args: list[Expr]) -> str:
         return "bool"
     if op == "where":
         return args[1].kind
-    return args[0].kind if op in ("neg", "abs", "floor", "add", "sub", "mul", "floordiv", "mod", "min", "max") else "float"
+    return (
+        args[0].kind if op in ("neg", "abs", "floor", "add", "sub", "mul", "floordiv", "mod", "min", "max") else "float"
+    )

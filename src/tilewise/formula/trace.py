@@ -1,7 +1,8 @@
 """Trace a mask or score function once, by calling it with symbols.
 
-A function written for PyTorch FlexAttention works unchanged: operators and methods build nodes, `torch.where`, `torch.tanh`
-and friends dispatch on the symbols, and indexing a captured tensor with symbols is caught while the function runs.
+A function written for PyTorch FlexAttention works unchanged: operators and methods build nodes, `torch.where`,
+`torch.tanh` and friends dispatch on the symbols, and indexing a captured tensor with symbols is caught while the
+function runs.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tilewise.core.errors import FormulaError
+from tilewise.core.errors import FormulaError, caller_line
 from tilewise.formula.expr import (
     UNARY_FLOAT,
     Expr,
-    _caller_line,
     as_expr,
     binary,
     cast,
@@ -25,11 +25,11 @@ from tilewise.formula.expr import (
     load,
     logic,
     negate,
-    render,
     sym,
     unary,
     where,
 )
+from tilewise.formula.walk import render
 
 
 def _clamp(value: Any, min: Any = None, max: Any = None) -> Expr:
@@ -53,7 +53,9 @@ def _cmp(op: str, swap: bool = False) -> Callable[[Any, Any], Expr]:
 def _getitem(tensor: Any, index: Any) -> Any:
     if isinstance(tensor, Expr):
         raise FormulaError(
-            f"index of a traced value at {_caller_line()}", got=render(tensor), expected="an index into a captured tensor"
+            f"index of a traced value at {caller_line()}",
+            got=render(tensor),
+            expected="an index into a captured tensor",
         )
     indices = index if isinstance(index, tuple) else (index,)
     return load(tensor, indices)
@@ -118,7 +120,7 @@ def apply_torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if known is None:
         name = getattr(func, "__name__", str(func))
         raise FormulaError(
-            f"torch.{name} at {_caller_line()}",
+            f"torch.{name} at {caller_line()}",
             got="a traced value",
             expected="one of " + ", ".join(sorted({f.__name__ for f in _FUNCTIONS if hasattr(f, "__name__")})),
             hint="compute what does not depend on positions or the score outside, and capture it as a tensor",

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.formula.expr import Expr, symbols
+from tilewise.formula.expr import Expr
 from tilewise.formula.interval import Bounds, Extremum
 from tilewise.formula.span import solve, span_bounds
 from tilewise.formula.structure import Structure, parse, share
+from tilewise.formula.walk import symbols
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class TileRule:
     """What a mask's structure says about tiles.
 
     `keys` are four expressions over (b, h, i0, i1): first and last key that any query of the tile sees, first and last
-    key that all of them see; None where the visible keys of a query need not be one run. `queries` is the same for a tile of keys,
-    over (b, h, j0, j1). `sure` and `maybe` are expressions over (b, h, i0, i1, j0, j1): the tile is FULL where `sure` holds, and
-    EMPTY where `maybe` does not; they read the `tables`.
+    key that all of them see; None where the visible keys of a query need not be one run. `queries` is the same for a
+    tile of keys, over (b, h, j0, j1). `sure` and `maybe` are expressions over (b, h, i0, i1, j0, j1): the tile is FULL
+    where `sure` holds, and EMPTY where `maybe` does not; they read the `tables`.
     """
 
     structure: Structure
@@ -72,13 +73,18 @@ def build_tables(
 ) -> tuple[torch.Tensor, ...]:
     """Block minima and maxima of captured tensors, one for each entry of `tables`.
 
-    No value is read on the host. A table has as many dimensions as its tensor: kept, blocked (ceil(n / block)) or reduced to 1.
+    No value is read on the host. A table has as many dimensions as its tensor: kept, blocked (ceil(n / block)) or
+    reduced to 1.
     """
     done: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[torch.Tensor, torch.Tensor]] = {}
     result = []
     for table in tables:
         spec = tuple(
-            ("keep", 0) if dim == "keep" else ("all", 0) if dim == "all" else ("block", block_i if dim == "i" else block_j)
+            ("keep", 0)
+            if dim == "keep"
+            else ("all", 0)
+            if dim == "all"
+            else ("block", block_i if dim == "i" else block_j)
             for dim in table.dims
         )
         key = (table.slot, spec)
@@ -114,6 +120,4 @@ def _blocked(x: torch.Tensor, dim: int, block: int) -> torch.Tensor:
         flat = moved.reshape(1, -1, size)
         filled = torch.cat([flat, flat[..., -1:].expand(*flat.shape[:-1], short)], -1)
         x = filled.reshape(*shape[:-1], size + short).movedim(-1, dim)
-    return x.unflatten(dim, (-1, block))
-
-
+    return x.reshape(*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])

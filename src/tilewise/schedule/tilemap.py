@@ -1,4 +1,4 @@
-"""Which tiles a mask needs: EMPTY, PARTIAL or FULL for each tile of queries and keys, found without looking at every pair."""
+"""Which tiles a mask needs: EMPTY, PARTIAL or FULL for each, found without looking at every pair."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _CHUNK = 1 << 18  # tiles classified at a time: bounds the temporaries to a few 
 class TileMap:
     """Tile classes of one mask at one size.
 
-    `classes` is int8 (batch or 1, heads or 1, num_q_tiles, num_k_tiles): 0 EMPTY, 1 PARTIAL, 2 FULL. A tile is FULL only if every pair in it
-    is visible, EMPTY only if none is. Tiles that reach beyond seqlen_k count the pairs inside.
+    `classes` is int8 (batch or 1, heads or 1, num_q_tiles, num_k_tiles): 0 EMPTY, 1 PARTIAL, 2 FULL. A tile is FULL
+    only if every pair in it is visible, EMPTY only if none is. Tiles that reach beyond seqlen_k count the pairs inside.
     """
 
     classes: torch.Tensor
@@ -76,7 +76,11 @@ class TileMap:
         return TileMap(self.classes.transpose(-1, -2), self.seqlen_k, self.seqlen_q, self.block_n, self.block_m)
 
     def lists(self, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each query tile, how many tiles are of `kind` and which: int32 (..., num_q_tiles) and (..., num_q_tiles, num_k_tiles)."""
+        """For each query tile, how many tiles are of `kind`, and which.
+
+        Returns:
+            int32 (..., num_q_tiles), the counts, and int32 (..., num_q_tiles, num_k_tiles), of which as many matter.
+        """
         chosen = self.classes == kind
         order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
         return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
@@ -139,7 +143,7 @@ def classify(
     device: torch.device | str = "cpu",
     first_batch: int = 0,
 ) -> torch.Tensor:
-    """The int8 classes of `TileMap` for a bound mask; `first_batch` is what the formula's b is for the first element."""
+    """The int8 classes of `TileMap` for a bound mask; `first_batch` is the formula's b for the first element."""
     rule = tile_rule(mask.text)
     tiles_q, tiles_k = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
     sizes = (batch if rule.by_batch else 1, heads if rule.by_head else 1)
@@ -164,6 +168,8 @@ def classify(
                 i0 = torch.arange(start, min(start + rows, tiles_q), device=device)[:, None] * block_m
                 symbols["i0"] = i0 + shift
                 symbols["i1"] = (i0 + block_m - 1).clamp(max=seqlen_q - 1) + shift
-                sure, maybe = evaluate([rule.sure, rule.maybe], symbols, mask.tensors, mask.numbers, torch.float32, tables)
+                sure, maybe = evaluate(
+                    [rule.sure, rule.maybe], symbols, mask.tensors, mask.numbers, torch.float32, tables
+                )
                 classes[b, h, start : start + rows] = maybe.to(torch.int8) + (sure & maybe).to(torch.int8)
     return classes

@@ -45,7 +45,7 @@ def tiles(panels: Sequence[Panel], block_m: int, block_n: int, *, columns: int =
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     with style.look():
-        figure, axes = style.canvas(columns, rows, size=(2.75 * columns, 3.05 * rows + 0.35), squeeze=False)
+        figure, axes = style.canvas(columns, rows, size=(2.75 * columns, 3.3 * rows + 0.3), squeeze=False)
         for ax in axes.flat[len(panels) :]:
             ax.set_axis_off()
         for ax, panel in zip(axes.flat, panels, strict=False):

@@ -1,7 +1,7 @@
 """Attention: one operation, its arguments, and who computes it.
 
-A call is checked and collected (`problem`), matched to an implementation (`table`), and run through PyTorch's autograd or as
-a custom operator (`torch_op`).
+A call is checked and collected (`problem`), matched to an implementation (`table`), and run through PyTorch's autograd
+or as a custom operator (`torch_op`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,21 @@ def attention_with_lse(
     """As `attention`, with the log-sum-exp of each row's scores.
 
     Returns:
-        o as `attention` gives it, and lse: float32, natural logarithm, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q);
-        -inf for a row that sees no key. Both are differentiable.
+        o as `attention` gives it, and lse: float32, natural logarithm, (batch, num_heads_q, seqlen_q), packed
+        (num_heads_q, total_q); -inf for a row that sees no key. Both are differentiable.
     """
     call = make_call(
-        q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout, seed=seed, deterministic=deterministic
+        q,
+        k,
+        v,
+        mask=mask,
+        score=score,
+        sink=sink,
+        layout=layout,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        deterministic=deterministic,
     )
     row = choose(call, impl)
     return compiled(row, call) if torch.compiler.is_compiling() else eager(row, call)
@@ -67,17 +77,19 @@ def attention(
 ) -> torch.Tensor:
     """softmax(score(scale * q k^T) where mask) v, forward and backward, without a seqlen_q x seqlen_k tensor.
 
-    Method: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023); formulas as in FlexAttention (Dong et al. 2024).
+    Method: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023); formulas as in FlexAttention (Dong et al.
+    2024).
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16 or float32 (float64 on the CPU); unit stride in head_dim.
+        q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16 or float32 (float64 on the CPU); unit stride in
+            head_dim.
         k: (batch, seqlen_k, num_heads_kv, head_dim); num_heads_kv divides num_heads_q, and query head h reads head
             h // (num_heads_q // num_heads_kv).
         v: (batch, seqlen_k, num_heads_kv, head_dim_v).
-        mask: which pairs may meet: a Mask (`tilewise.causal & tilewise.window(1024)`) or a function (b, h, i, j) -> bool. Position
-            i is the query's place on the key axis: the last query stands at the last key.
-        score: what becomes of a scaled score: a Score (`tilewise.softcap(30.0)`) or a function (s, b, h, i, j) -> float. Tensors that it
-            captures take gradients.
+        mask: which pairs may meet: a Mask (`tilewise.causal & tilewise.window(1024)`) or a function (b, h, i, j) ->
+            bool. Position i is the query's place on the key axis: the last query stands at the last key.
+        score: what becomes of a scaled score: a Score (`tilewise.softcap(30.0)`) or a function (s, b, h, i, j) ->
+            float. Tensors that it captures take gradients.
         sink: (num_heads_q,) logits that join the softmax's denominator and carry no value; differentiable.
         layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for tensors (total, heads, dim); None is dense.
         scale: factor of q k^T; default head_dim ** -0.5.
@@ -87,7 +99,8 @@ def attention(
         impl: name of an implementation (`tilewise.why` lists them); None picks the first that can.
 
     Returns:
-        (batch, seqlen_q, num_heads_q, head_dim_v), or (total_q, num_heads_q, head_dim_v) when packed; a query that sees no key gives 0.
+        (batch, seqlen_q, num_heads_q, head_dim_v), or (total_q, num_heads_q, head_dim_v) when packed; a query that
+        sees no key gives 0.
 
     Raises:
         InputError, FormulaError: an argument is wrong. UnsupportedError: `impl` cannot run this call.
@@ -107,7 +120,9 @@ class Explanation:
 
     def __str__(self) -> str:
         width = max(len(name) for name, _, _ in self.rows)
-        return "\n".join(f"{'>' if name == self.chosen else ' '} {name:<{width}}  {verdict}" for name, _, verdict in self.rows)
+        return "\n".join(
+            f"{'>' if name == self.chosen else ' '} {name:<{width}}  {verdict}" for name, _, verdict in self.rows
+        )
 
 
 def why(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, impl: str | None = None, **arguments: Any) -> Explanation:

@@ -1,7 +1,7 @@
 """Attention on the CPU: PyTorch's fused kernel where the meaning is the same, a tiled online softmax everywhere else.
 
-The tiled form visits only tiles that the TileMap calls visible, applies the mask only where it must, and keeps O(seqlen) memory:
-one tile of scores at a time. Its backward recomputes scores from lse (Dao et al., "FlashAttention").
+The tiled form visits only tiles that the TileMap calls visible, applies the mask only where it must, and keeps
+O(seqlen) memory: one tile of scores at a time. Its backward recomputes scores from lse (Dao et al., "FlashAttention").
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import torch
 
 from tilewise.core.philox import keep_mask
 from tilewise.formula.evaluate import evaluate
-from tilewise.formula.expr import Expr, postorder
+from tilewise.formula.expr import Expr
 from tilewise.formula.grad import gradients
 from tilewise.formula.structure import Bound
+from tilewise.formula.walk import postorder
 from tilewise.ops.attention.gradient import Gradients, delta_of
 from tilewise.ops.attention.problem import Call, sequences
-from tilewise.schedule.tilemap import FULL, TileMap, classify
+from tilewise.schedule.tilemap import FULL, classify
 
 BLOCK_M, BLOCK_N = 128, 128
 MAX_RUN = 8  # key tiles taken in one matmul
@@ -43,7 +44,16 @@ def sdpa_backward(
     if call.group > 1:
         k, v = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do.transpose(1, 2), q, k, v, o.transpose(1, 2), lse, 0.0, call.mask is not None, attn_mask=None, scale=call.scale
+        do.transpose(1, 2),
+        q,
+        k,
+        v,
+        o.transpose(1, 2),
+        lse,
+        0.0,
+        call.mask is not None,
+        attn_mask=None,
+        scale=call.scale,
     )
     if call.group > 1:
         dk, dv = (x.unflatten(1, (-1, call.group)).sum(2) for x in (dk, dv))
@@ -139,12 +149,20 @@ class _Sequence:
             yield _Tile(rows, tuple(runs))
 
     def _classes(self) -> torch.Tensor:
-        """int8 (query tiles, key tiles): visited if any batch element or head needs it, FULL only if all have it FULL."""
+        """int8 (query tiles, key tiles): visited if any batch element or head needs it, FULL only if all have it so."""
         call = self.call
-        sizes = {"seqlen_q": call.rows_q, "seqlen_k": call.rows_k, "block_m": BLOCK_M, "block_n": BLOCK_N}
         if call.mask is None:
-            return TileMap.build(None, **sizes).classes[0, 0]
-        classes = classify(call.mask, first_batch=call.first_batch, batch=call.batch, heads=call.num_heads_q, **sizes)
+            return torch.full((-(-call.rows_q // BLOCK_M), -(-call.rows_k // BLOCK_N)), FULL, dtype=torch.int8)
+        classes = classify(
+            call.mask,
+            seqlen_q=call.rows_q,
+            seqlen_k=call.rows_k,
+            batch=call.batch,
+            heads=call.num_heads_q,
+            block_m=BLOCK_M,
+            block_n=BLOCK_N,
+            first_batch=call.first_batch,
+        )
         low, high = classes.amin((0, 1)), classes.amax((0, 1))
         return torch.where(low == high, low, torch.where(high > 0, 1, 0).to(torch.int8))
 
@@ -154,14 +172,15 @@ class _Sequence:
 
     def _grouped(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
         """(batch, rows, heads_q, dim) -> (batch, heads_kv, group * rows, dim)."""
-        x = x[:, rows].to(self.compute).unflatten(2, (self.call.num_heads_kv, self.call.group))
+        x = x[:, rows].to(self.compute)
+        x = x.reshape(*x.shape[:2], self.call.num_heads_kv, self.call.group, x.shape[-1])
         return x.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     def _keys(self, x: torch.Tensor, keys: slice) -> torch.Tensor:
         return x[:, keys].to(self.compute).transpose(1, 2)
 
     def _scores(self, q: torch.Tensor, keys: slice, rows: slice, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """(raw, final) scores (batch, heads_q, rows, keys); raw is the scaled dot product, final what the softmax sees."""
+        """(raw, final) scores (batch, heads_q, rows, keys): the scaled dot product, and what the softmax sees."""
         call = self.call
         raw = torch.matmul(q, self._keys(call.k, keys).transpose(-1, -2)) * call.scale
         raw = raw.view(call.batch, call.num_heads_q, rows.stop - rows.start, -1)
@@ -180,7 +199,8 @@ class _Sequence:
         symbols = self._symbols(rows, keys)
         row = self.b * self.call.num_heads_q + self.h
         assert self.call.seed is not None
-        return keep_mask(int(self.call.seed), self.call.dropout, row, symbols["i"], symbols["j"])
+        keep = keep_mask(int(self.call.seed), self.call.dropout, row, symbols["i"], symbols["j"])
+        return keep.to(self.compute)
 
     def forward_tile(self, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """(o (batch, rows, heads, dim_v), lse (batch, heads, rows)) of one tile of queries."""
@@ -201,14 +221,18 @@ class _Sequence:
             l = l * alpha + p.sum(-1)
             if call.dropout > 0.0:
                 p = p * self._keep(rows, keys)
-            acc = acc * alpha.view(*acc.shape[:-1], 1) + torch.matmul(p.view(*q.shape[:-1], -1), self._keys(call.v, keys))
+            acc = acc * alpha.view(*acc.shape[:-1], 1) + torch.matmul(
+                p.view(*q.shape[:-1], -1), self._keys(call.v, keys)
+            )
             m = m_new
         lse = torch.where(l == 0.0, -torch.inf, m + torch.log(l))
         o = acc / torch.where(l == 0.0, 1.0, l).view(*acc.shape[:-1], 1) / (1.0 - call.dropout)
         o = o.view(call.batch, call.num_heads_q, -1, call.head_dim_v).transpose(1, 2)
         return o.to(call.q.dtype), lse
 
-    def backward_tile(self, tile: _Tile, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, grads: Gradients) -> None:
+    def backward_tile(
+        self, tile: _Tile, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, grads: Gradients
+    ) -> None:
         """Add one tile's part to the gradients."""
         call, rows = self.call, tile.rows
         q, do_rows = self._grouped(call.q, rows), self._grouped(do, rows)
@@ -232,7 +256,9 @@ class _Sequence:
         dq = dq.view(call.batch, call.num_heads_q, -1, call.head_dim).transpose(1, 2)
         grads.dq[:, rows] = dq.to(grads.dq.dtype)
 
-    def _through_score(self, ds: torch.Tensor, raw: torch.Tensor, rows: slice, keys: slice, grads: Gradients) -> torch.Tensor:
+    def _through_score(
+        self, ds: torch.Tensor, raw: torch.Tensor, rows: slice, keys: slice, grads: Gradients
+    ) -> torch.Tensor:
         """Gradient before the score formula; gradients of captured tensors are added to `grads`."""
         score = self.call.score
         if score is None:

@@ -39,7 +39,7 @@ class Gradients:
         return Gradients(self.dq[None, rows], self.dk[None, keys], self.dv[None, keys], None, self.captured)
 
     def add_captured(self, load: Expr, value: torch.Tensor, index: list[torch.Tensor]) -> None:
-        """Add `value` (any shape) at `index` (integer tensors that broadcast to it) to the gradient of a captured tensor."""
+        """Add `value` at `index` (integer tensors that broadcast to it) to the gradient of a captured tensor."""
         buffer = self.captured[load.value]
         assert buffer is not None
         flat = torch.zeros((), dtype=torch.int64, device=value.device)

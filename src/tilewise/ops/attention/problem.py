@@ -22,9 +22,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Call:
     """One call of attention: its tensors, its formula and its sizes. Implementations read this and nothing else.
 
-    q, k, v are (batch, seqlen, heads, dim), or (total, heads, dim) with `cu_seqlens_q` and `cu_seqlens_k` when packed. `mask` and
-    `score` are None when there is nothing to apply. `seed` is an int64 tensor of one element when `dropout` > 0. The last fields
-    say which gradients are wanted.
+    q, k, v are (batch, seqlen, heads, dim), or (total, heads, dim) with `cu_seqlens_q` and `cu_seqlens_k` when packed.
+    `mask` and `score` are None when there is nothing to apply. `seed` is an int64 tensor of one element when `dropout`
+    > 0. The last fields say which gradients are wanted.
     """
 
     q: torch.Tensor
@@ -106,7 +106,7 @@ def make_call(
     seed: Any = None,
     deterministic: bool = False,
 ) -> Call:
-    """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work is done."""
+    """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
     layout = _layout(layout)
     _tensors(q, k, v, 3 if isinstance(layout, Packed) else 4)
     _shapes(q, k, v, isinstance(layout, Packed))
@@ -115,7 +115,9 @@ def make_call(
         check_cu_seqlens("layout cu_seqlens_k", layout.keys, k.shape[0], q.device)
         if layout.keys.shape != layout.cu_seqlens_q.shape:
             raise InputError(
-                "layout cu_seqlens_k", got=tuple(layout.keys.shape), expected=f"{tuple(layout.cu_seqlens_q.shape)} as cu_seqlens_q"
+                "layout cu_seqlens_k",
+                got=tuple(layout.keys.shape),
+                expected=f"{tuple(layout.cu_seqlens_q.shape)} as cu_seqlens_q",
             )
     if sink is not None:
         _sink(sink, q)
@@ -155,7 +157,11 @@ def _layout(layout: Any) -> Dense | Packed:
     if layout is None:
         return Dense()
     if not isinstance(layout, (Dense, Packed)):
-        raise InputError("layout", got=type(layout).__name__, expected="tilewise.Dense() or tilewise.Packed(cu_seqlens_q, cu_seqlens_k)")
+        raise InputError(
+            "layout",
+            got=type(layout).__name__,
+            expected="tilewise.Dense() or tilewise.Packed(cu_seqlens_q, cu_seqlens_k)",
+        )
     return layout
 
 
@@ -168,13 +174,25 @@ def _tensors(q: Any, k: Any, v: Any, rank: int) -> None:
             hint = "pass layout=tilewise.Packed(cu_seqlens) for packed sequences" if x.ndim == 3 else ""
             raise InputError(name, got=f"shape {tuple(x.shape)}", expected=shape, hint=hint)
         if x.dtype != q.dtype:
-            raise InputError(name, got=str(x.dtype), expected=f"{q.dtype}, the dtype of q", hint="q, k and v share one dtype")
+            raise InputError(
+                name, got=str(x.dtype), expected=f"{q.dtype}, the dtype of q", hint="q, k and v share one dtype"
+            )
         if x.device != q.device:
             raise InputError(name, got=f"device {x.device}", expected=f"{q.device}, the device of q")
         if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise InputError(name, got=f"strides {x.stride()}", expected="unit stride in the last dimension", hint="call .contiguous()")
+            raise InputError(
+                name,
+                got=f"strides {x.stride()}",
+                expected="unit stride in the last dimension",
+                hint="call .contiguous()",
+            )
     if q.dtype not in DTYPES:
-        raise InputError("q", got=str(q.dtype), expected="float16, bfloat16, float32 or float64", hint="low-bit input goes through quantize=")
+        raise InputError(
+            "q",
+            got=str(q.dtype),
+            expected="float16, bfloat16, float32 or float64",
+            hint="low-bit input goes through quantize=",
+        )
 
 
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
@@ -187,7 +205,9 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> 
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q % heads_kv or heads_q == 0:
         raise InputError(
-            "k", got=f"{heads_kv} heads", expected=f"a divisor of the {heads_q} query heads",
+            "k",
+            got=f"{heads_kv} heads",
+            expected=f"a divisor of the {heads_q} query heads",
             hint="each key/value head serves num_heads_q / num_heads_kv query heads",
         )
     for name, x in (("q", q), ("v", v)):
@@ -197,21 +217,34 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> 
 
 def _sink(sink: Any, q: torch.Tensor) -> None:
     expected = f"a floating-point tensor ({q.shape[-2]},) on {q.device}: one logit a query head"
-    if not isinstance(sink, torch.Tensor) or sink.shape != (q.shape[-2],) or not sink.is_floating_point() or sink.device != q.device:
-        got = f"{sink.dtype} {tuple(sink.shape)} on {sink.device}" if isinstance(sink, torch.Tensor) else type(sink).__name__
+    if (
+        not isinstance(sink, torch.Tensor)
+        or sink.shape != (q.shape[-2],)
+        or not sink.is_floating_point()
+        or sink.device != q.device
+    ):
+        got = (
+            f"{sink.dtype} {tuple(sink.shape)} on {sink.device}"
+            if isinstance(sink, torch.Tensor)
+            else type(sink).__name__
+        )
         raise InputError("sink", got=got, expected=expected)
 
 
 def _captured(bound: Bound, what: str, q: torch.Tensor) -> Bound:
     for slot, tensor in enumerate(bound.tensors):
         if tensor.device != q.device:
-            raise InputError(f"{what}: captured tensor {slot}", got=f"device {tensor.device}", expected=f"{q.device}, the device of q")
+            raise InputError(
+                f"{what}: captured tensor {slot}",
+                got=f"device {tensor.device}",
+                expected=f"{q.device}, the device of q",
+            )
     return bound
 
 
 def _scale(scale: Any, head_dim: int) -> float:
     if scale is None:
-        return head_dim**-0.5
+        return 1.0 / math.sqrt(head_dim)
     try:
         value = float(scale)
     except (TypeError, ValueError):
@@ -237,7 +270,9 @@ def _seed(seed: Any, device: torch.device, dropout: float) -> torch.Tensor | Non
         if seed is None:
             return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
         return torch.full((1,), seed, dtype=torch.int64, device=device)
-    raise InputError("seed", got=repr(seed), expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}")
+    raise InputError(
+        "seed", got=repr(seed), expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}"
+    )
 
 
 def sequences(call: Call) -> Sequence[tuple[int, slice, slice]]:

@@ -32,9 +32,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return o.to(call.q.dtype), lse.to(call.new_lse().dtype)
 
 
-def backward(
-    call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
-) -> Gradients:
+def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients by PyTorch's autograd through the reference, in float64."""
     score_tensors = () if call.score is None else call.score.tensors
     leaves = [x.detach().double().requires_grad_() for x in (call.q, call.k, call.v)]
@@ -51,7 +49,9 @@ def backward(
     found = iter(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True, materialize_grads=True))
     dq, dk, dv = (next(found).to(call.q.dtype) for _ in range(3))
     dsink = next(found).to(call.sink.dtype) if call.sink is not None else None
-    dcaptured = [next(found).to(t.dtype) if c.requires_grad else None for t, c in zip(score_tensors, captured, strict=True)]
+    dcaptured = [
+        next(found).to(t.dtype) if c.requires_grad else None for t, c in zip(score_tensors, captured, strict=True)
+    ]
     return Gradients(dq, dk, dv, dsink if call.grad_sink else None, dcaptured)
 
 

@@ -94,14 +94,18 @@ _GPU = Need("an NVIDIA GPU (sm_80 or newer) or Triton's interpreter", lambda c: 
 
 def _no_gpu(call: Call) -> str | None:
     if call.q.device.type == "cuda":
-        major, minor = _capability(call.q.device.index or 0)
-        return None if major >= 8 else f"sm_{major}{minor}"
+        sm = capability(call.q.device)
+        return None if sm >= 80 else f"sm_{sm}"
     return None if interpreting() else call.q.device.type
 
 
 @functools.lru_cache(maxsize=16)
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def capability(device: torch.device) -> int:
+    """Compute capability of a CUDA device: 80, 90, 100, ...; 80 stands for the interpreter."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def interpreting() -> bool:
@@ -128,11 +132,21 @@ ROWS: tuple[Row, ...] = (
             Need("no sink", lambda c: None if c.sink is None else "a sink"),
             Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}"),
             Need("no mask, or causal on a square, and no score formula", _plain_or_causal),
-            Need("head_dim_v equal to head_dim", lambda c: None if c.head_dim == c.head_dim_v else f"{c.head_dim}, {c.head_dim_v}"),
+            Need(
+                "head_dim_v equal to head_dim",
+                lambda c: None if c.head_dim == c.head_dim_v else f"{c.head_dim}, {c.head_dim_v}",
+            ),
         ),
         "PyTorch's fused CPU kernel",
     ),
-    Row("cpu_tiled", f"{_HERE}.cpu", "tiled_forward", "tiled_backward", (_device("cpu"),), "tiled online softmax in PyTorch"),
+    Row(
+        "cpu_tiled",
+        f"{_HERE}.cpu",
+        "tiled_forward",
+        "tiled_backward",
+        (_device("cpu"),),
+        "tiled online softmax in PyTorch",
+    ),
     Row(
         "triton_decode",
         f"{_HERE}.triton_decode",
@@ -185,10 +199,17 @@ def choose(call: Call, impl: str | None) -> Row:
             raise InputError("impl", got=repr(impl), expected="None or one of " + ", ".join(row.name for row in ROWS))
         unmet = row.first_unmet(call)
         if unmet is not None:
-            raise UnsupportedError(f"impl={impl!r}", got="this call", expected=f"what it can run: it {unmet}", hint="tilewise.why(...) lists all")
+            raise UnsupportedError(
+                f"impl={impl!r}",
+                got="this call",
+                expected=f"what it can run: it {unmet}",
+                hint="tilewise.why(...) lists all",
+            )
         return row
     for row in ROWS:
         if row.automatic and row.first_unmet(call) is None:
             return row
     reasons = "; ".join(f"{row.name} {row.first_unmet(call)}" for row in ROWS if row.automatic)
-    raise UnsupportedError("attention", got="no implementation for this call", expected=reasons, hint="impl='reference' runs anything")
+    raise UnsupportedError(
+        "attention", got="no implementation for this call", expected=reasons, hint="impl='reference' runs anything"
+    )

@@ -36,8 +36,8 @@ def run_backward(
     assert row.backward is not None
     if call.q.numel() == 0 or call.rows_k == 0 or call.v.numel() == 0:
         delta = torch.zeros_like(lse) if dlse is None else -dlse
-        zeros = [torch.zeros_like(x) for x in (call.q, call.k, call.v)]
-        return Gradients(*zeros, sink_gradient(call, lse, delta), captured_buffers(call))
+        dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
+        return Gradients(dq, dk, dv, sink_gradient(call, lse, delta), captured_buffers(call))
     result: Gradients = row.function(row.backward)(call, o, lse, do, dlse)
     return result
 
@@ -75,7 +75,9 @@ def eager(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if not call.wants_grad:
         return run_forward(row, call)
     captured = call.score.tensors if call.score is not None else ()
-    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(row, call, call.q, call.k, call.v, call.sink, *captured)  # type: ignore[no-untyped-call]
+    result: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(
+        row, call, call.q, call.k, call.v, call.sink, *captured
+    )  # type: ignore[no-untyped-call]
     return result
 
 
@@ -113,14 +115,28 @@ def _call(
     wants, deterministic, grad_sink, *grad_captured = (c == "1" for c in flags)
     mask, score = _bound(mask_text, mask_tensors, mask_numbers), _bound(score_text, score_tensors, score_numbers)
     return Call(
-        q, k, v, sink, mask, score, cu_seqlens_q, cu_seqlens_k, scale, dropout, seed, deterministic, wants, grad_sink, tuple(grad_captured)
+        q,
+        k,
+        v,
+        sink,
+        mask,
+        score,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        scale,
+        dropout,
+        seed,
+        deterministic,
+        wants,
+        grad_sink,
+        tuple(grad_captured),
     )
 
 
 _SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, str mask_text, Tensor[] mask_tensors, float[] mask_numbers, str score_text, "
-    "Tensor[] score_tensors, float[] score_numbers, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, float scale, "
-    "float dropout, str flags, str impl"
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, str mask_text, Tensor[] mask_tensors, float[] mask_numbers, "
+    "str score_text, Tensor[] score_tensors, float[] score_numbers, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? seed, float scale, float dropout, str flags, str impl"
 )
 
 
@@ -196,10 +212,12 @@ attention_forward.register_autograd(_autograd, setup_context=_setup_context)
 def compiled(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) through the custom operator, which torch.compile keeps whole."""
     mask, score = call.mask or Bound("", (), ()), call.score or Bound("", (), ())
-    flags = "".join("1" if flag else "0" for flag in (call.wants_grad, call.deterministic, call.grad_sink, *call.grad_captured))
+    flags = "".join(
+        "1" if flag else "0" for flag in (call.wants_grad, call.deterministic, call.grad_sink, *call.grad_captured)
+    )
     result: tuple[torch.Tensor, torch.Tensor] = attention_forward(
         call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), [float(n) for n in mask.numbers], score.text,
-        list(score.tensors), [float(n) for n in score.numbers], call.cu_seqlens_q, call.cu_seqlens_k, call.seed, call.scale,
-        call.dropout, flags, row.name,
+        list(score.tensors), [float(n) for n in score.numbers], call.cu_seqlens_q, call.cu_seqlens_k, call.seed,
+        call.scale, call.dropout, flags, row.name,
     )  # fmt: skip
     return result

@@ -1,0 +1,295 @@
+"""FlashAttention-2's functions (package flash_attn), run by tilewise: same names, arguments and conventions.
+
+Tensors are (batch, seqlen, heads, dim), packed ones (total, heads, dim). Causal masks, windows and ALiBi are aligned to
+the bottom right; `window_size=(left, right)` is inclusive on both sides and -1 is unlimited; `softmax_lse` is +inf for
+a row that sees no key. Beyond FlashAttention-2: any head_dim up to 512 and head_dim_v, float32, CPU, softcap together
+with dropout, gradients of `alibi_slopes` and through `softmax_lse`.
+
+Two differences. `softmax_lse` under ALiBi is that of s - slope * |i - j|; FlashAttention-2's causal kernel leaves the
+row's constant slope * i out of it. `S_dmask` comes at any dropout, with exact extents instead of multiples of 128.
+Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.philox import keep_mask
+from tilewise.layouts import Packed
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """FlashAttention-2's `flash_attn_func`.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim).
+        k, v: (batch, seqlen_k, num_heads_kv, head_dim and head_dim_v); num_heads_kv divides num_heads_q.
+        dropout_p: probability with which a weight is dropped.
+        softmax_scale: factor of q k^T; default head_dim ** -0.5.
+        causal: hide keys after the query; with window_size, as right = 0.
+        window_size: (left, right): query i sees keys i - left to i + right, -1 for no limit on a side.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        alibi_slopes: (num_heads_q,) or (batch, num_heads_q): -slope * |i - j| is added, after softcap.
+        deterministic: refuse anything whose bits could differ between runs.
+        return_attn_probs: return (out, softmax_lse, S_dmask). For debugging: S_dmask takes O(seqlen_q * seqlen_k).
+
+    Returns:
+        out, like q with head_dim_v; softmax_lse float32 (batch, num_heads_q, seqlen_q), natural logarithm, +inf for a
+        row that sees no key; S_dmask (batch, num_heads_q, seqlen_q, seqlen_k), the probabilities, negative (or -0)
+        where dropped.
+
+    Raises:
+        InputError: an argument is wrong.
+    """
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _attention(q, k, v, None, options)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """As `flash_attn_func`, with k and v in one tensor kv (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
+    k, v = _split("kv", kv, 2, 5)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _attention(q, k, v, None, options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """As `flash_attn_func`, with q, k and v in one tensor qkv (batch, seqlen, 3, num_heads, head_dim)."""
+    q, k, v = _split("qkv", qkv, 3, 5)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _attention(q, k, v, None, options)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Result:
+    """As `flash_attn_func`, for sequences of different lengths, one after another.
+
+    Args:
+        q: (total_q, num_heads_q, head_dim).
+        k, v: (total_k, num_heads_kv, head_dim and head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), cumulative lengths from 0 to the totals.
+        max_seqlen_q, max_seqlen_k: accepted, int or tensor; only S_dmask needs them.
+        block_table: paged keys, not offered here: UnsupportedError.
+
+    Returns:
+        out (total_q, num_heads_q, head_dim_v); softmax_lse (num_heads_q, total_q); S_dmask (batch, num_heads_q,
+        max_seqlen_q, max_seqlen_k), 0 beyond a sequence's lengths.
+    """
+    if block_table is not None:
+        raise UnsupportedError(
+            "block_table", got="a table", expected="None", hint="gather the pages into k and v first"
+        )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    layout = Packed(cu_seqlens_q, cu_seqlens_k)
+    return _attention(q, k, v, layout, options, (max_seqlen_q, max_seqlen_k))
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """As `flash_attn_varlen_func`, with k and v in one tensor kv (total_k, 2, num_heads_kv, head_dim)."""
+    k, v = _split("kv", kv, 2, 4)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _attention(q, k, v, Packed(cu_seqlens_q, cu_seqlens_k), options, (max_seqlen_q, max_seqlen_k))
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """As `flash_attn_varlen_func`, with q, k and v in one tensor qkv (total, 3, num_heads, head_dim)."""
+    q, k, v = _split("qkv", qkv, 3, 4)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _attention(q, k, v, Packed(cu_seqlens), options, (max_seqlen, max_seqlen))
+
+
+def _split(name: str, packed: torch.Tensor, parts: int, rank: int) -> tuple[torch.Tensor, ...]:
+    if not isinstance(packed, torch.Tensor) or packed.ndim != rank or packed.shape[-3] != parts:
+        got = f"shape {tuple(packed.shape)}" if isinstance(packed, torch.Tensor) else type(packed).__name__
+        lead = "(batch, seqlen" if rank == 5 else "(total"
+        raise InputError(name, got=got, expected=f"{lead}, {parts}, heads, head_dim)")
+    return packed.unbind(-3)
+
+
+def _mask(causal: bool, window_size: tuple[int, int]) -> tw.Mask | None:
+    """Both bounds of `window_size` are inclusive; a negative one is no limit."""
+    left, right = (None if side < 0 else int(side) for side in window_size)
+    right = 0 if causal else right
+    if left is None:
+        return None if right is None else tw.causal if right == 0 else tw.window(None, right)
+    return tw.window(left + 1, right)
+
+
+def _score(softcap: float, alibi_slopes: torch.Tensor | None) -> tw.Score | None:
+    if softcap < 0.0:
+        raise InputError("softcap", got=softcap, expected="0 for none, or a number > 0")
+    score = tw.softcap(softcap) if softcap else None
+    if alibi_slopes is None:
+        return score
+    return tw.alibi(alibi_slopes) if score is None else score >> tw.alibi(alibi_slopes)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Packed | None,
+    options: tuple[Any, ...],
+    max_seqlens: tuple[Any, Any] = (0, 0),
+) -> Result:
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
+    if len(window_size) != 2:
+        raise InputError("window_size", got=window_size, expected="(left, right)")
+    mask, score = _mask(causal, window_size), _score(softcap, alibi_slopes)
+    seed = None
+    if return_attn_probs and dropout_p:  # drawn here so that S_dmask shows the same pattern
+        seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=q.device)
+    o, lse = tw.attention_with_lse(
+        q,
+        k,
+        v,
+        mask=mask,
+        score=score,
+        layout=layout,
+        scale=softmax_scale,
+        dropout=dropout_p,
+        seed=seed,
+        deterministic=deterministic,
+    )
+    if not return_attn_probs:
+        return o
+    with torch.no_grad():
+        scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+        probs = _probabilities((q, k, lse), layout, mask, score, scale, (dropout_p, seed), max_seqlens)
+    return o, torch.where(lse == -torch.inf, torch.inf, lse), probs
+
+
+def _probabilities(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    layout: Packed | None,
+    mask: tw.Mask | None,
+    score: tw.Score | None,
+    scale: float,
+    dropout: tuple[float, torch.Tensor | None],
+    max_seqlens: tuple[Any, Any],
+) -> torch.Tensor:
+    """S_dmask, every probability materialised."""
+    q, k, lse = tensors
+    if layout is None:
+        parts = [(b, q[b], k[b], lse[b]) for b in range(q.shape[0])]
+        extents = (q.shape[1], k.shape[1])
+    else:
+        cu_q, cu_k = layout.cu_seqlens_q.tolist(), layout.keys.tolist()
+        rows = [slice(a, b) for a, b in pairwise(cu_q)]
+        keys = [slice(a, b) for a, b in pairwise(cu_k)]
+        parts = [(b, q[r], k[c], lse[:, r]) for b, (r, c) in enumerate(zip(rows, keys, strict=True))]
+        extents = (int(max_seqlens[0]), int(max_seqlens[1]))
+    heads = q.shape[-2]
+    result = torch.zeros(len(parts), heads, *extents, dtype=q.dtype, device=q.device)
+    for b, q_b, k_b, lse_b in parts:
+        seqlen_q, seqlen_k = q_b.shape[0], k_b.shape[0]
+        if not seqlen_q or not seqlen_k:
+            continue
+        h = torch.arange(heads, device=q.device)[:, None, None]
+        i = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device)[:, None]
+        j = torch.arange(seqlen_k, device=q.device)
+        batch = torch.tensor(b, device=q.device)
+        wide = lse.dtype
+        k_b = k_b.repeat_interleave(heads // k_b.shape[1], 1)
+        s = torch.einsum("ihd,jhd->hij", q_b.to(wide), k_b.to(wide)) * scale
+        s = s if score is None else score.evaluate(dtype=wide, s=s, b=batch, h=h, i=i, j=j)
+        p = torch.exp(s - lse_b[..., None])
+        visible = torch.tensor(True, device=q.device) if mask is None else mask.evaluate(b=batch, h=h, i=i, j=j)
+        p = torch.where(visible & (lse_b[..., None] != -torch.inf), p, 0.0)
+        if dropout[1] is not None:
+            keep = keep_mask(int(dropout[1]), dropout[0], b * heads + h, i, j)
+            p = torch.where(keep, p, -p)
+        result[b, :, :seqlen_q, :seqlen_k] = p.to(q.dtype)
+    return result

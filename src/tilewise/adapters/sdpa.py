@@ -1,0 +1,173 @@
+"""PyTorch's `scaled_dot_product_attention`, run by tilewise: called by name, or put in the place of PyTorch's.
+
+Conventions are PyTorch's: (..., heads, seqlen, dim), `is_causal` aligned to the top left (query 0 sees key 0), a
+boolean mask is True where a pair may meet, a float mask is added to the scaled scores. A row that sees no key gives 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from tilewise.adapters.axes import autocast, broadcast_load, raw_index, raw_mask, seqlen_first
+from tilewise.core.errors import InputError
+
+__all__ = ["install", "installed", "scaled_dot_product_attention", "uninstall"]
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` through `tilewise.attention`.
+
+    Args:
+        query: (..., num_heads_q, seqlen_q, head_dim); 2-D and 3-D tensors have no heads or no batch.
+        key, value: (..., num_heads_kv, seqlen_k, head_dim and head_dim_v); leading dimensions broadcast.
+        attn_mask: bool or float, broadcastable to (..., num_heads_q, seqlen_q, seqlen_k); a float one takes a gradient.
+        dropout_p: probability with which a weight is dropped, also in eval mode, as PyTorch's.
+        is_causal: query q sees keys 0 to q.
+        scale: factor of query key^T; default head_dim ** -0.5.
+        enable_gqa: allow fewer key/value heads than query heads.
+
+    Returns:
+        (..., num_heads_q, seqlen_q, head_dim_v).
+
+    Raises:
+        InputError: what PyTorch refuses too (heads that differ without `enable_gqa`, `attn_mask` with `is_causal`).
+    """
+    if min(query.ndim, key.ndim, value.ndim) < 2:
+        raise InputError("query", got=f"shape {tuple(query.shape)}", expected="tensors (..., seqlen, dim)")
+    if attn_mask is not None and is_causal:
+        raise InputError("attn_mask", got="a mask with is_causal=True", expected="one of them")
+    lead = _lead(query, key, value, enable_gqa)
+    q, k, v = (_four_dimensional(x, lead, keep_heads=enable_gqa) for x in (query, key, value))
+    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+    shift = seqlen_k - seqlen_q
+
+    mask: tw.Mask | None = None
+    score: tw.Score | None = None
+    if is_causal:
+        mask = tw.causal if shift == 0 else raw_mask(_top_left, shift)
+    elif attn_mask is not None:
+        table = _table(attn_mask, lead, seqlen_q, seqlen_k)
+        if attn_mask.dtype == torch.bool:
+            mask = tw.mask(lambda b, h, i, j: broadcast_load(table, b, h, raw_index(i, shift), j), "attn_mask")
+        else:
+            mask, score = additive(table, shift)
+    q, k, v = autocast(q, k, v)
+    o = tw.attention(
+        *(seqlen_first(x) for x in (q, k, v)), mask=mask, score=score, scale=scale, dropout=float(dropout_p)
+    )
+    return o.transpose(1, 2).reshape(*lead, seqlen_q, v.shape[-1])
+
+
+def additive(table: torch.Tensor, shift: int, hidden_to: float = -math.inf) -> tuple[tw.Mask, tw.Score]:
+    """The formula of a float mask of rank 4: its value is added, and a pair is hidden where it is `hidden_to` or less.
+
+    Args:
+        table: (1 or batch, 1 or heads, 1 or seqlen_q, 1 or seqlen_k), differentiable.
+        shift: seqlen_k - seqlen_q.
+        hidden_to: tiles of such values only are not visited.
+    """
+    hidden = table.detach()
+    mask = tw.mask(
+        lambda b, h, i, j: ~(broadcast_load(hidden, b, h, raw_index(i, shift), j) <= hidden_to), "visible(attn_mask)"
+    )
+    score = tw.score(lambda s, b, h, i, j: s + broadcast_load(table, b, h, raw_index(i, shift), j), "attn_mask")
+    return mask, score
+
+
+def _top_left(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k <= q
+
+
+def _lead(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """The leading dimensions of the result: batch dimensions and query heads."""
+    shapes = [x.shape[:-2] for x in (query, key, value)]
+    if enable_gqa:
+        if not shapes[0] or not shapes[1] or not shapes[1][-1] or shapes[0][-1] % shapes[1][-1]:
+            raise InputError(
+                "key",
+                got=f"shape {tuple(key.shape)}",
+                expected="heads that divide those of query",
+                hint="enable_gqa=True",
+            )
+        shapes = [shape[:-1] for shape in shapes]
+    try:
+        lead = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise InputError(
+            "key",
+            got=f"shapes {tuple(key.shape)}, {tuple(value.shape)}",
+            expected=f"leading dimensions that broadcast with query {tuple(query.shape)}",
+            hint="pass enable_gqa=True for fewer key/value heads than query heads",
+        ) from None
+    return (*lead, query.shape[-3]) if enable_gqa else lead
+
+
+def _four_dimensional(x: torch.Tensor, lead: tuple[int, ...], *, keep_heads: bool) -> torch.Tensor:
+    """(..., heads, seqlen, dim) with `lead` as leading dimensions, flattened to (batch, heads, seqlen, dim)."""
+    wanted = (*lead[:-1], x.shape[-3]) if keep_heads else lead
+    x = x.expand(*wanted, *x.shape[-2:]) if x.shape[:-2] != wanted else x
+    heads = wanted[-1] if wanted else 1
+    return x if x.ndim == 4 else x.reshape(math.prod(wanted[:-1]), heads, *x.shape[-2:])
+
+
+def _table(attn_mask: torch.Tensor, lead: tuple[int, ...], seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """The mask with rank 4; dimensions of extent 1 stay so, except where several batch dimensions become one."""
+    full = (*lead, seqlen_q, seqlen_k)
+    shape = (1,) * (len(full) - attn_mask.ndim) + tuple(attn_mask.shape)
+    if len(shape) != len(full) or any(n not in (1, size) for n, size in zip(shape, full, strict=True)):
+        raise InputError("attn_mask", got=f"shape {tuple(attn_mask.shape)}", expected=f"broadcastable to {full}")
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise InputError("attn_mask", got=str(attn_mask.dtype), expected="bool or floating point")
+    table = attn_mask.reshape((1,) * (4 - len(shape)) + shape)
+    if table.ndim > 4:
+        batches = table.shape[:-3]
+        if any(n > 1 for n in batches):
+            table = table.expand(*lead[:-1], *table.shape[-3:])
+        table = table.reshape(-1, *table.shape[-3:])
+    return table
+
+
+_torch_function = torch.nn.functional.scaled_dot_product_attention
+
+
+def install() -> None:
+    """Put tilewise's function in the place of `torch.nn.functional.scaled_dot_product_attention`, for all callers.
+
+    Code that imported the function by name before keeps PyTorch's. Calling it twice changes nothing more.
+    """
+    global _torch_function
+    if torch.nn.functional.scaled_dot_product_attention is not scaled_dot_product_attention:
+        _torch_function = torch.nn.functional.scaled_dot_product_attention
+        torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+
+
+def uninstall() -> None:
+    """Put back what `install` replaced; does nothing where tilewise's function is not in place."""
+    if torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention:
+        torch.nn.functional.scaled_dot_product_attention = _torch_function
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """`install` for a `with` block; on leaving it, also by an exception, what was in place before is back."""
+    before = torch.nn.functional.scaled_dot_product_attention
+    install()
+    try:
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = before

@@ -1,0 +1,234 @@
+"""Hugging Face transformers (version 5) through tilewise: `register()`, then `attn_implementation="tilewise"`.
+
+transformers describes a mask by a function of indices: causal, sliding, chunked, packed sequences, padding, a model's
+own additions. That function is traced into a formula, so no mask of seqlen_q x seqlen_k is built, with or without a
+cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
+import tilewise as tw
+from tilewise.adapters import flex
+from tilewise.adapters.axes import autocast, broadcast_load, raw_index, raw_mask, seqlen_first
+from tilewise.adapters.sdpa import additive
+from tilewise.core.errors import FormulaError, InputError, MissingExtraError, UnsupportedError
+
+__all__ = ["attention_forward", "attention_mask", "register"]
+
+
+def register(name: str = "tilewise") -> None:
+    """Make `attn_implementation=name` known to transformers, for every model that uses its attention interface.
+
+    Raises:
+        MissingExtraError: transformers is not installed, or older than version 5.
+    """
+    try:
+        from transformers.masking_utils import AttentionMaskInterface
+        from transformers.modeling_utils import AttentionInterface
+    except ImportError as error:
+        raise MissingExtraError(
+            "transformers", got=str(error), expected="transformers >= 5.0", hint="pip install 'tilewise[hf]'"
+        ) from error
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+class _Mask(flex.BlockMask):
+    """A mask function over absolute positions, and where queries and keys start among them.
+
+    transformers passes it on untouched: it takes a BlockMask for a mask that is already prepared.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        offsets: tuple[int | torch.Tensor, int],
+        shape: tuple[int, int, int, int],
+        device: torch.device | str,
+    ) -> None:
+        q_offset, kv_offset = offsets
+        self._function, self._offsets = function, offsets
+        super().__init__(lambda b, h, q, k: function(b, h, q + q_offset, k + kv_offset), shape=shape, device=device)
+
+    def mask_for(self, seqlen_q: int, seqlen_k: int) -> tw.Mask | None:
+        shift, (q_offset, kv_offset) = seqlen_k - seqlen_q, self._offsets
+        if shift not in self._masks:
+            # with a growing cache both are the number of keys seen: the query's place on the key axis needs no offset
+            later = 0 if isinstance(q_offset, int) and q_offset == shift else q_offset - shift
+            self._masks[shift] = tw.mask(
+                lambda b, h, i, j: self._function(b, h, _plus(i, later), _plus(j, kv_offset)), "transformers mask"
+            )
+        return self._masks[shift]
+
+
+def _plus(position: Any, offset: int | torch.Tensor) -> Any:
+    return position if isinstance(offset, int) and offset == 0 else position + offset
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Any:
+    """What transformers calls once a forward pass for each kind of mask that a model has (its AttentionMaskInterface).
+
+    Args:
+        batch_size, q_length, kv_length: sizes of the attention to come.
+        q_offset, kv_offset: absolute positions of the first query and of the first key.
+        mask_function: (b, h, q_idx, kv_idx) -> bool over absolute positions; causal when None.
+        attention_mask: bool (batch, seen tokens), False for padding on either side; None for no padding.
+
+    Returns:
+        A BlockMask of `tilewise.adapters.flex`; where `mask_function` cannot be traced, with a warning, the bool tensor
+        (batch, 1, q_length, kv_length) that transformers makes for PyTorch's attention.
+    """
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        prepare_padding_mask,
+        sdpa_mask,
+    )
+
+    function = causal_mask_function if mask_function is None else mask_function
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if not torch.compiler.is_compiling() and padding is not None and bool(padding[:, kv_offset:][:, :kv_length].all()):
+        padding = None  # read once a forward pass, as transformers does for PyTorch's attention
+    shape = (batch_size, 1, q_length, kv_length)
+    if padding is None and function is bidirectional_mask_function:
+        return flex.BlockMask(None, shape=shape, device=device)
+    visible = function if padding is None else functools.partial(_unpadded, function, padding)
+    try:
+        return _Mask(visible, (q_offset, kv_offset), shape, device)
+    except FormulaError as error:
+        warnings.warn(f"a mask of this model is built in full, {q_length} x {kv_length}: {error}", stacklevel=2)
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            device=device,
+            **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )
+
+
+def _unpadded(function: Callable[..., Any], padding: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return function(b, h, q, k) & padding[b, k]
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each attention layer (its AttentionInterface).
+
+    Args:
+        module: the layer; its `is_causal` counts where neither a mask nor `is_causal` is given.
+        query: (batch, num_heads_q, seqlen_q, head_dim).
+        key, value: (batch, num_heads_kv, seqlen_k, head_dim and head_dim_v), not repeated for grouped heads.
+        attention_mask: what `attention_mask` made; or a 4-D bool or float tensor; or 2-D padding; or None.
+        dropout, scaling: probability; factor of the scores, default head_dim ** -0.5.
+        softcap: scores become softcap * tanh(score / softcap).
+        s_aux: (num_heads_q,) attention sinks.
+        sliding_window: counts where `attention_mask` is None or 2-D; other masks contain it.
+        kwargs: `position_bias` (1 or batch, num_heads_q, seqlen_q, seqlen_k) is added to the scores; `cu_seq_lens_q`
+            and `cu_seq_lens_k` separate packed sequences.
+
+    Returns:
+        (batch, seqlen_q, num_heads_q, head_dim_v), and None for the weights, which are never built.
+
+    Raises:
+        UnsupportedError: a paged cache (continuous batching).
+    """
+    if kwargs.get("cache") is not None:
+        raise UnsupportedError("cache", got="a paged cache", expected="none", hint="generate() without paging works")
+    sizes = (query.shape[-2], key.shape[-2])
+    shift = sizes[1] - sizes[0]
+    score = None if not softcap else tw.softcap(float(softcap))
+    if isinstance(attention_mask, TorchBlockMask):
+        mask = flex.mask_of(attention_mask, *sizes)
+    elif attention_mask is None or attention_mask.ndim == 2:
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        mask = _pattern(causal and sizes[0] > 1, sliding_window, shift)
+        if attention_mask is not None:
+            mask = _both(mask, _padding(attention_mask, sizes[1]))
+    else:
+        table = attention_mask[..., : sizes[1]]
+        if table.dtype == torch.bool:
+            mask = tw.mask(lambda b, h, i, j: broadcast_load(table, b, h, raw_index(i, shift), j), "attention_mask")
+        else:
+            # the most negative number of a dtype is how transformers writes "hidden"
+            mask, biased = additive(table, shift, hidden_to=torch.finfo(table.dtype).min / 2)
+            score = biased if score is None else score >> biased
+    if kwargs.get("cu_seq_lens_q") is not None:
+        mask = _both(mask, _sequences(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), query.shape[0], sizes))
+    bias = kwargs.get("position_bias")
+    if bias is not None:
+        added = tw.score(lambda s, b, h, i, j: s + broadcast_load(bias, b, h, raw_index(i, shift), j), "position_bias")
+        score = added if score is None else score >> added
+
+    q, k, v = (seqlen_first(x) for x in autocast(query, key, value))
+    o = tw.attention(q, k, v, mask=mask, score=score, sink=s_aux, scale=scaling, dropout=dropout)
+    return o.contiguous(), None
+
+
+def _both(first: tw.Mask | None, second: tw.Mask | None) -> tw.Mask | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
+def _pattern(causal: bool, sliding_window: int | None, shift: int) -> tw.Mask | None:
+    """Without a prepared mask: causal from the top left as PyTorch's attention, a window as FlashAttention-2's."""
+    mask = None
+    if causal:
+        mask = tw.causal if shift == 0 else raw_mask(lambda b, h, q, k: k <= q, shift)
+    if sliding_window is not None:
+        mask = _both(mask, raw_mask(lambda b, h, q, k: abs(q - k) < sliding_window, shift))
+    return mask
+
+
+def _padding(keep: torch.Tensor, seqlen_k: int) -> tw.Mask:
+    keep = keep[:, -seqlen_k:].bool()
+    return tw.mask(lambda b, h, i, j: keep[b, j], "padding")
+
+
+def _sequences(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, batch: int, sizes: tuple[int, int]
+) -> tw.Mask:
+    """Queries see keys of their own sequence, of those laid end to end in a batch of one."""
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    if batch != 1 or sizes[0] != sizes[1] or cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise InputError(
+            "cu_seq_lens_q",
+            got=f"batch {batch}, seqlen_q {sizes[0]}, seqlen_k {sizes[1]}",
+            expected="packed sequences in a batch of 1, with as many queries as keys",
+        )
+    places = torch.arange(sizes[0], device=cu_seqlens_q.device, dtype=cu_seqlens_q.dtype)
+    return tw.document(torch.searchsorted(cu_seqlens_q[1:].contiguous(), places, right=True))

@@ -1,0 +1,48 @@
+"""The typer application: its commands, and plain help where stdout is not a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import tilewise
+from tilewise.cli import bench, demo, explain, roofline, why
+from tilewise.cli.output import say
+
+HELP = """Write attention as a formula; it runs at the speed of the machine.
+
+Exit codes: 0 done, 1 the check failed, 2 wrong usage or a missing extra."""
+
+
+def build(*, rich: bool) -> typer.Typer:
+    """The application; `rich` chooses boxed help over plain help."""
+    options = {"rich_markup_mode": "rich" if rich else None, "pretty_exceptions_enable": False}
+    made = typer.Typer(name="tilewise", help=HELP, no_args_is_help=True, **options)  # type: ignore[arg-type]
+    made.callback()(version)
+    made.command("demo", short_help="Train a small Llama on real text, compare, write code.")(demo.demo)
+    made.command("why", short_help="Which implementation runs a call, and why not the others.")(why.why)
+    group = typer.Typer(**options)  # type: ignore[arg-type]
+    explain.register(group)
+    made.add_typer(group, name="explain", short_help="A ladder of counted programs; masks as pictures.")
+    made.command("bench", short_help="Time tilewise against PyTorch on this machine.")(bench.bench)
+    made.command("roofline", short_help="Work, traffic and least time of a problem on a GPU.")(roofline.roofline)
+    return made
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"tilewise {tilewise.__version__}")
+        raise typer.Exit
+
+
+def version(
+    show: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+app = build(rich=sys.stdout.isatty())

@@ -1,0 +1,199 @@
+"""`tilewise explain`: the ladder of small programs that count their traffic, and pictures of masks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tilewise.cli import shapes
+from tilewise.cli.expression import read_mask
+from tilewise.cli.output import FAILED, console, guarded, say, say_json, table
+from tilewise.core.errors import InputError
+from tilewise.explain import ladder
+from tilewise.explain import traffic as closed_forms
+from tilewise.explain.ladder import ORDER, Report
+from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, TileMap
+
+WIDEST = 64  # tiles a side that a terminal shows
+GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
+
+
+def _title(name: str) -> str:
+    return str(ladder.rung(name).__doc__).splitlines()[0].rstrip(".")
+
+
+@guarded
+def overview(context: typer.Context) -> None:
+    """Insight: ten small programs that count their memory traffic, and masks as pictures.
+
+    Without a command: list the rungs of the ladder.
+    """
+    if context.invoked_subcommand is None:
+        table(
+            "the ladder (tilewise explain ladder NAME runs one)", ("rung", ""), [(n, _title(n)) for n in ORDER], left=2
+        )
+
+
+@guarded
+def climb(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUNG]...", help="Names of rungs; all of them without.")
+    ] = None,
+    size: Annotated[int, typer.Option(min=1, help="Side of the matrices, or tokens.")] = 32,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of q, k and v in the attention rungs.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", metavar="NAME=NUMBER", help="Passed to the rung: tile, fast_memory, block_m, …"),
+    ] = None,
+    source: Annotated[bool, typer.Option("--source", help="Print the rung's program too.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Draw the counts into this .svg or .png file.")] = None,
+    as_json: shapes.Json = False,
+) -> None:
+    """Run rungs of the ladder: each counts its loads and stores and is checked against its formula and NumPy.
+
+    Exit code 1 if a count differs from its formula.
+
+    Example: tilewise explain ladder flash_attention_2 --size 128 --head-dim 16 -o block_m=32 --source
+    """
+    options = dict(_number(text) for text in option or ())
+    if options and len(names or ()) != 1:
+        raise InputError("--option", got=f"{len(names or ())} rungs", expected="exactly one rung")
+    reports = [_run(name, size=size, head_dim=head_dim, seed=seed, options=options) for name in names or ORDER]
+    if out is not None:
+        from tilewise.explain import draw
+
+        draw.save(draw.ladder(reports), out)
+    if as_json:
+        say_json([_data(report) for report in reports])
+    else:
+        for report in reports:
+            say(str(report))
+            if source:
+                say("\n" + Path(str(ladder.rung(report.rung).__file__)).read_text(encoding="utf-8"))
+    if any(report.counts != report.formula for report in reports):
+        raise typer.Exit(FAILED)
+
+
+def _run(name: str, *, size: int, head_dim: int, seed: int, options: dict[str, int]) -> Report:
+    try:
+        return ladder.climb(name, size=size, head_dim=head_dim, seed=seed, **options)
+    except TypeError as error:
+        if not options:
+            raise
+        raise InputError("--option", got=", ".join(options), expected=f"options of {name}", hint=str(error)) from error
+
+
+def _number(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    if not name.isidentifier() or not number.lstrip("-").isdecimal():
+        raise InputError("--option", got=repr(text), expected="NAME=NUMBER, such as tile=8")
+    return name, int(number)
+
+
+def _data(report: Report) -> dict[str, Any]:
+    return {
+        "rung": report.rung,
+        "title": report.title,
+        "problem": report.problem,
+        "loads": report.counts.loads,
+        "stores": report.counts.stores,
+        "formula_loads": report.formula.loads,
+        "formula_stores": report.formula.stores,
+        "error": report.error,
+    }
+
+
+@guarded
+def mask(
+    expression: Annotated[str, typer.Argument(help='A mask, such as "causal & window(256)".')],
+    seqlen: Annotated[int, typer.Option("--seqlen", min=1, help="Number of keys, and of queries.")] = 1024,
+    seqlen_q: Annotated[
+        int | None, typer.Option("--seqlen-q", min=1, help="Number of queries, where not as many as keys.")
+    ] = None,
+    block_m: Annotated[int, typer.Option("--block-m", min=1, help="Queries of a tile.")] = 64,
+    block_n: Annotated[int, typer.Option("--block-n", min=1, help="Keys of a tile.")] = 64,
+    query: Annotated[
+        int | None, typer.Option("--query", min=0, help="With --out: the tiles that this query's tile visits.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Draw into this .svg or .png file (at most 2,048 tokens a side).")
+    ] = None,
+    as_json: shapes.Json = False,
+) -> None:
+    """Show how a mask falls apart into EMPTY, PARTIAL and FULL tiles: what the kernels skip, mask and run plainly.
+
+    Example: tilewise explain mask "causal & window(256)" --seqlen 2048 --out window.svg
+    """
+    formula, queries = read_mask(expression), seqlen_q or seqlen
+    assert formula is not None
+    tilemap = TileMap.build(formula, seqlen_q=queries, seqlen_k=seqlen, block_m=block_m, block_n=block_n)
+    classes = tilemap.classes[0, 0].tolist()
+    count = {kind: sum(row.count(kind) for row in classes) for kind in (EMPTY, PARTIAL, FULL)}
+    if out is not None:
+        from tilewise.explain import draw
+
+        panel = draw.panel(formula, seqlen_q=queries, seqlen_k=seqlen, block_m=block_m, block_n=block_n)
+        figure = draw.tiles([panel], block_m, block_n) if query is None else draw.query(panel, block_m, block_n, query)
+        draw.save(figure, out)
+    if as_json:
+        names = {EMPTY: "empty", PARTIAL: "partial", FULL: "full"}
+        sizes = {"seqlen_q": queries, "seqlen_k": seqlen, "block_m": block_m, "block_n": block_n}
+        tiles = {names[kind]: n for kind, n in count.items()}
+        say_json({"mask": repr(formula), **sizes, **tiles, "density": tilemap.density(), "classes": classes})
+        return
+    total = sum(count.values())
+    say(f"{formula!r}: {queries} queries × {seqlen} keys in tiles of {block_m} × {block_n}")
+    if max(len(classes), len(classes[0])) <= WIDEST:
+        glyphs = {kind: glyph if _unicode() else ".+#"[kind] for kind, glyph in GLYPHS.items()}
+        say("\n".join("".join(2 * glyphs[kind] for kind in row) for row in classes))
+        say(f"{glyphs[FULL]} FULL  {glyphs[PARTIAL]} PARTIAL  {glyphs[EMPTY]} EMPTY")
+    say(
+        f"visits {count[PARTIAL] + count[FULL]} of {total} tiles ({tilemap.density():.1%}): "
+        f"{count[FULL]} FULL, {count[PARTIAL]} PARTIAL; skips {count[EMPTY]}"
+    )
+    if out is not None:
+        say(f"drawn: {out}")
+
+
+def _unicode() -> bool:
+    return console().encoding.lower().startswith("utf")
+
+
+@guarded
+def traffic(
+    seqlen: Annotated[int, typer.Option("--seqlen", min=1, help="Queries and keys.")] = 4096,
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1)] = 128,
+    fast_memory: Annotated[
+        int, typer.Option("--fast-memory", min=1, help="Elements of on-chip memory a tile may use.")
+    ] = 49152,
+    causal: Annotated[bool, typer.Option("--causal", help="FlashAttention-2 skips tiles above the diagonal.")] = False,
+    as_json: shapes.Json = False,
+) -> None:
+    """Compare what one head moves through slow memory: materialised attention, FlashAttention-1, FlashAttention-2."""
+    rows = closed_forms.compare(seqlen, seqlen, head_dim, fast_memory=fast_memory, causal=causal)
+    if as_json:
+        say_json(
+            [
+                {
+                    "algorithm": row.algorithm,
+                    "loads": row.counts.loads,
+                    "stores": row.counts.stores,
+                    "bytes": row.bytes,
+                    "extra_elements": row.extra_elements,
+                }
+                for row in rows
+            ]
+        )
+    else:
+        say(closed_forms.table(rows))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group to `app`."""
+    app.callback(invoke_without_command=True)(overview)
+    app.command("ladder")(climb)
+    app.command("mask")(mask)
+    app.command("traffic")(traffic)

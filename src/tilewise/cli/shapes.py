@@ -1,0 +1,126 @@
+"""Options that several commands share, and the tensors they describe."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import torch
+import typer
+
+from tilewise.core.errors import InputError
+from tilewise.layouts import Packed
+
+SHAPE = "Shape"
+FORMULA = "Formula"
+MACHINE = "Machine"
+
+
+class Dtype(str, Enum):
+    """Types of q, k and v."""
+
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp32 = "fp32"
+    fp64 = "fp64"
+
+    @property
+    def torch(self) -> torch.dtype:
+        return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[self.value]
+
+
+Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Batch size.", rich_help_panel=SHAPE)]
+SeqlenQ = Annotated[int, typer.Option("--seqlen-q", min=1, help="Number of queries.", rich_help_panel=SHAPE)]
+SeqlenK = Annotated[
+    int | None,
+    typer.Option("--seqlen-k", min=1, help="Number of keys. Default: as many as queries.", rich_help_panel=SHAPE),
+]
+HeadsQ = Annotated[int, typer.Option("--heads-q", min=1, help="Query heads.", rich_help_panel=SHAPE)]
+HeadsKV = Annotated[
+    int | None,
+    typer.Option(
+        "--heads-kv",
+        min=1,
+        help="Key/value heads; must divide the query heads. Default: as many.",
+        rich_help_panel=SHAPE,
+    ),
+]
+HeadDim = Annotated[int, typer.Option("--head-dim", min=1, help="Width of q and k.", rich_help_panel=SHAPE)]
+HeadDimV = Annotated[
+    int | None, typer.Option("--head-dim-v", min=1, help="Width of v. Default: that of q.", rich_help_panel=SHAPE)
+]
+MaskText = Annotated[
+    str | None,
+    typer.Option(
+        "--mask",
+        "-m",
+        metavar="EXPRESSION",
+        help='Mask in the library\'s names, such as "causal & window(1024)"; lists stand for tensors.',
+        rich_help_panel=FORMULA,
+    ),
+]
+ScoreText = Annotated[
+    str | None,
+    typer.Option(
+        "--score",
+        "-s",
+        metavar="EXPRESSION",
+        help='Score in the library\'s names, such as "softcap(30)"; join two with >>.',
+        rich_help_panel=FORMULA,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", help="cpu, cuda or cuda:N. Default: a GPU if there is one.", rich_help_panel=MACHINE),
+]
+Impl = Annotated[
+    str | None,
+    typer.Option("--impl", help="Ask for one implementation by name (see tilewise why).", rich_help_panel=MACHINE),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+
+
+def device(name: str | None) -> torch.device:
+    """The device called `name`, or the default; InputError where it is unknown or not there."""
+    expected = "cpu, cuda or cuda:N"
+    try:
+        found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise InputError("--device", got=repr(name), expected=expected) from error
+    if found.type not in ("cpu", "cuda"):
+        raise InputError("--device", got=repr(name), expected=expected)
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            "--device", got=repr(name), expected=f"one of {torch.cuda.device_count()} CUDA devices, or cpu"
+        )
+    return found
+
+
+def tensors(
+    lead_q: tuple[int, ...],
+    lead_k: tuple[int, ...],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised q, k, v of (lead, heads, dim), for questions that look at shapes only."""
+
+    def empty(lead: tuple[int, ...], heads: int, dim: int) -> torch.Tensor:
+        return torch.empty((*lead, heads, dim), dtype=dtype, device=device, requires_grad=grad)
+
+    return empty(lead_q, heads[0], dims[0]), empty(lead_k, heads[1], dims[0]), empty(lead_k, heads[1], dims[1])
+
+
+def packed(text: str, device: torch.device) -> Packed:
+    """`Packed` from sequence lengths such as "1024,512,7"; InputError for anything else."""
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = [-1]
+    if min(lengths) < 0:
+        raise InputError("--packed", got=repr(text), expected="lengths such as 1024,512,7")
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return Packed(ends.to(device=device, dtype=torch.int32))

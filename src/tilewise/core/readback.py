@@ -1,0 +1,48 @@
+"""Values of small device tensors, read on the host once for each version of the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+T = TypeVar("T")
+
+
+def unreadable(tensor: torch.Tensor) -> bool:
+    """Whether values cannot be read now: a compiled region, a fake tensor, or a CUDA graph being captured."""
+    if torch.compiler.is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return True
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def once_per_version(read: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T | None]:
+    """Cache `read(tensor)` until the tensor is changed in place or dies; None where it is unreadable."""
+    known: Any = WeakTensorKeyDictionary()
+
+    def cached(tensor: torch.Tensor) -> T | None:
+        if unreadable(tensor):
+            return None
+        entry: tuple[int, T] | None = known.get(tensor)
+        if entry is None or entry[0] != tensor._version:
+            entry = known[tensor] = (tensor._version, read(tensor))
+        return entry[1]
+
+    return cached
+
+
+@once_per_version
+def host_values(tensor: torch.Tensor) -> tuple[int, ...]:
+    """All values of an integer tensor."""
+    return tuple(tensor.tolist())
+
+
+@once_per_version
+def host_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Smallest and largest value of an integer tensor; (0, 0) when empty."""
+    if not tensor.numel():
+        return (0, 0)
+    low, high = torch.aminmax(tensor.detach())
+    return int(low), int(high)

@@ -1,0 +1,72 @@
+"""Tile lists on the device: which tiles of the other side each tile visits, from the mask's interval bounds, without a host sync."""
+
+import triton
+import triton.language as tl
+
+from tilewise.tiles.visit import locate
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "slots", "capacity", "nums"])
+def tile_lists(
+    PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, CU_Q, CU_K, args, nums, batch, seqlen_q, seqlen_k, slots, capacity,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr,
+):  # fmt: skip
+    """One program a row: a tile of queries lists its tiles of keys, or with FOR_KEYS a tile of keys its tiles of queries.
+
+    Rows are (batch, head, slot), or (head, slot) when packed; a tile that reaches beyond the other side's end is PARTIAL.
+    """
+    pid = tl.program_id(0)
+    slot = pid % slots
+    h = (pid // slots) % HEADS
+    b = pid // slots // HEADS
+    row = pid.to(tl.int64)
+    tile = slot
+    if PACKED:
+        if FOR_KEYS:
+            b, tile = locate(slot, CU_K, batch, BLOCK_N)
+        else:
+            b, tile = locate(slot, CU_Q, batch, BLOCK_M)
+        seqlen_q = tl.load(CU_Q + b + 1) - tl.load(CU_Q + b)
+        seqlen_k = tl.load(CU_K + b + 1) - tl.load(CU_K + b)
+    shift = seqlen_k - seqlen_q
+    if FOR_KEYS:
+        others = (seqlen_q + BLOCK_M - 1) // BLOCK_M
+        mine = tile * BLOCK_N < seqlen_k
+    else:
+        others = (seqlen_k + BLOCK_N - 1) // BLOCK_N
+        mine = tile * BLOCK_M < seqlen_q
+    others = tl.where(mine, others, 0)
+    block_i = tl.full([], BLOCK_M, tl.int64)
+    block_j = tl.full([], BLOCK_N, tl.int64)
+    num_partial = 0
+    num_full = 0
+    for start in range(0, others, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        exists = other < others
+        if FOR_KEYS:
+            m = tl.where(exists, other, 0)
+            n = tile
+        else:
+            m = tile
+            n = tl.where(exists, other, 0)
+        i0 = (m * BLOCK_M).to(tl.int64) + shift
+        i1 = tl.minimum(m * BLOCK_M + BLOCK_M, seqlen_q).to(tl.int64) - 1 + shift
+        j0 = (n * BLOCK_N).to(tl.int64)
+        j1 = tl.minimum(n * BLOCK_N + BLOCK_N, seqlen_k).to(tl.int64) - 1
+        sure, maybe = CLASSIFY(b, h, i0, i1, j0, j1, block_i, block_j, args, nums)
+        if FOR_KEYS:
+            whole = m * BLOCK_M + BLOCK_M <= seqlen_q
+        else:
+            whole = n * BLOCK_N + BLOCK_N <= seqlen_k
+        visited = exists & maybe
+        full = visited & sure & whole
+        partial = visited & (full == 0)
+        full_at = num_full + tl.cumsum(full.to(tl.int32), 0) - 1
+        partial_at = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
+        tl.store(FULL + row * capacity + full_at, other, mask=full)
+        tl.store(PARTIAL + row * capacity + partial_at, other, mask=partial)
+        num_full += tl.sum(full.to(tl.int32), 0)
+        num_partial += tl.sum(partial.to(tl.int32), 0)
+    tl.store(FULL_COUNT + row, num_full)
+    tl.store(PARTIAL_COUNT + row, num_partial)

@@ -1,0 +1,284 @@
+"""About sixty named problems. Every implementation is tested on each one that it can run, with every property that applies.
+
+Adding a mask or score to the library means adding a case here; nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import tilewise as tw
+from tilewise.formula.library import tree_times
+from tilewise.testing import plain
+from tilewise.testing.case import Builder, Case, Maker, Spelled
+
+# masks -------------------------------------------------------------------------------------------------------------
+
+
+def causal(case: Case, make: Maker) -> Spelled:
+    return Spelled(tw.causal, plain.causal)
+
+
+def window(left: int | None, right: int | None = 0) -> Builder:
+    return lambda case, make: Spelled(tw.window(left, right), plain.window(left, right))
+
+
+def prefix_lm(case: Case, make: Maker) -> Spelled:
+    lengths = make.integers(0, case.seqlen_k, case.batch)
+    return Spelled(tw.causal | tw.prefix(lengths), plain.either(plain.causal, plain.prefix(lengths)))
+
+
+def padding(case: Case, make: Maker) -> Spelled:
+    seqlens = make.fixed([0, *range(7, 7 + case.batch - 1)])  # the first batch element sees nothing
+    return Spelled(tw.lengths(seqlens), plain.prefix(seqlens))
+
+
+def document_window(case: Case, make: Maker) -> Spelled:
+    ids = make.integers(0, 2, case.batch, case.seqlen_k).cumsum(-1) // 12
+    formula = tw.causal & tw.window(20) & tw.document(ids)
+    return Spelled(formula, plain.both(plain.window(20), plain.document(ids)))
+
+
+def document(case: Case, make: Maker) -> Spelled:
+    ids = make.integers(0, 3, max(k for _, k in case.lengths))  # in any order, not only runs
+    return Spelled(tw.document(ids), plain.document(ids))
+
+
+def tree(case: Case, make: Maker) -> Spelled:
+    draws = make.integers(0, 1000, case.seqlen_k).tolist()
+    parents = [-1, *(draw % node if draw % 9 else -1 for node, draw in enumerate(draws[1:], 1))]
+    entry, exit_ = (t.to(make.device) for t in tree_times(parents))
+    return Spelled(tw.tree(entry, exit_), plain.tree(parents, make.device))
+
+
+def dilated_window(case: Case, make: Maker) -> Spelled:
+    return Spelled(tw.window(24) & tw.dilated(3), plain.both(plain.window(24), plain.dilated(3)))
+
+
+def neighborhood(shape: tuple[int, ...], width: tuple[int, ...]) -> Builder:
+    return lambda case, make: Spelled(tw.neighborhood(shape, width), plain.neighborhood(shape, width, make.device))
+
+
+def head_blocks(case: Case, make: Maker) -> Spelled:
+    size = 16
+    visible = make.booleans(0.5, case.heads_q, -(-case.seqlen_k // size), -(-case.seqlen_k // size))
+    return Spelled(tw.blocks(visible, size), plain.blocks(visible, size))
+
+
+def explicit(case: Case, make: Maker) -> Spelled:
+    keep = make.booleans(0.3, case.batch, case.heads_q, case.seqlen_q, case.seqlen_k)
+    keep[:, 0, 3] = False  # an empty row in one head
+    return Spelled(tw.explicit(keep), plain.table(keep))
+
+
+def anti_causal(case: Case, make: Maker) -> Spelled:
+    return Spelled(~tw.causal, plain.opposite(plain.causal))
+
+
+def by_head(case: Case, make: Maker) -> Spelled:
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (i - j < (h + 1) * 8) & (j <= i) | (j == b)
+
+    return Spelled(visible, visible)
+
+
+def chunked(case: Case, make: Maker) -> Spelled:
+    return Spelled(tw.chunked(16) & tw.causal, plain.both(plain.chunked(16), plain.causal))
+
+
+def segments(case: Case, make: Maker) -> Spelled:
+    starts = make.fixed([0, 3, 1, 2, 0, 1, 0, 0, 0])[: len(case.lengths)]
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (j <= i) & (j >= starts[b])
+
+    return Spelled(visible, visible)
+
+
+# scores ------------------------------------------------------------------------------------------------------------
+
+
+def alibi(case: Case, make: Maker) -> Spelled:
+    slopes = make.learned(case.heads_q, low=0.05)
+    return Spelled(tw.alibi(slopes), plain.alibi(slopes))
+
+
+def batch_alibi(case: Case, make: Maker) -> Spelled:
+    slopes = make.learned(len(case.lengths), case.heads_q, low=0.05)
+    return Spelled(tw.alibi(slopes), plain.alibi(slopes))
+
+
+def softcap(case: Case, make: Maker) -> Spelled:
+    return Spelled(tw.softcap(1.5), plain.softcap(1.5))
+
+
+def relative_bias(bidirectional: bool) -> Builder:
+    def build(case: Case, make: Maker) -> Spelled:
+        values = make.learned(16, case.heads_q)
+        options = {"bidirectional": bidirectional, "max_distance": 40}
+        return Spelled(tw.relative_bias(values, **options), plain.relative_bias(values, **options))  # type: ignore[arg-type]
+
+    return build
+
+
+def bias(case: Case, make: Maker) -> Spelled:
+    values = make.learned(1, case.heads_q, case.seqlen_q, case.seqlen_k, dtype=make.dtype)
+    return Spelled(tw.bias(values), plain.added(plain.table(values)))
+
+
+def batch_bias(case: Case, make: Maker) -> Spelled:
+    values = make.learned(case.batch, 1, case.seqlen_q, case.seqlen_k)
+    return Spelled(tw.bias(values), plain.added(plain.table(values)))
+
+
+def plane_bias(case: Case, make: Maker) -> Spelled:
+    values = make.learned(case.seqlen_q, case.seqlen_k)
+    return Spelled(tw.bias(values), plain.added(plain.table(values)))
+
+
+def tanh_score(case: Case, make: Maker) -> Spelled:
+    return Spelled(tw.tanh_score(), lambda s, b, h, i, j: torch.tanh(s))
+
+
+def sigmoid_score(case: Case, make: Maker) -> Spelled:
+    return Spelled(tw.sigmoid_score(), lambda s, b, h, i, j: torch.sigmoid(s))
+
+
+def temperature(case: Case, make: Maker) -> Spelled:
+    factor = make.learned(low=0.5)
+
+    def score(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return s * factor
+
+    return Spelled(score, score)
+
+
+def capped_alibi(case: Case, make: Maker) -> Spelled:
+    slopes = make.learned(case.heads_q, low=0.05)
+    return Spelled(tw.alibi(slopes) >> tw.softcap(2.0), plain.then(plain.alibi(slopes), plain.softcap(2.0)))
+
+
+def many_operations(case: Case, make: Maker) -> Spelled:
+    level, kind = make.learned(case.seqlen_k, 4), make.integers(0, 4, case.seqlen_k)
+
+    def score(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        near = torch.where(i >= j, s * 0.5, torch.abs(s) + 0.25)
+        wave = torch.sin(near) * torch.exp(-torch.abs(s)) + torch.sqrt(s * s + 1.0) - torch.log(s * s + 2.0)
+        return wave + torch.sigmoid(level[j, kind[j]]) * torch.clamp(s, -1.0, 1.0)
+
+    return Spelled(score, score)
+
+
+# the list ----------------------------------------------------------------------------------------------------------
+
+LENGTHS = ((17, 17), (0, 0), (1, 1), (40, 40), (7, 7))
+CROSS = ((5, 33), (1, 20), (0, 9), (9, 0), (12, 4), (40, 70))
+
+
+def _named(**cases: Case) -> dict[str, Case]:
+    return {name: case.with_(name=name) for name, case in cases.items()}
+
+
+_ = ""
+CASES: dict[str, Case] = _named(
+    plain=Case(_),
+    causal=Case(_, mask=causal),
+    causal_more_keys=Case(_, seqlen_q=17, mask=causal),
+    causal_more_queries=Case(_, seqlen_k=17, mask=causal),
+    plain_more_queries=Case(_, seqlen_q=66, seqlen_k=5),
+    window=Case(_, mask=window(9)),
+    window_two_sided=Case(_, seqlen_q=40, mask=window(9, 5)),
+    window_future=Case(_, mask=window(None, 3)),
+    window_empty_rows=Case(_, seqlen_k=20, mask=window(6, 2)),
+    chunked=Case(_, mask=chunked),
+    prefix_lm=Case(_, mask=prefix_lm),
+    padding=Case(_, batch=3, seqlen_k=40, mask=padding),
+    document=Case(_, mask=document),
+    document_window=Case(_, mask=document_window),
+    tree=Case(_, seqlen_q=20, seqlen_k=33, mask=tree),
+    dilated_window=Case(_, mask=dilated_window),
+    neighborhood_1d=Case(_, seqlen_q=40, seqlen_k=40, mask=neighborhood((40,), (7,))),
+    neighborhood_2d=Case(_, seqlen_q=63, seqlen_k=63, mask=neighborhood((7, 9), (3, 5))),
+    neighborhood_3d=Case(_, seqlen_q=60, seqlen_k=60, mask=neighborhood((3, 4, 5), (3, 3, 1))),
+    head_blocks=Case(_, mask=head_blocks),
+    explicit=Case(_, seqlen_q=30, mask=explicit),
+    anti_causal=Case(_, mask=anti_causal),
+    by_head=Case(_, heads_q=4, mask=by_head),
+    alibi_causal=Case(_, mask=causal, score=alibi),
+    alibi_more_keys=Case(_, seqlen_q=20, score=alibi),
+    alibi_batch=Case(_, mask=causal, score=batch_alibi),
+    softcap_causal=Case(_, mask=causal, score=softcap),
+    relative_bias=Case(_, score=relative_bias(True)),
+    relative_bias_causal=Case(_, mask=causal, score=relative_bias(False)),
+    bias=Case(_, seqlen_q=30, score=bias),
+    bias_batch=Case(_, seqlen_q=30, seqlen_k=31, mask=causal, score=batch_bias),
+    bias_plane=Case(_, seqlen_q=33, seqlen_k=20, score=plane_bias),
+    tanh_score=Case(_, score=tanh_score),
+    sigmoid_score=Case(_, mask=window(20), score=sigmoid_score),
+    temperature=Case(_, mask=causal, score=temperature),
+    capped_alibi=Case(_, mask=window(30), score=capped_alibi),
+    many_operations=Case(_, mask=causal, score=many_operations),
+    gqa_2=Case(_, heads_q=4, mask=causal),
+    gqa_4=Case(_, heads_q=8, mask=window(20), score=softcap),
+    gqa_8=Case(_, batch=1, heads_q=16, seqlen_q=33, seqlen_k=40),
+    gqa_3=Case(_, batch=1, heads_q=6, mask=causal, score=alibi),
+    mqa=Case(_, batch=1, heads_q=6, heads_kv=1, mask=causal),
+    length_1=Case(_, seqlen_q=1, seqlen_k=1, mask=causal),
+    length_7=Case(_, seqlen_q=7, seqlen_k=7, mask=causal, score=alibi),
+    length_129=Case(_, batch=1, seqlen_q=129, seqlen_k=129, heads_q=1, heads_kv=1, mask=causal, score=softcap),
+    length_1025=Case(_, batch=1, seqlen_q=1025, seqlen_k=1025, heads_q=2, heads_kv=1, mask=window(300)),
+    one_query=Case(_, seqlen_q=1, seqlen_k=129, heads_q=8, mask=causal),
+    one_query_long=Case(_, batch=1, seqlen_q=1, seqlen_k=1500, heads_q=4, heads_kv=1, mask=window(1100), score=alibi),
+    few_queries=Case(_, seqlen_q=5, seqlen_k=200, heads_q=4, mask=prefix_lm, score=batch_alibi),
+    head_dim_1=Case(_, seqlen_q=33, head_dim=1, head_dim_v=1, mask=causal),
+    head_dim_40=Case(_, seqlen_q=33, head_dim=40, head_dim_v=40, mask=causal),
+    head_dim_64=Case(_, head_dim=64, head_dim_v=64),
+    head_dim_80=Case(_, batch=1, seqlen_q=33, head_dim=80, head_dim_v=80, mask=causal, score=alibi),
+    head_dim_96=Case(_, batch=1, seqlen_q=33, head_dim=96, head_dim_v=96),
+    head_dim_128=Case(_, batch=1, head_dim=128, head_dim_v=128, mask=causal),
+    head_dim_192=Case(_, batch=1, seqlen_q=33, head_dim=192, head_dim_v=128, mask=causal),
+    head_dim_256=Case(_, batch=1, seqlen_q=33, head_dim=256, head_dim_v=256, score=softcap),
+    head_dim_512=Case(_, batch=1, seqlen_q=33, heads_kv=1, head_dim=512, head_dim_v=512, mask=causal),
+    head_dim_v_wider=Case(_, head_dim=16, head_dim_v=40, mask=causal),
+    sliced=Case(_, memory="sliced", heads_q=4, mask=causal),
+    expanded=Case(_, memory="expanded", heads_q=4, heads_kv=4, mask=causal),
+    scale=Case(_, scale=0.7, mask=causal, score=softcap),
+    scale_negative=Case(_, scale=-0.2),
+    sink_causal=Case(_, heads_q=4, sink=True, mask=causal),
+    sink_empty_rows=Case(_, seqlen_k=20, sink=True, mask=window(6)),
+    sink_alibi=Case(_, sink=True, score=alibi),
+    dropout=Case(_, dropout=0.3),
+    dropout_causal=Case(_, seqlen_q=66, seqlen_k=33, heads_q=4, dropout=0.1, mask=causal, score=softcap),
+    lse_gradient=Case(_, lse_gradient=True),
+    lse_gradient_causal=Case(_, seqlen_k=40, lse_gradient=True, mask=causal),
+    lse_gradient_everything=Case(_, heads_q=4, lse_gradient=True, sink=True, dropout=0.2, mask=causal, score=alibi),
+    packed=Case(_, packed=LENGTHS),
+    packed_causal=Case(_, packed=LENGTHS, heads_q=4, mask=causal),
+    packed_cross=Case(_, packed=CROSS),
+    packed_cross_causal=Case(_, packed=CROSS, mask=causal, score=batch_alibi),
+    packed_window_sink=Case(_, packed=CROSS, sink=True, lse_gradient=True, mask=window(6)),
+    packed_segments=Case(_, packed=LENGTHS, mask=segments),
+    packed_document=Case(_, packed=LENGTHS, mask=document),
+    packed_dropout=Case(_, packed=LENGTHS, dropout=0.2, mask=causal, score=softcap),
+    batch_70000=Case(_, batch=70_000, seqlen_q=3, seqlen_k=3, heads_q=1, heads_kv=1, mask=causal, gpu=True),
+    length_4100=Case(
+        _, batch=1, seqlen_q=4100, seqlen_k=4100, heads_q=4, head_dim=64, head_dim_v=64, mask=causal, gpu=True
+    ),
+    length_4100_alibi=Case(
+        _,
+        batch=1,
+        seqlen_q=2050,
+        seqlen_k=4100,
+        heads_q=2,
+        head_dim=128,
+        head_dim_v=128,
+        mask=window(700),
+        score=alibi,
+        gpu=True,
+    ),
+    packed_long=Case(
+        _, packed=((1500, 1500), (0, 0), (700, 2100), (1, 900)), head_dim=128, head_dim_v=128, mask=causal, gpu=True
+    ),
+)
+CPU_CASES = [case for case in CASES.values() if not case.gpu]
+INTERPRETER_CASES = [case for case in CASES.values() if case.interpret]

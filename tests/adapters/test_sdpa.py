@@ -1,0 +1,229 @@
+"""The SDPA adapter against PyTorch's scaled_dot_product_attention, over its arguments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tilewise as tw
+from tests.adapters.dense import as_double, as_leaves, assert_close, leaves
+from tilewise.adapters import sdpa
+from tilewise.core.errors import InputError
+
+TORCH = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    yield
+    F.scaled_dot_product_attention = TORCH
+
+
+def compare(tensors: list[torch.Tensor], mask: torch.Tensor | None = None, **options: Any) -> None:
+    """Forward and gradients against PyTorch's in float64, within PyTorch's own error."""
+    masks: list[torch.Tensor] = [mask] if mask is not None and mask.requires_grad else []
+
+    def run(function: Any, inputs: list[torch.Tensor], given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        wide = mask if mask is None or mask.dtype == torch.bool else mask.to(inputs[0].dtype)
+        o = function(*inputs, attn_mask=given[0] if given else wide, **options)
+        return (o, *torch.autograd.grad(o.square().sum(), inputs + given))
+
+    ours = run(sdpa.scaled_dot_product_attention, tensors, masks)
+    reference = run(TORCH, as_double(tensors), as_double(masks))
+    plain = run(TORCH, as_leaves(tensors), as_leaves(masks))
+    names = ("o", "dq", "dk", "dv", "dmask")
+    for what, x, exact, same in zip(names, ours, reference, plain, strict=False):
+        assert_close(x, exact, same, what)
+
+
+SHAPES = {
+    "4-D": ((2, 4, 33, 16), (2, 4, 33, 16), (2, 4, 33, 16)),
+    "more keys": ((2, 4, 20, 16), (2, 4, 150, 16), (2, 4, 150, 8)),
+    "more queries": ((1, 2, 150, 16), (1, 2, 20, 16), (1, 2, 20, 16)),
+    "one query": ((2, 4, 1, 16), (2, 4, 33, 16), (2, 4, 33, 16)),
+    "3-D": ((3, 21, 8), (3, 30, 8), (3, 30, 8)),
+    "2-D": ((21, 8), (30, 8), (30, 8)),
+    "5-D": ((2, 3, 2, 21, 8), (2, 3, 2, 30, 8), (2, 3, 2, 30, 8)),
+    "broadcast batch": ((3, 2, 21, 8), (1, 2, 30, 8), (1, 2, 30, 8)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.2, "is_causal": True}], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_a_mask(shape: str, options: dict[str, Any]) -> None:
+    compare(leaves(*SHAPES[shape]), **options)
+
+
+def mask_shapes(full: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Every way to broadcast the last four dimensions of `full`, and with fewer dimensions."""
+    for keep in itertools.product((False, True), repeat=min(4, len(full))):
+        yield tuple(n if k else 1 for n, k in zip(full[-len(keep) :], keep, strict=True))
+    yield full[-2:]
+    yield full[-1:]
+
+
+@pytest.mark.parametrize("shape", ["4-D", "more keys", "3-D", "5-D"])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_broadcast(shape: str, kind: str) -> None:
+    tensors = [x.detach() for x in leaves(*SHAPES[shape])]
+    full = (*tensors[0].shape[:-1], tensors[1].shape[-2])
+    generator = torch.Generator().manual_seed(3)
+    for size in mask_shapes(full):
+        mask = torch.randn(size, generator=generator)
+        mask = mask > -0.5 if kind == "bool" else mask
+        ours = sdpa.scaled_dot_product_attention(*tensors, attn_mask=mask)
+        wide = mask if kind == "bool" else mask.double()
+        reference = TORCH(*(x.double() for x in tensors), attn_mask=wide)
+        assert_close(ours, reference, TORCH(*tensors, attn_mask=mask), str(size))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 20, 33), (1, 4, 1, 33), (20, 33), (2, 1, 20, 1)], ids=str)
+def test_gradients_with_masks(shape: tuple[int, ...]) -> None:
+    tensors = leaves((2, 4, 20, 16), (2, 4, 33, 16), (2, 4, 33, 16))
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    visible = mask > -0.5
+    if visible.shape[-1] > 1:
+        visible[..., 0] = True  # PyTorch's gradients of empty rows differ by version
+    compare(tensors, visible)
+    compare(tensors, mask.requires_grad_())
+    hidden = mask.detach().masked_fill(~visible, -torch.inf)
+    if visible.shape[-1] > 1:
+        compare(tensors, hidden)
+
+
+def test_rows_that_see_nothing_give_zero() -> None:
+    tensors = leaves((1, 2, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8))
+    visible = torch.ones(5, 7, dtype=torch.bool)
+    visible[2] = False
+    for mask in (visible, torch.where(visible, 0.5, -torch.inf)):
+        o = sdpa.scaled_dot_product_attention(*tensors, attn_mask=mask)
+        assert bool((o[:, :, 2] == 0).all())
+        assert bool((o[:, :, 1] != 0).any())
+        grads = torch.autograd.grad(o.square().sum(), tensors)
+        assert all(bool(g.isfinite().all()) for g in grads)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_heads(masked: bool) -> None:
+    tensors = leaves((2, 6, 20, 16), (2, 2, 33, 16), (2, 2, 33, 16))
+    mask = torch.randn(2, 6, 20, 33, generator=torch.Generator().manual_seed(1)) > -0.5 if masked else None
+    compare(tensors, mask, enable_gqa=True)
+    with pytest.raises(InputError, match="enable_gqa"):
+        sdpa.scaled_dot_product_attention(*tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    tensors = [x.detach().to(dtype) for x in leaves((1, 2, 40, 16), (1, 2, 50, 16), (1, 2, 50, 16))]
+    mask = torch.randn(40, 50).to(dtype)
+    for given in (None, mask, mask > 0):
+        wide = given.double() if given is not None and given.dtype != torch.bool else given
+        reference = TORCH(*(x.double() for x in tensors), attn_mask=wide)
+        ours = sdpa.scaled_dot_product_attention(*tensors, attn_mask=given)
+        assert_close(ours, reference, TORCH(*tensors, attn_mask=given))
+
+
+def test_dropout_keeps_the_mean() -> None:
+    q, k = (x.detach() for x in leaves((1, 1, 64, 8), (1, 1, 256, 8)))
+    v = torch.ones(1, 1, 256, 8)
+    torch.manual_seed(0)
+    runs = torch.stack([sdpa.scaled_dot_product_attention(q, k, v, dropout_p=0.25) for _ in range(20)])
+    assert not torch.equal(runs[0], runs[1])
+    # each output is 1 plus noise of variance sum(p^2) / 3 at most: the mean of 20 * 64 rows is well within 0.02
+    assert abs(float(runs.mean()) - 1.0) < 0.02
+    assert float(runs.std()) > 0.01
+
+
+def test_autocast_casts_like_pytorch() -> None:
+    tensors = [x.detach() for x in leaves((1, 2, 20, 8), (1, 2, 20, 8), (1, 2, 20, 8))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert sdpa.scaled_dot_product_attention(*tensors).dtype == TORCH(*tensors).dtype == torch.bfloat16
+
+
+def test_bad_input() -> None:
+    q, k, v = (x.detach() for x in leaves((1, 2, 8, 8), (1, 2, 9, 8), (1, 2, 9, 8)))
+    mask = torch.zeros(8, 9)
+    for name, arguments in {
+        "attn_mask": {"attn_mask": mask, "is_causal": True},
+        "broadcastable": {"attn_mask": torch.zeros(9, 8)},
+        "floating": {"attn_mask": mask.int()},
+        "dropout": {"dropout_p": 1.5},
+    }.items():
+        with pytest.raises(InputError, match=name):
+            sdpa.scaled_dot_product_attention(q, k, v, **arguments)
+    with pytest.raises(InputError, match="broadcast"):
+        sdpa.scaled_dot_product_attention(q, k[:, :1].expand(-1, 3, -1, -1), v)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of q in every call of tilewise.attention."""
+    seen: list[tuple[int, ...]] = []
+    original = tw.attention
+
+    def counted(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(tuple(q.shape))
+        return original(q, *args, **kwargs)
+
+    monkeypatch.setattr(tw, "attention", counted)
+    return seen
+
+
+def test_install_runs_pytorchs_own_modules(calls: list[tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 10, 32)
+    padding = torch.zeros(2, 10, dtype=torch.bool)
+    padding[1, 7:] = True
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(10)
+    for arguments in ({}, {"src_key_padding_mask": padding}, {"src_mask": causal, "is_causal": True}):
+        before = layer(x, **arguments)
+        assert calls == []
+        with sdpa.installed():
+            torch.testing.assert_close(layer(x, **arguments), before, rtol=0, atol=2e-6)
+        assert calls == [(2, 10, 4, 8)]
+        calls.clear()
+
+
+def test_install_and_uninstall() -> None:
+    sdpa.install()
+    sdpa.install()
+    assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+    sdpa.uninstall()
+    assert F.scaled_dot_product_attention is TORCH
+    sdpa.uninstall()
+    assert F.scaled_dot_product_attention is TORCH
+
+
+def test_installed_nests_and_survives_exceptions() -> None:
+    def leave_by_exception() -> None:
+        with sdpa.installed():
+            with sdpa.installed():
+                pass
+            assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        leave_by_exception()
+    assert F.scaled_dot_product_attention is TORCH
+    sdpa.install()
+    with sdpa.installed():
+        pass
+    assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+    sdpa.uninstall()
+    assert F.scaled_dot_product_attention is TORCH
+
+
+def test_install_replaces_another_librarys_replacement_and_gives_it_back() -> None:
+    def other(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return TORCH(*args, **kwargs)
+
+    F.scaled_dot_product_attention = other
+    with sdpa.installed():
+        assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+    assert F.scaled_dot_product_attention is other

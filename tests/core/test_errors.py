@@ -1,0 +1,39 @@
+"""Every exception names what is wrong, what came, what was expected and what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilewise.core.errors import (
+    FormulaError,
+    InputError,
+    MissingExtraError,
+    TilewiseError,
+    UnsupportedError,
+    caller_line,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtins"),
+    [
+        (InputError, (ValueError,)),
+        (FormulaError, (TypeError, ValueError)),
+        (UnsupportedError, (NotImplementedError,)),
+        (MissingExtraError, (ImportError,)),
+    ],
+)
+def test_kinds_are_the_librarys_and_pythons(kind: type[TilewiseError], builtins: tuple[type[Exception], ...]) -> None:
+    error = kind("q", got="rank 2", expected="rank 4", hint="unsqueeze it")
+    assert isinstance(error, TilewiseError)
+    assert isinstance(error, builtins)
+    assert (error.name, error.got, error.expected, error.hint) == ("q", "rank 2", "rank 4", "unsqueeze it")
+    assert str(error) == "q: got rank 2; expected rank 4. Hint: unsqueeze it"
+
+
+def test_a_message_without_a_hint_ends_after_expected() -> None:
+    assert str(InputError("scale", got=float("nan"), expected="a finite number")) == "scale: got nan; expected a finite number"
+
+
+def test_the_line_named_is_the_users() -> None:
+    assert caller_line().startswith(__file__ + ":")

@@ -1,0 +1,135 @@
+"""Pictures: right contents, the same bytes every time, clear errors, and the committed ones up to date."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from tilewise.core.errors import InputError, MissingExtraError
+from tilewise.explain import draw, ladder, roofline
+
+ROOT = Path(__file__).resolve().parents[2]
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def causal_panel(size: int = 10, block: int = 4) -> draw.Panel:
+    visible = np.tri(size, dtype=bool)
+    return draw.Panel("causal", visible, draw.classify(visible, block, block))
+
+
+def painted(axes, colour: str) -> float:
+    """Area painted in `colour` by the masks' patches, in pairs (query, key)."""
+    patches = [p for p in axes.patches if matplotlib.colors.to_hex(p.get_facecolor()) == colour and hasattr(p, "_path")]
+    boxes = [patch.get_path().vertices.reshape(-1, 5, 2) for patch in patches]
+    return sum(float(np.prod(box.max(axis=1) - box.min(axis=1), axis=1).sum()) for box in boxes)
+
+
+def test_classify_by_definition() -> None:
+    visible = np.random.default_rng(0).random((13, 9)) < 0.5
+    visible[:4, :3], visible[4:8, 3:6] = True, False
+    classes = draw.classify(visible, 4, 3)
+    assert classes.shape == (4, 3)
+    assert classes.dtype == np.int8
+    assert (classes[0, 0], classes[1, 1]) == (draw.FULL, draw.EMPTY)
+    with pytest.raises(InputError, match="visible"):
+        draw.classify(np.ones(3), 1, 1)
+
+
+def test_tiles_paints_every_pair_once() -> None:
+    from tilewise.explain.draw import style
+
+    panel = causal_panel()
+    axes = draw.tiles([panel], 4, 4).axes[0]
+    full = sum(
+        panel.visible[4 * m : 4 * m + 4, 4 * n : 4 * n + 4].size for m, n in np.argwhere(panel.classes == draw.FULL)
+    )
+    assert painted(axes, style.FULL) == full
+    assert painted(axes, style.PARTIAL) == panel.visible.sum() - full
+    assert painted(axes, style.FULL) + painted(axes, style.PARTIAL_PALE) + painted(axes, style.EMPTY) == 100
+    assert axes.get_xlabel() == "keys\nvisits 6 of 9 tiles, masks 3"
+
+
+def test_query_numbers_the_visited_tiles() -> None:
+    figure = draw.query(causal_panel(), 4, 4, 6)
+    assert [text.get_text() for text in figure.axes[0].texts if text.get_text().isdigit()] == ["1", "2"]
+    assert figure.axes[0].get_xlabel() == "its tile loads 2 of 3 key tiles; the query sees 7 keys"
+    with pytest.raises(InputError, match="position"):
+        draw.query(causal_panel(), 4, 4, 10)
+
+
+def test_panel_of_a_formula() -> None:
+    library = pytest.importorskip("tilewise.formula.library")
+    panel = draw.panel(library.window(3), seqlen_q=5, seqlen_k=8, block_m=2, block_n=2)
+    i, j = np.arange(3, 8)[:, None], np.arange(8)
+    np.testing.assert_array_equal(panel.visible, (j <= i) & (j > i - 3))
+    np.testing.assert_array_equal(panel.classes, draw.classify(panel.visible, 2, 2))
+    assert draw.mask(library.causal, seqlen_q=8, seqlen_k=8, block_m=4, block_n=4).axes[0].get_title(loc="left")
+    with pytest.raises(InputError, match="seqlen"):
+        draw.panel(library.causal, seqlen_q=5000, seqlen_k=8, block_m=2, block_n=2)
+
+
+def test_roofline_points_lie_under_the_roof() -> None:
+    point = roofline.estimate(roofline.Problem.decode(4096, num_heads_q=8, num_heads_kv=2), "H200")
+    axes = draw.roofline({"decode": point}, measured={"decode": 2 * point.floor_seconds}).axes[0]
+    dots = [line.get_xydata()[0] for line in axes.lines if line.get_marker() in ("o", "D")]
+    assert dots[0] == pytest.approx([point.intensity, point.attainable / 1e12])
+    assert dots[1] == pytest.approx([point.intensity, point.attainable / 2e12])
+    other = roofline.estimate(roofline.Problem(64), "A100")
+    with pytest.raises(InputError, match="one GPU"):
+        draw.roofline({"a": point, "b": other})
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_files_are_deterministic(tmp_path: Path, suffix: str) -> None:
+    first = draw.save(draw.tiles([causal_panel()], 4, 4), tmp_path / f"a.{suffix}").read_bytes()
+    second = draw.save(draw.tiles([causal_panel()], 4, 4), tmp_path / f"b.{suffix}").read_bytes()
+    assert first == second
+    assert b"<dc:date>" not in first
+
+
+def test_house_style_ignores_and_leaves_the_callers_settings(tmp_path: Path) -> None:
+    expected = draw.save(draw.ladder([ladder.climb("split_kv")]), tmp_path / "a.svg").read_bytes()
+    with matplotlib.rc_context({"font.size": 31, "svg.hashsalt": "other", "axes.facecolor": "red"}):
+        assert draw.save(draw.ladder([ladder.climb("split_kv")]), tmp_path / "b.svg").read_bytes() == expected
+        assert matplotlib.rcParams["font.size"] == 31
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    panel = causal_panel()
+    with pytest.raises(InputError, match="classes"):
+        draw.tiles([panel], 5, 4)
+    with pytest.raises(InputError, match="panels"):
+        draw.tiles([], 4, 4)
+    with pytest.raises(InputError, match="path"):
+        draw.save(draw.tiles([panel], 4, 4), tmp_path / "a.jpeg")
+    with pytest.raises(InputError, match="reports"):
+        draw.ladder([])
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=re.escape("tilewise[draw]")):
+        draw.tiles([causal_panel()], 4, 4)
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw_pictures", ROOT / "tools" / "draw_pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_committed_pictures_are_up_to_date(tool: ModuleType, tmp_path: Path) -> None:
+    assert set(tool.DRAWN) <= {path.name for path in tool.PICTURES.iterdir()}
+    for fresh in tool.write(tmp_path):
+        committed = (tool.PICTURES / fresh.name).read_bytes()
+        if f"Matplotlib v{matplotlib.__version__}".encode() not in committed:
+            pytest.skip("the committed pictures come from another version of matplotlib")
+        assert fresh.read_bytes() == committed, f"{fresh.name} is stale: run tools/draw_pictures.py"

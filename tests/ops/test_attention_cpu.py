@@ -1,0 +1,46 @@
+"""Every CPU implementation on every named case, at every dtype: forward, backward, shapes drawn by hypothesis."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+
+from tilewise.testing import properties
+from tilewise.testing.case import Case
+from tilewise.testing.cases import CASES, CPU_CASES
+from tilewise.testing.matrix import name_of, runnable
+from tilewise.testing.properties import Setting
+from tilewise.testing.strategies import shapes
+
+IMPLS = ("cpu_sdpa", "cpu_tiled")
+MATRIX = runnable(IMPLS, CPU_CASES)
+
+
+@pytest.mark.parametrize(("setting", "case"), MATRIX, ids=name_of)
+def test_equals_the_reference(setting: Setting, case: Case) -> None:
+    properties.equals_reference(setting, case)
+
+
+@pytest.mark.parametrize(("setting", "case"), MATRIX, ids=name_of)
+def test_gradients_equal_the_reference(setting: Setting, case: Case) -> None:
+    properties.gradients_equal_reference(setting, case)
+
+
+def test_every_case_runs_tiled_and_the_plain_ones_run_fused() -> None:
+    ran = {impl: {case.name for setting, case in MATRIX if setting.impl == impl} for impl in IMPLS}
+    assert ran["cpu_tiled"] == {case.name for case in CPU_CASES}
+    assert {"plain", "causal", "gqa_8", "mqa", "sliced", "expanded", "lse_gradient", "scale_negative"} <= ran["cpu_sdpa"]
+    fused_lacks = {"causal_more_keys", "window", "alibi_causal", "sink_causal", "dropout", "packed", "head_dim_192"}
+    assert not ran["cpu_sdpa"] & fused_lacks
+    assert len(CASES) >= 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@hypothesis_settings(max_examples=40)
+@given(case=shapes())
+def test_any_shape_equals_the_reference(dtype: torch.dtype, case: Case) -> None:
+    setting = Setting("cpu_tiled", dtype)
+    properties.equals_reference(setting, case)
+    properties.gradients_equal_reference(setting, case)

@@ -1,0 +1,56 @@
+"""The reference against dense attention written by hand, which shares neither tracing nor evaluation with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+
+from tilewise.testing import properties
+from tilewise.testing.budgets import expectation
+from tilewise.testing.case import Case
+from tilewise.testing.cases import CASES, CPU_CASES
+from tilewise.testing.matrix import name_of, runnable
+from tilewise.testing.oracles import dense
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.properties import Setting
+from tilewise.testing.strategies import shapes
+
+MATRIX = runnable(["reference"], CPU_CASES, [torch.float64, torch.float32])
+
+
+@pytest.mark.parametrize(("setting", "case"), MATRIX, ids=name_of)
+def test_equals_dense_attention_by_hand(setting: Setting, case: Case) -> None:
+    properties.equals_reference(setting, case)
+    properties.gradients_equal_reference(setting, case)
+
+
+@hypothesis_settings(max_examples=30)
+@given(case=shapes())
+def test_any_shape_equals_dense_attention_by_hand(case: Case) -> None:
+    properties.equals_reference(Setting("reference", torch.float64), case)
+    properties.gradients_equal_reference(Setting("reference", torch.float64), case)
+
+
+def test_the_oracle_is_scaled_dot_product_attention() -> None:
+    """PyTorch's own function says the same as the oracle, in float64, for a causal square and for grouped heads."""
+    for name in ("causal", "mqa", "plain", "head_dim_192"):
+        case = CASES[name]
+        x = make_inputs(case, torch.float64)
+        q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+        bottom_right = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool).tril(case.seqlen_k - case.seqlen_q)
+        o = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=None if case.mask is None else bottom_right, enable_gqa=True
+        )
+        torch.testing.assert_close(dense(x, x.q, x.k, x.v).o, o.transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
+def test_the_budget_is_near_the_dtype() -> None:
+    """A budget that grew large would let everything pass: each stays within a few units of roundoff of the values."""
+    for dtype, units in ((torch.float64, 256), (torch.float32, 256), (torch.bfloat16, 16), (torch.float16, 16)):
+        for case in CPU_CASES:
+            want = expectation(case, dtype)
+            for name in ("o", "dq", "dk", "dv"):
+                largest = float(want.values[name].abs().max()) if want.values[name].numel() else 0.0
+                assert want.allowed[name] <= units * torch.finfo(dtype).eps * max(largest, 1.0), (case, dtype, name)

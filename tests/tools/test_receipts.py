@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tools.families import FAMILIES, Family
+from tools.receipts import Receipt
+
+from tools import families, gpu_receipt, receipts, support_matrix
+
+RECEIPT = Receipt(
+    family="toy", sources="", device="NVIDIA H200", driver="1", torch="2", triton="3", commit="abc",
+    date="2026-01-01T00:00:00Z", command="c", tests={"passed": 10, "failed": 0, "skipped": 1},
+)  # fmt: skip
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root with one family of one kernel file, at tmp_path/repo."""
+    root = tmp_path / "repo"
+    (root / "src").mkdir(parents=True)
+    (root / "src" / "triton_toy.py").write_text("kernel = 1\n")
+    monkeypatch.setitem(FAMILIES, "toy", Family("toy", ("src/triton_*.py",), ("tests/gpu/*.py",), ("toy_row",)))
+    return root
+
+
+def test_hash_follows_bytes_and_names(toy: Path) -> None:
+    family = FAMILIES["toy"]
+    first = family.hash(toy)
+    (toy / "src" / "unrelated.py").write_text("x = 1\n")
+    assert family.hash(toy) == first
+    (toy / "src" / "triton_toy.py").write_text("kernel = 2\n")
+    second = family.hash(toy)
+    (toy / "src" / "triton_toy.py").rename(toy / "src" / "triton_other.py")
+    assert len({first, second, family.hash(toy)}) == 3
+
+
+def test_verified_only_while_the_hash_matches(toy: Path, tmp_path: Path) -> None:
+    receipts.append(replace(RECEIPT, sources=FAMILIES["toy"].hash(toy)), tmp_path)
+    assert set(receipts.verified("toy", tmp_path, toy)) == {"NVIDIA H200"}
+    (toy / "src" / "triton_toy.py").write_text("kernel = 2\n")
+    assert receipts.verified("toy", tmp_path, toy) == {}
+
+
+@pytest.mark.parametrize("tests", [{"passed": 10, "failed": 1}, {"passed": 0, "failed": 0, "skipped": 5}])
+def test_a_later_failure_on_the_same_sources_takes_the_word_back(
+    toy: Path, tmp_path: Path, tests: dict[str, int]
+) -> None:
+    good = replace(RECEIPT, sources=FAMILIES["toy"].hash(toy))
+    receipts.append(good, tmp_path)
+    receipts.append(replace(good, tests=tests), tmp_path)
+    assert receipts.verified("toy", tmp_path, toy) == {}
+
+
+def test_a_broken_receipt_is_named(tmp_path: Path) -> None:
+    path = receipts.append(RECEIPT, tmp_path)
+    path.write_text(path.read_text() + '{"family": "toy"}\n')
+    with pytest.raises(ValueError, match=r"receipts\.jsonl:2"):
+        receipts.read_all(tmp_path)
+
+
+def test_matrix_names_the_device_only_with_a_receipt(toy: Path, tmp_path: Path) -> None:
+    row = SimpleNamespace(name="toy_row", needs=(), summary="s", backward=None)
+    assert "verified" not in support_matrix.proof(row, tmp_path, toy)
+    receipts.append(replace(RECEIPT, sources=FAMILIES["toy"].hash(toy)), tmp_path)
+    assert "verified on NVIDIA H200, 2026-01-01 (10 tests)" in support_matrix.proof(row, tmp_path, toy)
+
+
+def test_replaced_touches_only_what_stands_between_the_markers() -> None:
+    page = f"before\n{support_matrix.BEGIN}\nold\n{support_matrix.END}\nafter\n"
+    text = support_matrix.replaced(page, "| new |")
+    assert text == page.replace("old", "| new |")
+    assert support_matrix.replaced(text, "| new |") == text
+    with pytest.raises(ValueError, match="markers"):
+        support_matrix.replaced("no markers", "| new |")
+
+
+def test_every_dispatch_row_but_the_reference_has_a_family() -> None:
+    rows = [row.name for operation in support_matrix.OPERATIONS for row in support_matrix.rows(operation)]
+    assert [name for name in rows if families.family_of(name) is None] == ["reference"]
+    known = {name for family in FAMILIES.values() for name in family.rows}
+    assert known <= set(rows), "a family names a row that dispatch no longer has"
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_every_pattern_of_a_family_matches_a_file(family: Family) -> None:
+    empty = [pattern for pattern in (*family.sources, *family.tests) if not list(families.ROOT.glob(pattern))]
+    assert empty == []
+
+
+def test_outcomes_count_a_broken_setup_as_a_failure_and_only_the_familys_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = gpu_receipt.Outcomes()
+    here = Path(__file__).relative_to(families.ROOT).as_posix()
+
+    def report(when: str, outcome: str, file: str = here) -> SimpleNamespace:
+        kinds = {f"{kind}": kind == outcome for kind in ("passed", "failed", "skipped")}
+        return SimpleNamespace(when=when, outcome=outcome, location=(file, 1, "test"), **kinds)
+
+    for entry in (
+        report("setup", "passed"),
+        report("call", "passed"),
+        report("teardown", "passed"),
+        report("setup", "failed"),
+        report("setup", "skipped"),
+        report("call", "failed", "tests/elsewhere.py"),
+    ):
+        outcomes.pytest_runtest_logreport(entry)  # type: ignore[arg-type]
+    mine = Family("mine", (), (here,), ())
+    assert outcomes.of(mine) == {"passed": 1, "failed": 1, "skipped": 1}
+    assert sum(outcomes.by_file.values(), Counter())["failed"] == 2

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from benchmarks import timing
+from benchmarks.memory import MIB, cpu_peak_mib
+from benchmarks.reference import head_slice, relative_error, visible_pairs
+
+
+def test_contenders_take_turns_and_the_order_rotates() -> None:
+    calls: list[str] = []
+    contenders = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    timed = timing.interleaved(contenders, device="cpu", rounds=3, warmup_ms=0.0)
+    assert "".join(calls[3:]) == "abcbcacab"
+    assert [len(result.times_ms) for result in timed.values()] == [3, 3, 3]
+
+
+def test_a_slower_contender_reads_slower() -> None:
+    contenders = {"fast": lambda: time.sleep(0.001), "slow": lambda: time.sleep(0.01)}
+    timed = timing.interleaved(contenders, device="cpu", rounds=5, warmup_ms=0.0)
+    fast, slow = (timed[name].quantiles for name in ("fast", "slow"))
+    assert fast is not None
+    assert slow is not None
+    assert fast[1] >= 1.0
+    assert slow[0] >= 10.0
+
+
+def test_a_contender_that_raises_drops_out_with_its_message() -> None:
+    def broken() -> None:
+        raise ValueError("cannot do this\nmore")
+
+    timed = timing.interleaved({"broken": broken, "fine": lambda: None}, device="cpu", rounds=2, warmup_ms=0.0)
+    assert timed["broken"] == timing.Timed([], "ValueError: cannot do this")
+    assert timed["broken"].quantiles is None
+    assert timed["fine"].failure is None
+
+
+def test_quantiles() -> None:
+    assert timing.quantiles([float(value) for value in range(11)]) == pytest.approx((2.0, 5.0, 8.0))
+
+
+def test_host_times_counts_per_call() -> None:
+    timed = timing.host_times({"sleep": lambda: time.sleep(0.002)}, device="cpu", rounds=2, repeat=3)
+    quantiles = timed["sleep"].quantiles
+    assert quantiles is not None
+    assert 2.0 <= quantiles[1] < 6.0
+
+
+def test_ceilings_are_positive() -> None:
+    tflops, gbps = timing.ceilings("cpu", size=64, copy_bytes=2**16)
+    assert tflops > 0
+    assert gbps > 0
+
+
+def _prepare(mebibytes: int) -> tuple[timing.Call, timing.Call]:
+    def call() -> object:
+        block = torch.ones(mebibytes * MIB // 4)
+        time.sleep(0.05)
+        return block.sum()
+
+    return lambda: torch.ones(1).sum(), call
+
+
+def test_peak_memory_sees_what_a_call_holds() -> None:
+    assert cpu_peak_mib(_prepare, 256) == pytest.approx(256, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"),
+    [
+        (None, 2000 * 2000),
+        (lambda b, h, i, j: i >= j, 2000 * 2001 // 2),
+        (lambda b, h, i, j: (i >= j) & (i - j < 64), 2000 * 64 - 64 * 63 // 2),
+    ],
+)
+def test_visible_pairs_equal_the_closed_forms(mask: timing.Call | None, pairs: int) -> None:
+    assert visible_pairs(mask, 2000, "cpu") == pairs  # 2000: more than one block of rows, the last one shorter
+
+
+def test_reference_equals_autograd_through_the_materialised_matrix() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, do = (torch.randn(2, 1500, 3, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    i, j = torch.arange(1500)[:, None], torch.arange(1500)[None, :]
+    want = head_slice(
+        q, k, v, do, mask=lambda b, h, i, j: i >= j, score=lambda s, b, h, i, j: s + 0.1 * h * (j - i), batch=1, head=2
+    )
+    one = [t[1, :, 2].clone().requires_grad_() for t in (q, k, v)]
+    s = (one[0] @ one[1].T * 8**-0.5 + 0.2 * (j - i)).masked_fill(i < j, float("-inf"))
+    o = s.softmax(-1) @ one[2]
+    grads = torch.autograd.grad(o, one, do[1, :, 2])
+    for got, expected in zip((want.o, want.dq, want.dk, want.dv), (o.detach(), *grads), strict=True):
+        assert relative_error(got, expected) < 1e-12
+    assert relative_error(want.dq + 1e-3, grads[0]) > 1e-4
