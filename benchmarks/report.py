@@ -49,7 +49,7 @@ def _problem_key(problem: dict[str, Any]) -> str:
 
 def _label(problem: dict[str, Any]) -> str:
     words = [f"{problem[key]:,} tokens" if key == "seqlen_q" else str(problem[key]) for key in LABEL if key in problem]
-    return ", ".join(words) or "all"
+    return ", ".join(words).replace("|", "\\|") or "all"
 
 
 def ratio(row: dict[str, Record]) -> float | None:

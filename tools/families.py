@@ -50,6 +50,7 @@ FAMILIES: dict[str, Family] = {
                 "src/tilewise/tiles/*.py",
                 _ATTENTION + "triton_*.py",
                 _ATTENTION + "configs.py",
+                _ATTENTION + "variant.py",
             ),
             tests=("tests/gpu/*.py",),
             rows=("triton", "triton_decode"),

@@ -176,16 +176,19 @@ def _measure(
     for direction, (question, calls) in enumerate((("attention_forward", forward), ("attention_backward", backward))):
         for name, timed in interleaved(calls, device=device, rounds=options.rounds).items():
             times = timed.quantiles
-            error: dict[str, Any] | None = {"metric": "failure", "message": timed.failure} if timed.failure else None
-            if error is None and name in errors:
-                error = {"metric": "relative l2 to float64, one head", "value": float(f"{errors[name][direction]:.3g}")}
+            outcome: dict[str, Any] | None = {"metric": "failure", "message": timed.failure} if timed.failure else None
+            if outcome is None and name in errors:
+                outcome = {
+                    "metric": "relative l2 to float64, one head",
+                    "value": float(f"{errors[name][direction]:.3g}"),
+                }
             writer.write(
                 question,
                 problem,
                 name,
                 times_ms=times,
                 tflops=operations * (1, 2.5)[direction] / times[1] / 1e9 if times else None,
-                error=error,
+                error=outcome,
                 includes=includes[question],
                 sources=FAMILIES["attention_triton"].hash() if name.startswith("tilewise.") else None,
             )

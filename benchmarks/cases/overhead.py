@@ -59,31 +59,37 @@ def _call_overhead(options: Options, writer: Writer, rounds: int, repeat: int) -
     q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
     first = [t.transpose(1, 2) for t in (q, k, v)]
     grad = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    first_grad = [t.transpose(1, 2) for t in grad]
     mask = tw.causal & tw.window(64)
     block_mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 64), None, None, 128, 128, device=device)
     compiled: Any = torch.compile(flex_attention, dynamic=False)
-    calls: dict[str, Callable[[], object]] = {
-        "tilewise": lambda: tw.attention(q, k, v, mask=mask),
-        "tilewise (mask built in the call)": lambda: tw.attention(q, k, v, mask=tw.causal & tw.window(64)),
-        "tilewise (gradients on)": lambda: tw.attention(*grad, mask=mask),
-        "tilewise (causal)": lambda: tw.attention(q, k, v, mask=tw.causal),
-        "flex": lambda: compiled(*first, block_mask=block_mask),
-        "sdpa (causal)": lambda: F.scaled_dot_product_attention(*first, is_causal=True),
+    causal, window = "causal", "causal & window(64)"
+    calls: dict[tuple[str, str], Callable[[], object]] = {
+        (causal, "tilewise"): lambda: tw.attention(q, k, v, mask=tw.causal),
+        (causal, "sdpa"): lambda: F.scaled_dot_product_attention(*first, is_causal=True),
+        (window, "tilewise"): lambda: tw.attention(q, k, v, mask=mask),
+        (window, "tilewise (mask built in the call)"): lambda: tw.attention(q, k, v, mask=tw.causal & tw.window(64)),
+        (window, "flex"): lambda: compiled(*first, block_mask=block_mask),
+        (f"{window}, gradients on", "tilewise"): lambda: tw.attention(*grad, mask=mask),
+        (f"{window}, gradients on", "flex"): lambda: compiled(*first_grad, block_mask=block_mask),
     }
     problem = {
         "batch": 1, "seqlen_q": 128, "seqlen_k": 128, "num_heads_q": 2, "num_heads_kv": 2, "head_dim": 64,
-        "causal": True, "dtype": str(dtype).removeprefix("torch."), "formula": "causal & window(64)",
+        "causal": True, "dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
-    for name, timed in host_times(calls, device=device, rounds=rounds, repeat=repeat).items():
+    by_name = {" by ".join(key): call for key, call in calls.items()}
+    times = host_times(by_name, device=device, rounds=rounds, repeat=repeat)
+    for formula, impl in calls:
+        timed = times[f"{formula} by {impl}"]
         writer.write(
             "call_overhead",
-            problem,
-            name,
+            {"formula": formula, **problem},
+            impl,
             times_ms=timed.quantiles,
             error={"metric": "failure", "message": timed.failure} if timed.failure else None,
-            includes="host time of one forward call, launches included; without gradients unless named"
+            includes="host time of one forward call, launches included; flex: block mask built beforehand"
             + ("" if device == "cuda" else "; on a CPU the arithmetic too"),
-            sources=_sources(name),
+            sources=_sources(impl),
         )
 
 

@@ -47,5 +47,10 @@ def test_no_ratio_without_a_peer(tmp_path: Path) -> None:
     assert "x peer" not in report.generate(tmp_path, tmp_path / "plots").split("###")[1]
 
 
+def test_a_bar_in_a_formula_does_not_split_the_row(tmp_path: Path) -> None:
+    append(sample(problem={"formula": "causal | prefix"}), tmp_path)
+    assert "| causal \\| prefix |" in report.generate(tmp_path, tmp_path / "plots")
+
+
 def test_without_records_the_report_says_so(tmp_path: Path) -> None:
     assert "No records yet" in report.generate(tmp_path, tmp_path / "plots")

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 import tilewise as tw
 from tilewise.adapters.axes import raw_mask, raw_score, seqlen_first
 from tilewise.core.errors import InputError, UnsupportedError
-from tilewise.schedule.tilemap import EMPTY, FULL, TileMap
+from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, TileMap
 
 __all__ = [
     "AuxOutput",
@@ -99,8 +99,10 @@ class BlockMask(TorchBlockMask):
 
     def to_torch(self) -> TorchBlockMask:
         """PyTorch's own BlockMask with these tiles, for its `flex_attention`."""
-        tiles = self.to_tile_map()
-        classes = tiles.classes.expand(*self._lead, -1, -1)
+        classes = self.to_tile_map().classes.expand(*self._lead, -1, -1).clone()
+        for dim, length, block in zip((-2, -1), self.seq_lengths, self.BLOCK_SIZE, strict=True):
+            if length % block:  # PyTorch lists a tile that reaches beyond the lengths as partial
+                classes.narrow(dim, -1, 1).clamp_(max=PARTIAL)
         made: TorchBlockMask = TileMap(classes, *self.seq_lengths, *self.BLOCK_SIZE).to_block_mask(self.mask_mod)
         return made
 

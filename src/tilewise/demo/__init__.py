@@ -57,6 +57,9 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
         f"size {size_name}: {size.steps} steps of {size.batch} × {size.seqlen} tokens"
     )
 
+    config, kind = size.model(size.vocab_size, size.seqlen), DTYPES[dtype]
+    implementation = "given by the caller" if attend else chosen(config, size.batch, device, kind, options.impl)
+
     corpus = data.read_corpus(options.text, max_bytes=size.max_bytes, seed=options.seed)
     tokenizer = Tokenizer(corpus.train, size.vocab_size)
     train_stream, valid_stream = tokenizer.stream(corpus.train), tokenizer.stream(corpus.valid)
@@ -65,9 +68,7 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
         f"byte-level BPE of {tokenizer.vocab_size} tokens, {train_stream.numel():,} tokens to learn from"
     )
 
-    config = size.model(tokenizer.vocab_size, size.seqlen)
-    kind = DTYPES[dtype]
-    implementation = "given by the caller" if attend else chosen(config, size.batch, device, kind, options.impl)
+    config = replace(config, vocab_size=tokenizer.vocab_size)
     contenders = [(OURS, attend or tilewise_attention(options.impl), size.steps)]
     if options.compare:
         contenders.append((TORCH, torch_attention, size.steps))

@@ -31,11 +31,11 @@ class View:
         """Step number `step` (from 0) is done; the learners hold its losses."""
 
     def losses(self, step: int) -> str:
-        """The losses of this step, and how far the first curve has been from PyTorch's so far."""
-        text = "  ".join(f"{one.name} {one.losses[step]:.3f}" for one in self.learners if step < one.steps)
+        """The losses of this step, and how far the first two curves have been apart so far, in 40 characters."""
+        text = "  ".join(f"{one.name} {one.losses[step]:.3f}" for one in self.learners[:2])
         if len(self.learners) > 1:
             pairs = zip(self.learners[0].losses, self.learners[1].losses, strict=True)
-            text += f"  largest difference {max(abs(a - b) for a, b in pairs):.1e}"
+            text += f"  apart {max(abs(a - b) for a, b in pairs):.0e}"
         return text
 
 
@@ -60,27 +60,18 @@ class Plain(View):
 
 
 class Live(Plain):
-    """A bar with the share done, the losses, the time so far and the time to go."""
+    """A bar with the share done, the time to go and the losses; fits 80 columns."""
 
     @contextmanager
     def training(self, steps: int, learners: Sequence[Learner]) -> Iterator[None]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
-        from rich.progress import TimeRemainingColumn as Remaining
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.learners, self.steps = learners, steps
-        columns = (
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            Elapsed(),
-            TextColumn("left"),
-            Remaining(),
-            TextColumn("loss: {task.fields[losses]}", markup=False),
-        )
+        losses = TextColumn("{task.fields[losses]}", markup=False)
+        columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(), losses)
         with Progress(*columns, console=self.console) as self.progress:
-            self.task = self.progress.add_task("training", total=steps, losses="…")
+            self.task = self.progress.add_task("training", total=steps, losses="loss …")
             yield
 
     def step(self, step: int) -> None:
-        self.progress.update(self.task, completed=step + 1, losses=self.losses(step))
+        self.progress.update(self.task, completed=step + 1, losses=f"loss {self.losses(step)}")

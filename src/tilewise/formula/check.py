@@ -29,11 +29,11 @@ def _index_bounds(text: str) -> tuple[tuple[int, int, Expr, Expr | None, Expr | 
 
 
 def check_indices(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> None:
-    """Raise FormulaError if an index of `bound` can leave its tensor for `sizes` = (batch, heads, seqlen_q, seqlen_k).
+    """Raise FormulaError if an index of `bound` can leave its tensor for `sizes` = (batch, heads, first i, seqlen_k).
 
     Where an index is itself read from a tensor, that tensor's values are looked at (once a version).
     """
-    if not bound.tensors or not all(sizes):
+    if not bound.tensors:
         return
     slots = {table.slot for *_, entering in _index_bounds(bound.text) for table in entering}
     ranges = tuple(host_range(t) if slot in slots else (0, 0) for slot, t in enumerate(bound.tensors))
@@ -51,8 +51,8 @@ def _check(
     what: str,
     sizes: tuple[int, int, int, int],
 ) -> None:
-    batch, heads, seqlen_q, seqlen_k = sizes
-    ends = {"i0": seqlen_k - seqlen_q, "i1": seqlen_k - 1, "j0": 0, "j1": seqlen_k - 1, "block_i": 1, "block_j": 1}
+    batch, heads, first, seqlen_k = sizes
+    ends = {"i0": first, "i1": seqlen_k - 1, "j0": 0, "j1": seqlen_k - 1, "block_i": 1, "block_j": 1}
     for slot, dim, index, low, high, entering in _index_bounds(text):
         limit = shapes[slot][dim]
         reach = []

@@ -82,17 +82,23 @@ class Emitter:
         lines, names = self._body(share(*roots))
         return self._definition(name, parameters, [*lines, f"return {', '.join(names)}"])
 
-    def accumulate(self, name: str, parameters: Sequence[str], parts: Sequence[tuple[Expr, Expr, int]]) -> str:
+    def once(self, name: str, parameters: Sequence[str], hoisted: Sequence[Expr]) -> str:
+        """`def name(*parameters, args, nums)` returning a tuple of what a program computes once (never an empty one)."""
+        lines, names = self._body(share(*hoisted))
+        return self._definition(name, parameters, [*lines, f"return ({', '.join(names) or parameters[0]},)"])
+
+    def accumulate(
+        self, name: str, parameters: Sequence[str], roots: Sequence[Expr], parts: Sequence[tuple[Expr, int]]
+    ) -> str:
         """`def name(*parameters, tile, grads, args, nums)` that adds the gradients of captured tensors.
 
-        `parts` are (load, its adjoint, position in `grads` of the float32 accumulator's pointer, which its strides follow). Parts that
-        share an address are summed inside the tile first: along i (axis 0), j (axis 1) or both, where the index does not
-        move with them. `tile` is any value of the tile's full shape.
+        `parts` are (load, position in `grads` of the float32 accumulator's pointer, which its strides follow); `roots` hold for each
+        of them its indices and its adjoint. Parts that share an address are summed inside the tile first: along i (axis 0),
+        j (axis 1) or both, where the index does not move with them. `tile` is any value of the tile's full shape.
         """
-        roots = [root for load, adjoint, _ in parts for root in (*load.args, adjoint)]
         lines, names = self._body(share(*roots))
         at_name = 0
-        for load, _, at in parts:
+        for load, at in parts:
             *indices, value = names[at_name : at_name + len(load.args) + 1]
             at_name += len(load.args) + 1
             moves = set().union(*(symbols(index) for index in load.args)) if load.args else set()

@@ -212,6 +212,14 @@ class Expr:
     def __len__(self) -> Any:
         return self._no_value("len()", "a position or score is a single value")
 
+    def __getitem__(self, index: Any) -> Any:
+        return self._no_value("an index", "index a captured tensor with positions, not a position")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._no_value(f"attribute {name!r}", "a traced value has the operators of the formula language only")
+
     def __repr__(self) -> str:
         return render(self)
 
@@ -259,7 +267,7 @@ def as_expr(value: Any) -> Expr:
                 expected="tensor[...] indexed by b, h, i or j, or a one-element tensor",
                 hint="write bias[h, i, j] rather than bias",
             )
-        return load(value.reshape(()), ())
+        return load(value, (lit(0),) * value.ndim)  # the tensor itself: its identity and its gradient stay
     if isinstance(value, torch.SymInt):
         return Expr("num", (), "int", value)
     if isinstance(value, torch.SymFloat):

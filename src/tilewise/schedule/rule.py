@@ -19,25 +19,20 @@ from tilewise.formula.walk import symbols
 class TileRule:
     """What a mask's structure says about tiles.
 
-    `keys` are four expressions over (b, h, i0, i1): first and last key that any query of the tile sees, first and last
-    key that all of them see; None where the visible keys of a query need not be one run. `queries` is the same for a
-    tile of keys, over (b, h, j0, j1). `sure` and `maybe` are expressions over (b, h, i0, i1, j0, j1): the tile is FULL
-    where `sure` holds, and EMPTY where `maybe` does not; they read the `tables`.
+    `spans` is for masks whose visible keys are one run for every query, and whose visible queries are one run for every key: by the axis
+    ('i' or 'j') whose positions a program owns, the ends of the other axis' run. First for a tile, over (b, h, i0, i1): first and
+    last that any of its rows sees, first and last that all of them see; then for a row, over (b, h, i). `sure` and `maybe`
+    are expressions over (b, h, i0, i1, j0, j1): the tile is FULL where `sure` holds, and EMPTY where `maybe` does not; they
+    read the `tables`.
     """
 
     structure: Structure
-    keys: tuple[Expr, ...] | None
-    queries: tuple[Expr, ...] | None
+    spans: dict[str, tuple[tuple[Expr, ...], tuple[Expr, ...]]] | None
     sure: Expr
     maybe: Expr
     tables: tuple[Extremum, ...]
     by_batch: bool
     by_head: bool
-
-    @property
-    def is_span(self) -> bool:
-        """Whether loop bounds replace tile lists, forward and backward."""
-        return self.keys is not None and self.queries is not None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -51,21 +46,19 @@ def tile_rule(text: str) -> TileRule:
     sure, maybe = share(interval.low, interval.high)
     names = symbols(structure.root)
     return TileRule(
-        structure,
-        _span(structure.root, "j"),
-        _span(structure.root, "i"),
-        sure,
-        maybe,
-        tuple(bounds.tables),
-        "b" in names,
-        "h" in names,
+        structure, _spans(structure.root), sure, maybe, tuple(bounds.tables), "b" in names, "h" in names
     )
 
 
-def _span(root: Expr, axis: str) -> tuple[Expr, ...] | None:
-    span = solve(root, axis)
-    ends = None if span is None else span_bounds(span)
-    return None if ends is None else tuple(share(*ends))
+def _spans(root: Expr) -> dict[str, tuple[tuple[Expr, ...], tuple[Expr, ...]]] | None:
+    found = {}
+    for owned, other in (("i", "j"), ("j", "i")):
+        span = solve(root, other)
+        ends = None if span is None else span_bounds(span)
+        if span is None or ends is None:
+            return None
+        found[owned] = (tuple(share(*ends)), tuple(share(*span)))
+    return found
 
 
 def build_tables(

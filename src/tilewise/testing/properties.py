@@ -36,12 +36,12 @@ class Setting:
         return next(row for row in ROWS if row.name == self.impl).backward is not None
 
 
-def can_run(setting: Setting, case: Case) -> bool:
-    """Whether the dispatch table lets `setting.impl` run the case."""
+def can_run(setting: Setting, case: Case, **arguments: Any) -> bool:
+    """Whether the dispatch table lets `setting.impl` run the case, with `arguments` changed."""
     inputs = make_inputs(case, setting.dtype, setting.device)
     with torch.set_grad_enabled(setting.has_backward):
         try:
-            choose(make_call(inputs.q, inputs.k, inputs.v, **inputs.arguments()), setting.impl)
+            choose(make_call(inputs.q, inputs.k, inputs.v, **{**inputs.arguments(), **arguments}), setting.impl)
         except UnsupportedError:
             return False
     return True
@@ -298,3 +298,9 @@ def dropout_follows_its_seed(setting: Setting, case: Case) -> None:
     share = float((first["o"][..., : shown.shape[-1]] == 0)[shown].double().mean())
     spread = (probability * (1 - probability) / int(shown.sum())) ** 0.5
     assert abs(share - probability) < 5 * spread, f"dropped {share:.4f}, asked for {probability}"
+
+
+def explain(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tw.Explanation:
+    """What `tilewise.why` says of a case."""
+    inputs = make_inputs(case, dtype, device)
+    return tw.why(inputs.q, inputs.k, inputs.v, **inputs.arguments())

@@ -110,7 +110,7 @@ def _float_trees(with_score: bool) -> st.SearchStrategy[Tree]:
             st.tuples(st.sampled_from(["positive_log", "positive_log2", "positive_sqrt", "inverse"]), inner),
             st.tuples(st.sampled_from(["minimum", "maximum"]), inner, inner),
             st.tuples(st.just("where"), condition, inner, inner),
-            st.tuples(st.just("floor_div"), inner),
+            st.tuples(st.just("floor"), inner),
             st.tuples(st.just("square"), inner),
         )
 
@@ -169,7 +169,7 @@ _DIRECT: dict[str, Callable[..., Any]] = {
     "positive_sqrt": lambda a: torch.sqrt(a * a + 0.5),
     "inverse": lambda a: 1.0 / (a * a + 0.5),
     "square": torch.square,
-    "floor_div": lambda a: torch.floor(a) + a // 0.75,
+    "floor": lambda a: torch.floor(a) + a % 0.75,
 }
 _LOADS = {"load_int": "int", "load_float": "float", "load_bool": "bool", "load_plane": "plane"}
 

@@ -42,3 +42,15 @@ def partial_tile(t, begin, full_begin, full_end):
     """The t-th visited tile outside the full run."""
     n = begin + t
     return tl.where(n < full_begin, n, n + (full_end - full_begin))
+
+
+@triton.jit
+def row_ends(b, h, rows, begin, end, args, nums, ROWS: tl.constexpr):
+    """First and last visible position of the other axis for each row, int32, within [begin, end)."""
+    first = tl.zeros_like(rows) + begin
+    last = tl.zeros_like(rows) + (end - 1)
+    if ROWS is not None:
+        row_first, row_last = ROWS(b, h, rows, args, nums)
+        first = tl.maximum(row_first, begin).to(tl.int32) + tl.zeros_like(rows)
+        last = tl.minimum(row_last, end - 1).to(tl.int32) + tl.zeros_like(rows)
+    return first, last

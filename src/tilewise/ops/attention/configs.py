@@ -20,7 +20,7 @@ class Config:
 _TABLE: dict[tuple[str, int, int], tuple[tuple[int, Config], ...]] = {
     ("forward", 90, 2): (
         (64, Config(128, 128, 8, 3)),
-        (128, Config(128, 64, 8, 3)),
+        (128, Config(128, 128, 8, 3)),
         (256, Config(128, 64, 8, 2)),
         (512, Config(64, 32, 8, 2)),
     ),
@@ -32,7 +32,7 @@ _TABLE: dict[tuple[str, int, int], tuple[tuple[int, Config], ...]] = {
     ),
     ("keys", 90, 2): (
         (64, Config(64, 128, 8, 3)),
-        (128, Config(64, 128, 8, 2)),
+        (128, Config(64, 128, 8, 3)),
         (256, Config(32, 64, 8, 1)),
         (512, Config(16, 32, 8, 1)),
     ),

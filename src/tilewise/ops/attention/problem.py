@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.readback import host_values
 from tilewise.formula.check import check_indices
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.structure import Bound
@@ -145,12 +147,28 @@ def make_call(
         grad_sink,
         grad_captured,
     )
-    if not packed:
-        sizes = (call.batch, call.num_heads_q, call.rows_q, call.rows_k)
-        for what, bound in (("mask", call.mask), ("score", call.score)):
-            if bound is not None and bound.tensors:
-                check_indices(bound, what, sizes)
+    if any(bound is not None and bound.tensors for bound in (bound_mask, bound_score)):
+        _indices(call)
     return call
+
+
+def _indices(call: Call) -> None:
+    """Raise FormulaError if a captured tensor could be read outside; packed lengths are known where they can be read."""
+    lengths = [(call.rows_q, call.rows_k)] * min(call.batch, 1)
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        ends = (host_values(call.cu_seqlens_q), host_values(call.cu_seqlens_k))
+        if ends[0] is None or ends[1] is None:
+            return
+        steps = ([b - a for a, b in itertools.pairwise(values)] for values in ends)
+        lengths = list(zip(*steps, strict=True))
+    lengths = [(rows_q, rows_k) for rows_q, rows_k in lengths if rows_q and rows_k]
+    if not lengths:
+        return
+    first = min(rows_k - rows_q for rows_q, rows_k in lengths)  # the position of the first query
+    sizes = (call.batch, call.num_heads_q, first, max(rows_k for _, rows_k in lengths))
+    for what, bound in (("mask", call.mask), ("score", call.score)):
+        if bound is not None:
+            check_indices(bound, what, sizes)
 
 
 def _layout(layout: Any) -> Dense | Packed:

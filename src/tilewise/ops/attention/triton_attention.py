@@ -133,9 +133,19 @@ def _config(kernel: str, call: Call) -> Config:
     return config(kernel, capability(call.q.device), call.head_dim, call.head_dim_v, call.q.element_size())
 
 
-def _apply(formula: _Formula) -> tuple[Any, Any]:
-    """(VISIBLE, SCORE)"""
-    return (formula.mask.visible if formula.mask else None), (formula.score.apply if formula.score else None)
+def _functions(formula: _Formula, keys: bool, lists: tuple[Any, ...]) -> dict[str, Any]:
+    """Compile-time arguments: the formula's device functions for programs that own queries, or keys."""
+    mask = (formula.mask.keys if keys else formula.mask.queries) if formula.mask else None
+    score = (formula.score.keys if keys else formula.score.queries) if formula.score else None
+    return {
+        "LISTS": lists[0] is not None,
+        "TILES": mask.tiles if mask else None,
+        "ROWS": mask.rows if mask else None,
+        "MASK_ONCE": mask.once if mask else None,
+        "VISIBLE": mask.visible if mask else None,
+        "SCORE_ONCE": score.once if score else None,
+        "SCORE": score.apply if score else None,
+    }
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,15 +154,13 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     formula = _Formula.of(call)
     lists = _lists(call, formula, cfg, False)
     o, lse = call.new_output(), call.new_lse()
-    visible, score = _apply(formula)
     slots = _slots(call, cfg.block_m, False)
     grid = (slots * call.num_heads_q * (1 if call.packed else call.batch),)
     attention_fwd[grid](
         call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.seed, *lists,
         *_strides(call.q), *_strides(call.k), *_strides(call.v), *_strides(o),
         formula.mask_args, formula.mask_nums, formula.score_args, formula.score_nums,
-        slots=slots, VISIBLE=visible, KEYS=formula.mask.keys if formula.mask else None, LISTS=lists[0] is not None, SCORE=score,
-        **_common(call, cfg),
+        slots=slots, **_functions(formula, False, lists), **_common(call, cfg),
     )  # fmt: skip
     return o, lse
 
@@ -169,8 +177,6 @@ def backward(
         HEADS=call.num_heads_q, HEAD_DIM_V=call.head_dim_v, BLOCK_R=32, BLOCK_DV=block_dv, num_warps=4,
     )  # fmt: skip
     formula = _Formula.of(call)
-    visible, score = _apply(formula)
-    slope = formula.score.slope if formula.score else None
     shared = (call.q, call.k, call.v, do, lse2, delta)
     strides = (*_strides(call.q), *_strides(call.k), *_strides(call.v), *_strides(do))
     arguments = (formula.mask_args, formula.mask_nums, formula.score_args, formula.score_nums)
@@ -183,8 +189,8 @@ def backward(
     batches = 1 if call.packed else call.batch
     attention_bwd_keys[(slots * call.num_heads_kv * batches,)](
         *shared, dk, dv, *places, *lists, *strides, *_strides(dk), *_strides(dv), *arguments,
-        slots=slots, VISIBLE=visible, QUERIES=formula.mask.queries if formula.mask else None, LISTS=lists[0] is not None,
-        SCORE=score, SLOPE=slope, **_common(call, cfg),
+        slots=slots, SLOPE=formula.score.keys.slope if formula.score else None, **_functions(formula, True, lists),
+        **_common(call, cfg),
     )  # fmt: skip
 
     cfg = _config("queries", call)
@@ -196,8 +202,9 @@ def backward(
         grads += () if buffer is None else (buffer, *buffer.stride())
     attention_bwd_queries[(slots * call.num_heads_q * batches,)](
         *shared, dq, *places, *lists, *strides, *_strides(dq), *arguments, grads,
-        slots=slots, VISIBLE=visible, KEYS=formula.mask.keys if formula.mask else None, LISTS=lists[0] is not None, SCORE=score,
-        SLOPE=slope, ACCUMULATE=formula.score.accumulate if formula.score else None, **_common(call, cfg),
+        slots=slots, SLOPE=formula.score.queries.slope if formula.score else None,
+        ACCUMULATE=formula.score.queries.accumulate if formula.score else None, **_functions(formula, False, lists),
+        **_common(call, cfg),
     )  # fmt: skip
 
     if call.score is not None:

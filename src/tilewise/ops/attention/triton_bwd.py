@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.dropout import keep_tile
-from tilewise.tiles.visit import locate, partial_tile, span_tiles
+from tilewise.tiles.visit import locate, partial_tile, row_ends, span_tiles
 
 
 @triton.jit(do_not_specialize=["rows_q", "rows"])
@@ -38,8 +38,8 @@ def attention_delta(
 
 @triton.jit
 def keys_tile(
-    dk, dv, k, v, m, Q_base, DO_base, LSE_base, DELTA_base, stride_qs, stride_ds, seqlen_q, seqlen_k, shift, b, h, offs_j, in_k,
-    start_n, c, scale, dropout, keep_scale, seed, row, mask_args, mask_nums, score_args, score_nums,
+    dk, dv, k, v, m, Q_base, DO_base, LSE_base, DELTA_base, stride_qs, stride_ds, seqlen_q, seqlen_k, shift, b, h, offs_j, first_i, last_i,
+    start_n, c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
     SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -70,12 +70,15 @@ def keys_tile(
     if MASKED:
         offs_i = tl.minimum(offs_m, seqlen_q - 1) + shift
     if SCORE is not None:
-        st = SCORE(st, b, h, offs_i[None, :], offs_j[:, None], score_args, score_nums)
+        st = SCORE(st, b, h, offs_i[None, :], offs_j[:, None], score_once, score_args, score_nums)
     pt = tl.math.exp2(st * c - lse2[None, :])
     if MASKED:
+        # rows beyond the last query have lse = inf and p = 0; keys beyond the last are never stored
         if VISIBLE is not None:
-            pt = tl.where(VISIBLE(b, h, offs_i[None, :], offs_j[:, None], mask_args, mask_nums), pt, 0.0)
-        pt = tl.where(in_k[:, None], pt, 0.0)
+            seen = VISIBLE(b, h, offs_i[None, :], offs_j[:, None], mask_once, mask_args, mask_nums)
+        else:
+            seen = (offs_i[None, :] >= first_i[:, None]) & (offs_i[None, :] <= last_i[:, None])
+        pt = tl.where(seen, pt, 0.0)
         do = tl.load(do_ptrs, mask=in_q[:, None] & (offs_dv[None, :] < HEAD_DIM_V), other=0.0)  # [BLOCK_M, DV]
         delta = tl.load(DELTA_base + offs_m, mask=in_q, other=0.0)
     else:
@@ -95,7 +98,7 @@ def keys_tile(
         dpt = tl.where(keep, dpt * keep_scale, 0.0)
     dst = pt * (dpt - delta[None, :])
     if SLOPE is not None:
-        dst = SLOPE(dst, raw, b, h, offs_i[None, :], offs_j[:, None], score_args, score_nums)
+        dst = SLOPE(dst, raw, b, h, offs_i[None, :], offs_j[:, None], score_once, score_args, score_nums)
         if MASKED:
             dst = tl.where(pt == 0.0, 0.0, dst)  # a hidden score may have no finite derivative
     dk = tl.dot(dst.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -112,7 +115,8 @@ def attention_bwd_keys(
     batch, seqlen_q, seqlen_k, rows_q, slots, scale, dropout, keep_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    VISIBLE: tl.constexpr, QUERIES: tl.constexpr, LISTS: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
+    LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
+    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
     SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # who am I: the first keys, which most queries see under a causal mask, go first
@@ -182,6 +186,13 @@ def attention_bwd_keys(
             rows_base = h.to(tl.int64) * rows_q + row0_q
         else:
             rows_base = row.to(tl.int64) * rows_q
+        first_i, last_i = row_ends(b, h, offs_j, shift, seqlen_k, mask_args, mask_nums, ROWS)
+        mask_once = ()
+        if MASK_ONCE is not None:
+            mask_once = MASK_ONCE(b, h, offs_j[:, None], mask_args, mask_nums)
+        score_once = ()
+        if SCORE_ONCE is not None:
+            score_once = SCORE_ONCE(b, h, offs_j[:, None], score_args, score_nums)
         list_row = 0
         if LISTS:
             list_row = b.to(tl.int64) * list_strides[0] + h.to(tl.int64) * list_strides[1] + slot
@@ -192,9 +203,9 @@ def attention_bwd_keys(
             full_end = tl.load(FULL_COUNT + list_row)
             num_partial = tl.load(PARTIAL_COUNT + list_row)
         else:
-            if QUERIES is not None:
+            if TILES is not None:
                 j1 = tl.minimum(start_n + BLOCK_N, seqlen_k) - 1
-                first_any, last_any, first_all, last_all = QUERIES(b, h, start_n, j1, mask_args, mask_nums)
+                first_any, last_any, first_all, last_all = TILES(b, h, start_n, j1, mask_args, mask_nums)
                 begin, end, full_begin, full_end = span_tiles(
                     first_any - shift, last_any - shift, first_all - shift, last_all - shift, seqlen_q, BLOCK_M
                 )
@@ -207,8 +218,8 @@ def attention_bwd_keys(
                 m = tl.load(FULL + list_row * list_strides[2] + t)
             dk, dv = keys_tile(
                 dk, dv, k, v, m, Q_base, DO_base, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds, seqlen_q, seqlen_k,
-                shift, b, h, offs_j, in_k, start_n, c, scale, dropout, keep_scale, seed, row,
-                mask_args, mask_nums, score_args, score_nums,
+                shift, b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale, seed, row,
+                mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, VISIBLE, SCORE, SLOPE, SCALE_FIRST, DROPOUT,
                 PRECISION,
             )  # fmt: skip
@@ -219,8 +230,8 @@ def attention_bwd_keys(
                 m = partial_tile(t, begin, full_begin, full_end)
             dk, dv = keys_tile(
                 dk, dv, k, v, m, Q_base, DO_base, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds, seqlen_q, seqlen_k,
-                shift, b, h, offs_j, in_k, start_n, c, scale, dropout, keep_scale, seed, row,
-                mask_args, mask_nums, score_args, score_nums,
+                shift, b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale, seed, row,
+                mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, VISIBLE, SCORE, SLOPE, SCALE_FIRST, DROPOUT,
                 PRECISION,
             )  # fmt: skip
@@ -234,8 +245,8 @@ def attention_bwd_keys(
 
 @triton.jit
 def query_tile(
-    dq, q, do, lse2, delta, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, c, scale, dropout, keep_scale, seed, row,
-    mask_args, mask_nums, score_args, score_nums, grads,
+    dq, q, do, lse2, delta, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c, scale, dropout,
+    keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums, grads,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr,
     SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -269,21 +280,23 @@ def query_tile(
     if MASKED:
         offs_j = tl.minimum(offs_n, seqlen_k - 1)
     if SCORE is not None:
-        s = SCORE(s, b, h, offs_i[:, None], offs_j[None, :], score_args, score_nums)
+        s = SCORE(s, b, h, offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
     p = tl.math.exp2(s * c - lse2[:, None])
     if MASKED:
         if VISIBLE is not None:
-            p = tl.where(VISIBLE(b, h, offs_i[:, None], offs_j[None, :], mask_args, mask_nums), p, 0.0)
-        p = tl.where(in_k[None, :], p, 0.0)
+            seen = VISIBLE(b, h, offs_i[:, None], offs_j[None, :], mask_once, mask_args, mask_nums) & in_k[None, :]
+        else:
+            seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
+        p = tl.where(seen, p, 0.0)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
         keep = keep_tile(seed, row, offs_i, n * BLOCK_N, dropout, BLOCK_N, False)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta[:, None])
     if ACCUMULATE is not None:
-        ACCUMULATE(ds, raw, b, h, offs_i[:, None], offs_j[None, :], ds, grads, score_args, score_nums)
+        ACCUMULATE(ds, raw, b, h, offs_i[:, None], offs_j[None, :], score_once, ds, grads, score_args, score_nums)
     if SLOPE is not None:
-        ds = SLOPE(ds, raw, b, h, offs_i[:, None], offs_j[None, :], score_args, score_nums)
+        ds = SLOPE(ds, raw, b, h, offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
         if MASKED:
             ds = tl.where(p == 0.0, 0.0, ds)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -299,7 +312,8 @@ def attention_bwd_queries(
     batch, seqlen_q, seqlen_k, rows_q, slots, scale, dropout, keep_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    VISIBLE: tl.constexpr, KEYS: tl.constexpr, LISTS: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
+    LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
+    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
     ACCUMULATE: tl.constexpr, SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # who am I
@@ -361,6 +375,13 @@ def attention_bwd_queries(
     seed = 0
     if DROPOUT:
         seed = tl.load(SEED)
+    first_j, last_j = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, ROWS)
+    mask_once = ()
+    if MASK_ONCE is not None:
+        mask_once = MASK_ONCE(b, h, offs_i[:, None], mask_args, mask_nums)
+    score_once = ()
+    if SCORE_ONCE is not None:
+        score_once = SCORE_ONCE(b, h, offs_i[:, None], score_args, score_nums)
 
     # main loop
     list_row = 0
@@ -373,10 +394,10 @@ def attention_bwd_queries(
         full_end = tl.load(FULL_COUNT + list_row)
         num_partial = tl.load(PARTIAL_COUNT + list_row)
     else:
-        if KEYS is not None:
+        if TILES is not None:
             i0 = start_m + shift
             i1 = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + shift
-            first_any, last_any, first_all, last_all = KEYS(b, h, i0, i1, mask_args, mask_nums)
+            first_any, last_any, first_all, last_all = TILES(b, h, i0, i1, mask_args, mask_nums)
             begin, end, full_begin, full_end = span_tiles(first_any, last_any, first_all, last_all, seqlen_k, BLOCK_N)
         else:
             begin, end, full_begin, full_end = span_tiles(0, seqlen_k - 1, 0, seqlen_k - 1, seqlen_k, BLOCK_N)
@@ -386,8 +407,8 @@ def attention_bwd_queries(
         if LISTS:
             n = tl.load(FULL + list_row * list_strides[2] + t)
         dq = query_tile(
-            dq, q, do, lse2, delta, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, c, scale, dropout, keep_scale,
-            seed, row, mask_args, mask_nums, score_args, score_nums, grads,
+            dq, q, do, lse2, delta, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c, scale,
+            dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums, grads,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, False, VISIBLE, SCORE, SLOPE, ACCUMULATE, SCALE_FIRST, DROPOUT,
             PRECISION,
         )  # fmt: skip
@@ -397,8 +418,8 @@ def attention_bwd_queries(
         else:
             n = partial_tile(t, begin, full_begin, full_end)
         dq = query_tile(
-            dq, q, do, lse2, delta, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, c, scale, dropout, keep_scale,
-            seed, row, mask_args, mask_nums, score_args, score_nums, grads,
+            dq, q, do, lse2, delta, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c, scale,
+            dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums, grads,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, True, VISIBLE, SCORE, SLOPE, ACCUMULATE, SCALE_FIRST, DROPOUT,
             PRECISION,
         )  # fmt: skip

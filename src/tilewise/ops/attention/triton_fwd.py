@@ -5,18 +5,18 @@ import triton.language as tl
 
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.dropout import keep_tile
-from tilewise.tiles.visit import locate, partial_tile, span_tiles
+from tilewise.tiles.visit import locate, partial_tile, row_ends, span_tiles
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def fold_tile(
-    acc, l_i, m_i, q, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, c, scale, dropout, seed, row,
-    mask_args, mask_nums, score_args, score_nums,
+    acc, l_i, m_i, q, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c, scale, dropout, seed, row,
+    mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SCALE_FIRST: tl.constexpr, GUARD: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold key tile n into the online softmax state; m_i is in units of s, and p = exp2((s - m) * c)."""
     offs_n = tl.arange(0, BLOCK_N)
@@ -40,19 +40,21 @@ def fold_tile(
     if SCALE_FIRST:
         s = s * scale
     offs_j = start_n + offs_n
+    valid_j = offs_j
     if MASKED:
-        offs_j = tl.minimum(offs_j, seqlen_k - 1)  # formulas see valid positions only
+        valid_j = tl.minimum(offs_j, seqlen_k - 1)  # formulas see valid positions only
     if SCORE is not None:
-        s = SCORE(s, b, h, offs_i[:, None], offs_j[None, :], score_args, score_nums)
+        s = SCORE(s, b, h, offs_i[:, None], valid_j[None, :], score_once, score_args, score_nums)
     if MASKED:
         if VISIBLE is not None:
-            s = tl.where(VISIBLE(b, h, offs_i[:, None], offs_j[None, :], mask_args, mask_nums), s, float("-inf"))
-        s = tl.where(in_k[None, :], s, float("-inf"))
+            seen = VISIBLE(b, h, offs_i[:, None], valid_j[None, :], mask_once, mask_args, mask_nums) & in_k[None, :]
+        else:
+            seen = (offs_j[None, :] >= first_j[:, None]) & (offs_j[None, :] <= last_j[:, None])
+        s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(s, 1))
-    if VISIBLE is not None or SCORE is not None:
+    m_use = m_new
+    if GUARD:
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-    else:
-        m_use = m_new
     p = tl.math.exp2(s * c - (m_use * c)[:, None])
     alpha = tl.math.exp2((m_i - m_use) * c)
     l_i = l_i * alpha + tl.sum(p, 1)
@@ -82,7 +84,8 @@ def attention_fwd(
     batch, seqlen_q, seqlen_k, rows_q, slots, scale, dropout, keep_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    VISIBLE: tl.constexpr, KEYS: tl.constexpr, LISTS: tl.constexpr, SCORE: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
+    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SCALE_FIRST: tl.constexpr,
     PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # who am I: slots run fastest, so neighbours share keys; the last queries, which see most, go first
@@ -140,6 +143,13 @@ def attention_fwd(
     if DROPOUT:
         seed = tl.load(SEED)
     row = b * HEADS + h
+    first_j, last_j = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, ROWS)
+    mask_once = ()
+    if MASK_ONCE is not None:
+        mask_once = MASK_ONCE(b, h, offs_i[:, None], mask_args, mask_nums)
+    score_once = ()
+    if SCORE_ONCE is not None:
+        score_once = SCORE_ONCE(b, h, offs_i[:, None], score_args, score_nums)
 
     # main loop: tiles without a hidden pair, then those that need the mask or the sequence's end
     list_row = 0
@@ -152,10 +162,10 @@ def attention_fwd(
         num_partial = tl.load(PARTIAL_COUNT + list_row)
         begin = 0
     else:
-        if KEYS is not None:
+        if TILES is not None:
             i0 = start_m + shift
             i1 = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + shift
-            first_any, last_any, first_all, last_all = KEYS(b, h, i0, i1, mask_args, mask_nums)
+            first_any, last_any, first_all, last_all = TILES(b, h, i0, i1, mask_args, mask_nums)
             begin, end, full_begin, full_end = span_tiles(first_any, last_any, first_all, last_all, seqlen_k, BLOCK_N)
         else:
             begin, end, full_begin, full_end = span_tiles(0, seqlen_k - 1, 0, seqlen_k - 1, seqlen_k, BLOCK_N)
@@ -165,9 +175,10 @@ def attention_fwd(
         if LISTS:
             n = tl.load(FULL + list_row * list_strides[2] + t)
         acc, l_i, m_i = fold_tile(
-            acc, l_i, m_i, q, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, c, scale, dropout, seed, row,
-            mask_args, mask_nums, score_args, score_nums,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, False, VISIBLE, SCORE, SCALE_FIRST, DROPOUT, PRECISION,
+            acc, l_i, m_i, q, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c, scale,
+            dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, False, VISIBLE, SCORE, SCALE_FIRST,
+            SCORE is not None, DROPOUT, PRECISION,
         )  # fmt: skip
     for t in range(0, num_partial):
         if LISTS:
@@ -175,9 +186,10 @@ def attention_fwd(
         else:
             n = partial_tile(t, begin, full_begin, full_end)
         acc, l_i, m_i = fold_tile(
-            acc, l_i, m_i, q, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, c, scale, dropout, seed, row,
-            mask_args, mask_nums, score_args, score_nums,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, True, VISIBLE, SCORE, SCALE_FIRST, DROPOUT, PRECISION,
+            acc, l_i, m_i, q, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c, scale,
+            dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, True, VISIBLE, SCORE, SCALE_FIRST,
+            True, DROPOUT, PRECISION,
         )  # fmt: skip
 
     # epilogue

@@ -9,6 +9,7 @@ from typing import Any
 from tilewise.formula.emit import Captured, Emitter, import_source
 from tilewise.formula.expr import lit, sym
 from tilewise.formula.grad import UPSTREAM, gradients
+from tilewise.formula.optimize import cheaper, hoist
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import postorder
 from tilewise.schedule.rule import tile_rule
@@ -17,26 +18,48 @@ _POSITIONS = ("b", "h", "i", "j")
 
 
 @dataclass(frozen=True)
-class MaskFunctions:
-    """Device functions of a mask: visible(b, h, i, j), and how tiles are found: `keys` and `queries` give loop bounds for a tile of
-    queries or keys (None: tile lists are needed, which `classify` makes)."""
+class Side:
+    """Device functions for kernels whose programs own the positions of one axis.
 
+    `tiles(b, h, first, last)` gives the visible run of the other axis for a tile, and `rows(b, h, x)` for each row (both None where
+    tile lists are used). `once(b, h, x)` gives what a program computes once, which `visible(b, h, i, j, once)` reads.
+    """
+
+    tiles: Any
+    rows: Any
+    once: Any
     visible: Any
-    keys: Any
-    queries: Any
+
+
+@dataclass(frozen=True)
+class MaskFunctions:
+    """Device functions of a mask: for programs that own queries, for those that own keys, and `classify` for making tile lists (None
+    where loop bounds replace them)."""
+
+    queries: Side
+    keys: Side
     classify: Any
     by_batch: bool
     by_head: bool
 
 
 @dataclass(frozen=True)
-class ScoreFunctions:
-    """Device functions of a score: apply(s, ...), its derivative slope(g, s, ...), and
-    accumulate(...), which adds the gradients of captured tensors (None where none is wanted)."""
+class ScoreSide:
+    """apply(s, b, h, i, j, once), its derivative slope(g, s, b, h, i, j, once), and accumulate(...), which adds the gradients of captured
+    tensors (None where none is wanted); `once(b, h, x)` gives what a program computes once."""
 
+    once: Any
     apply: Any
     slope: Any
     accumulate: Any
+
+
+@dataclass(frozen=True)
+class ScoreFunctions:
+    """Device functions of a score, for programs that own queries and for those that own keys."""
+
+    queries: ScoreSide
+    keys: ScoreSide
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,16 +67,25 @@ def mask_functions(text: str, captured: tuple[Captured, ...], tables: tuple[Capt
     """Emit and import the functions of a mask."""
     rule = tile_rule(text)
     emitter = Emitter(captured, tables)
-    sources = [emitter.function("visible", _POSITIONS, [rule.structure.root])]
-    if rule.keys is not None and rule.queries is not None:
-        sources.append(emitter.function("keys", ("b", "h", "i0", "i1"), rule.keys))
-        sources.append(emitter.function("queries", ("b", "h", "j0", "j1"), rule.queries))
-    else:
+    sources = []
+    for axis in ("i", "j"):
+        if rule.spans is not None:
+            tiles, rows = rule.spans[axis]
+            sources.append(emitter.function(f"tiles_{axis}", ("b", "h", f"{axis}0", f"{axis}1"), tiles))
+            sources.append(emitter.function(f"rows_{axis}", ("b", "h", axis), rows))
+        else:
+            hoisted, (visible,) = hoist([cheaper(rule.structure.root)], axis)
+            sources.append(emitter.once(f"once_{axis}", ("b", "h", axis), hoisted))
+            sources.append(emitter.function(f"visible_{axis}", (*_POSITIONS, "once"), [visible]))
+    if rule.spans is None:
         parameters = ("b", "h", "i0", "i1", "j0", "j1", "block_i", "block_j")
         sources.append(emitter.function("classify", parameters, [rule.sure, rule.maybe]))
     module = import_source(emitter.module(sources))
-    found = [getattr(module, name, None) for name in ("visible", "keys", "queries", "classify")]
-    return MaskFunctions(*found, rule.by_batch, rule.by_head)
+
+    def side(axis: str) -> Side:
+        return Side(*(getattr(module, f"{name}_{axis}", None) for name in ("tiles", "rows", "once", "visible")))
+
+    return MaskFunctions(side("i"), side("j"), getattr(module, "classify", None), rule.by_batch, rule.by_head)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -64,17 +96,25 @@ def score_functions(text: str, captured: tuple[Captured, ...], grad_captured: tu
     symbol = next((node for node in postorder([structure.root]) if node.op == "sym" and node.value == "s"), None)
     loads = [load for load in structure.loads if load.kind == "float" and grad_captured and grad_captured[load.value]]
     adjoints = gradients(structure.root, [*([] if symbol is None else [symbol]), *loads])
-    sources = [emitter.function("apply", ("s", *_POSITIONS), [structure.root])]
     slope = sym(UPSTREAM, "float") * lit(0.0) if symbol is None else adjoints[0]
-    sources.append(emitter.function("slope", ("g", "s", *_POSITIONS), [slope]))
-    if loads:
-        parts = [
-            (load, adjoint, _grad_position(captured, grad_captured, load.value))
-            for load, adjoint in zip(loads, adjoints[len(adjoints) - len(loads) :], strict=True)
-        ]
-        sources.append(emitter.accumulate("accumulate", ("g", "s", *_POSITIONS), parts))
+    of_loads = adjoints[len(adjoints) - len(loads) :]
+    grad_roots = [root for load, adjoint in zip(loads, of_loads, strict=True) for root in (*load.args, adjoint)]
+    parts = [(load, _grad_position(captured, grad_captured, load.value)) for load in loads]
+    sources = []
+    for axis in ("i", "j"):
+        wanted = [structure.root, slope, *(grad_roots if axis == "i" else [])]
+        hoisted, (applied, sloped, *grads) = hoist([cheaper(root) for root in wanted], axis)
+        sources.append(emitter.once(f"once_{axis}", ("b", "h", axis), hoisted))
+        sources.append(emitter.function(f"apply_{axis}", ("s", *_POSITIONS, "once"), [applied]))
+        sources.append(emitter.function(f"slope_{axis}", ("g", "s", *_POSITIONS, "once"), [sloped]))
+        if grads:
+            sources.append(emitter.accumulate(f"accumulate_{axis}", ("g", "s", *_POSITIONS, "once"), grads, parts))
     module = import_source(emitter.module(sources))
-    return ScoreFunctions(module.apply, module.slope, getattr(module, "accumulate", None))
+
+    def side(axis: str) -> ScoreSide:
+        return ScoreSide(*(getattr(module, f"{name}_{axis}", None) for name in ("once", "apply", "slope", "accumulate")))
+
+    return ScoreFunctions(side("i"), side("j"))
 
 
 def _grad_position(captured: tuple[Captured, ...], wanted: tuple[bool, ...], slot: int) -> int:

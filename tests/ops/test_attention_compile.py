@@ -1,0 +1,130 @@
+"""The custom operators (opcheck) and torch.compile: whole graphs, as the first call of a process, equal to eager."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise.formula.formula import as_mask, as_score
+from tilewise.testing.cases import CASES
+from tilewise.testing.inputs import make_inputs
+
+CHECKED = ("plain", "causal", "document_window", "alibi_causal", "relative_bias", "bias_batch", "sink_causal", "dropout",
+           "packed_cross_causal", "packed_window_sink", "mqa", "head_dim_v_wider")  # fmt: skip
+
+
+def operator_arguments(name: str) -> tuple[Any, ...]:
+    """Arguments of `tilewise::attention_forward` for a named case."""
+    from tilewise.ops.attention.problem import make_call
+
+    case = CASES[name] if CASES[name].packed else CASES[name].with_(seqlen_q=min(CASES[name].seqlen_q, 20), seqlen_k=20)
+    inputs = make_inputs(case, torch.float32)
+    call = make_call(inputs.q, inputs.k, inputs.v, **inputs.arguments())
+    mask = None if inputs.mask is None else as_mask(inputs.mask.formula)
+    score = None if inputs.score is None else as_score(inputs.score.formula)
+    formula: list[Any] = []
+    for one in (mask, score):
+        formula += ["", [], []] if one is None else [one.text, list(one.tensors), [float(n) for n in one.numbers]]
+    flags = "".join("01"[flag] for flag in (True, False, call.grad_sink, *call.grad_captured))
+    packed = (call.cu_seqlens_q, call.cu_seqlens_k)
+    return (inputs.q, inputs.k, inputs.v, inputs.sink, *formula, *packed, call.seed, call.scale, call.dropout, flags, "cpu_tiled")
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_opcheck_of_the_forward_operator(name: str) -> None:
+    torch.library.opcheck(torch.ops.tilewise.attention_forward.default, operator_arguments(name))
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_opcheck_of_the_backward_operator(name: str) -> None:
+    arguments = operator_arguments(name)
+    with torch.no_grad():
+        o, lse = torch.ops.tilewise.attention_forward(*arguments)
+    for dlse in (None, torch.randn_like(lse)):
+        torch.library.opcheck(torch.ops.tilewise.attention_backward.default, (torch.randn_like(o), dlse, o, lse, *arguments))
+
+
+def run_fresh(program: str) -> None:
+    """Run a program in a process in which nothing has been traced or compiled yet."""
+    done = subprocess.run([sys.executable, "-c", PREAMBLE + program], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+PREAMBLE = """
+import torch, tilewise as tw
+torch.manual_seed(0)
+torch.set_num_threads(1)
+q, k, v = (torch.randn(2, 40, 4, 16, requires_grad=True) for _ in range(3))
+slopes = torch.rand(4, requires_grad=True)
+prefix = torch.tensor([3, 30])
+ids = torch.arange(40) // 9
+sink = torch.randn(4, requires_grad=True)
+
+def check(fn, *leaves, backend="aot_eager", fresh=True):
+    if fresh:
+        torch._dynamo.reset()
+    compiled = torch.compile(fn, fullgraph=True, backend=backend)
+    got = compiled(q, k, v)  # the compiled call comes first
+    want = fn(q, k, v)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    wanted = (q, k, v, *leaves)
+    for g, w in zip(torch.autograd.grad(got.square().sum(), wanted), torch.autograd.grad(want.square().sum(), wanted)):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["graph_break"] == {}, torch._dynamo.utils.counters["graph_break"]
+"""
+NAMED = """
+check(lambda q, k, v: tw.attention(q, k, v))
+check(lambda q, k, v: tw.attention(q, k, v, mask=tw.causal))
+check(lambda q, k, v: tw.attention(q, k, v, mask=tw.causal & tw.window(7) & tw.document(ids)))
+check(lambda q, k, v: tw.attention(q, k, v, mask=tw.causal | tw.prefix(prefix), score=tw.softcap(5.0)))
+mask = tw.neighborhood((5, 8), (3, 3))  # made outside
+check(lambda q, k, v: tw.attention(q, k, v, mask=mask, score=tw.alibi(slopes), sink=sink), slopes, sink)
+"""
+LAMBDAS = """
+check(lambda q, k, v: tw.attention(q, k, v, mask=lambda b, h, i, j: (i >= j) | (j < prefix[b])))
+check(lambda q, k, v: tw.attention(q, k, v, mask=lambda b, h, i, j: ids[i] == ids[j],
+                                   score=lambda s, b, h, i, j: s + slopes[h] * (j - i)), slopes)
+check(lambda q, k, v: tw.attention(q, k, v, score=lambda s, b, h, i, j: torch.where(i >= j, torch.tanh(s), -s)))
+o, lse = torch.compile(lambda: tw.attention_with_lse(q, k, v, mask=tw.causal, dropout=0.25, seed=3), fullgraph=True,
+                       backend="aot_eager")()
+want = tw.attention_with_lse(q, k, v, mask=tw.causal, dropout=0.25, seed=3)
+torch.testing.assert_close((o, lse), want)
+cu = torch.tensor([0, 10, 10, 40], dtype=torch.int32)
+q, k, v = (x[0].detach().requires_grad_() for x in (q, k, v))
+check(lambda q, k, v: tw.attention(q, k, v, mask=tw.causal, layout=tw.Packed(cu)))
+"""
+INDUCTOR = """
+check(lambda q, k, v: tw.attention(q * 2.0, k, v, mask=tw.causal & tw.window(9), score=tw.alibi(slopes)) + 1.0, slopes,
+      backend="inductor")
+"""
+NUMBERS = """
+torch._dynamo.reset()
+def fn(q, width, cap):
+    return tw.attention(q, q, q, mask=lambda b, h, i, j: (i - j < width) & (i >= j), score=tw.softcap(cap))
+compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+for width, cap in ((4, 2.0), (5, 3.0), (11, 4.5), (30, 5.5)):  # dynamo makes them symbolic on the second call
+    torch.testing.assert_close(compiled(q, width, cap), fn(q, width, cap), rtol=1e-5, atol=1e-5)
+def window(q, width):
+    return tw.attention(q, q, q, mask=tw.window(width) & tw.chunked(width))
+compiled = torch.compile(window, fullgraph=True, backend="aot_eager")
+for width in (4, 5, 11):
+    torch.testing.assert_close(compiled(q, width), window(q, width), rtol=1e-5, atol=1e-5)
+"""
+SHAPES = """
+torch._dynamo.reset()
+fn = lambda q: tw.attention(q, q, q, mask=tw.causal, score=tw.alibi(slopes))
+compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=True)
+for seqlen in (8, 17, 33):
+    x = torch.randn(2, seqlen, 4, 16)
+    torch.testing.assert_close(compiled(x), fn(x), rtol=1e-5, atol=1e-5)
+"""
+PROGRAMS = {"named": NAMED, "lambdas": LAMBDAS, "inductor": INDUCTOR, "numbers": NUMBERS, "shapes": SHAPES}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compiles_whole_as_the_first_call_of_a_process(name: str) -> None:
+    run_fresh(PROGRAMS[name])

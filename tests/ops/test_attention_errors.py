@@ -1,0 +1,208 @@
+"""Bad input: an exception of the library's own, with name, got, expected, before any work is done; and what `why` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.core.errors import FormulaError, InputError, TilewiseError, UnsupportedError
+from tilewise.ops.attention import table
+from tilewise.ops.attention.table import ROWS
+
+
+def tensors(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.zeros(shape, **options)
+
+
+def good() -> dict[str, Any]:
+    return {"q": tensors(2, 6, 4, 8), "k": tensors(2, 9, 2, 8), "v": tensors(2, 9, 2, 8)}
+
+
+def packed(cu_q: Any, cu_k: Any = None, total_q: int = 6, total_k: int = 9) -> dict[str, Any]:
+    as_tensor = [torch.tensor(c, dtype=torch.int32) if isinstance(c, list) else c for c in (cu_q, cu_k)]
+    q, k = tensors(total_q, 4, 8), tensors(total_k, 2, 8)
+    return {"q": q, "k": k, "v": k, "layout": tw.Packed(*as_tensor)}
+
+
+def branching(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i > j) if i > 3 else (j > i)
+
+
+IDS = torch.tensor([0, 1, 2, 3])
+FAR = torch.tensor([0, 1, 99])
+
+# name of the problem -> (changed arguments, exception, what its `name` starts with, what `got` contains)
+BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
+    "q_not_a_tensor": ({"q": [1.0]}, InputError, "q", "list"),
+    "k_is_none": ({"k": None}, InputError, "k", "NoneType"),
+    "q_rank_3": ({"q": tensors(6, 4, 8)}, InputError, "q", "(6, 4, 8)"),
+    "v_rank_5": ({"v": tensors(1, 2, 9, 2, 8)}, InputError, "v", "(1, 2, 9, 2, 8)"),
+    "k_v_lengths": ({"v": tensors(2, 8, 2, 8)}, InputError, "v", "(2, 8, 2, 8)"),
+    "k_v_heads": ({"v": tensors(2, 9, 4, 8)}, InputError, "v", "(2, 9, 4, 8)"),
+    "head_dims": ({"q": tensors(2, 6, 4, 16)}, InputError, "k", "head_dim 8"),
+    "batch": ({"q": tensors(3, 6, 4, 8)}, InputError, "k", "batch 2"),
+    "head_ratio": ({"q": tensors(2, 6, 3, 8)}, InputError, "k", "2 heads"),
+    "more_kv_heads": ({"q": tensors(2, 6, 1, 8)}, InputError, "k", "2 heads"),
+    "no_heads": ({"q": tensors(2, 6, 0, 8)}, InputError, "k", "2 heads"),
+    "no_kv_heads": ({"k": tensors(2, 9, 0, 8), "v": tensors(2, 9, 0, 8)}, InputError, "k", "0 heads"),
+    "head_dim_0": (
+        {"q": tensors(2, 6, 4, 0), "k": tensors(2, 9, 2, 0), "v": tensors(2, 9, 2, 0)}, InputError, "q", "head_dim 0"
+    ),
+    "head_dim_513": ({"q": tensors(1, 2, 1, 513), "k": tensors(1, 2, 1, 513), "v": tensors(1, 2, 1, 8)},
+                     InputError, "q", "head_dim 513"),
+    "head_dim_v_600": ({"v": tensors(2, 9, 2, 600)}, InputError, "v", "head_dim 600"),
+    "dtype_mix": ({"k": tensors(2, 9, 2, 8, dtype=torch.float64)}, InputError, "k", "float64"),
+    "dtype_integer": ({n: x.int() for n, x in good().items()}, InputError, "q", "int32"),
+    "dtype_float8": ({n: x.to(torch.float8_e4m3fn) for n, x in good().items()}, InputError, "q", "float8"),
+    "dtype_complex": ({n: x.to(torch.complex64) for n, x in good().items()}, InputError, "q", "complex64"),
+    "device_mix": ({"v": tensors(2, 9, 2, 8, device="meta")}, InputError, "v", "meta"),
+    "stride": ({"q": tensors(2, 6, 8, 4).transpose(2, 3)}, InputError, "q", "strides"),
+    "layout_type": ({"layout": "packed"}, InputError, "layout", "str"),
+    "packed_but_rank_4": ({"layout": tw.Packed(torch.tensor([0, 6], dtype=torch.int32))}, InputError, "q", "(2, 6, 4, 8)"),
+    "cu_seqlens_falls": (packed([0, 4, 3, 6], [0, 3, 6, 9]), InputError, "layout cu_seqlens_q", "3 after 4"),
+    "cu_seqlens_k_falls": (packed([0, 3, 4, 6], [0, 7, 5, 9]), InputError, "layout cu_seqlens_k", "5 after 7"),
+    "cu_seqlens_short": (packed([0, 4, 5], [0, 3, 9]), InputError, "layout cu_seqlens_q", "last 5"),
+    "cu_seqlens_long": (packed([0, 4, 7], [0, 3, 9]), InputError, "layout cu_seqlens_q", "last 7"),
+    "cu_seqlens_start": (packed([1, 4, 6], [0, 3, 9]), InputError, "layout cu_seqlens_q", "first 1"),
+    "cu_seqlens_k_total": (packed([0, 4, 6]), InputError, "layout cu_seqlens_k", "last 6"),
+    "cu_seqlens_counts": (packed([0, 4, 6], [0, 9]), InputError, "layout cu_seqlens_k", "(2,)"),
+    "cu_seqlens_dtype": (packed(torch.tensor([0, 6]), [0, 9]), InputError, "layout cu_seqlens_q", "int64"),
+    "cu_seqlens_rank": (packed(torch.zeros(2, 2, dtype=torch.int32), [0, 9]), InputError, "layout cu_seqlens_q", "(2, 2)"),
+    "cu_seqlens_list": ({**packed([0, 6], [0, 9]), "layout": tw.Packed([0, 6])}, InputError, "layout cu_seqlens_q", "list"),  # type: ignore[arg-type]
+    "cu_seqlens_empty": (packed(torch.zeros(0, dtype=torch.int32), [0, 9]), InputError, "layout cu_seqlens_q", "(0,)"),
+    "sink_shape": ({"sink": tensors(2)}, InputError, "sink", "(2,)"),
+    "sink_integer": ({"sink": tensors(4, dtype=torch.int64)}, InputError, "sink", "int64"),
+    "sink_number": ({"sink": 1.0}, InputError, "sink", "float"),
+    "sink_device": ({"sink": tensors(4, device="meta")}, InputError, "sink", "meta"),
+    "scale_nan": ({"scale": float("nan")}, InputError, "scale", "nan"),
+    "scale_inf": ({"scale": float("inf")}, InputError, "scale", "inf"),
+    "scale_text": ({"scale": "0.5x"}, InputError, "scale", "0.5x"),
+    "dropout_one": ({"dropout": 1.0}, InputError, "dropout", "1.0"),
+    "dropout_negative": ({"dropout": -0.1}, InputError, "dropout", "-0.1"),
+    "dropout_nan": ({"dropout": float("nan")}, InputError, "dropout", "nan"),
+    "dropout_text": ({"dropout": "0.5"}, InputError, "dropout", "0.5"),
+    "seed_negative": ({"dropout": 0.1, "seed": -1}, InputError, "seed", "-1"),
+    "seed_large": ({"dropout": 0.1, "seed": 2**63}, InputError, "seed", "9223372036854775808"),
+    "seed_float": ({"dropout": 0.1, "seed": 0.5}, InputError, "seed", "0.5"),
+    "seed_shape": ({"dropout": 0.1, "seed": torch.tensor([1, 2])}, InputError, "seed", "tensor"),
+    "seed_dtype": ({"dropout": 0.1, "seed": torch.tensor([1], dtype=torch.int32)}, InputError, "seed", "tensor"),
+    "impl_unknown": ({"impl": "cuda"}, InputError, "impl", "cuda"),
+    "impl_cannot": ({"impl": "cpu_sdpa", "mask": tw.window(3)}, UnsupportedError, "impl='cpu_sdpa'", "this call"),
+    "mask_type": ({"mask": True}, FormulaError, "mask", "bool"),
+    "mask_dense_tensor": ({"mask": tensors(6, 9, dtype=torch.bool)}, FormulaError, "mask", "Tensor"),
+    "mask_given_a_score": ({"mask": tw.softcap(3.0)}, FormulaError, "mask", "Score"),
+    "score_given_a_mask": ({"score": tw.causal}, FormulaError, "score", "Mask"),
+    "mask_branches": ({"mask": branching}, FormulaError, "bool() of a traced value at", "(3 < i)"),
+    "mask_unsupported_operation": (
+        {"mask": lambda b, h, i, j: torch.cummax(i, 0) > j}, FormulaError, "torch.cummax at", "a traced value"
+    ),
+    "mask_not_boolean": ({"mask": lambda b, h, i, j: i - j}, FormulaError, "mask function", "int expression"),
+    "mask_and_mask": ({"mask": lambda b, h, i, j: tw.causal and True}, FormulaError, "bool(mask)", "causal"),
+    "captured_device": (
+        {"mask": tw.prefix(tensors(2, dtype=torch.int64, device="meta"))}, InputError, "mask: captured tensor 0", "meta"
+    ),
+    "index_beyond_keys": ({"mask": tw.document(IDS)}, FormulaError, "mask: index 0 into captured tensor 0", "reaches 3 to 8"),
+    "index_beyond_batch": ({"mask": tw.lengths(IDS[:1])}, FormulaError, "mask: index 0 into captured tensor 0", "reaches 0 to 1"),
+    "index_beyond_heads": ({"score": tw.alibi(tensors(3))}, FormulaError, "score: index 0", "reaches 0 to 3"),
+    "index_negative": (
+        {"score": lambda s, b, h, i, j: s + tensors(20)[i - j]}, FormulaError, "score: index 0", "reaches -5 to 8"
+    ),
+    "index_from_values": ({"mask": lambda b, h, i, j: IDS[FAR[h % 3]] > j}, FormulaError, "mask: index 0", "reaches 0 to 99"),
+    "index_unbounded": (
+        {"score": lambda s, b, h, i, j: s + tensors(20)[s.to(torch.int32)]}, FormulaError, "score: index 0", "unbounded"
+    ),
+    "explicit_too_small": ({"mask": tw.explicit(tensors(5, 9, dtype=torch.bool))}, FormulaError, "mask: index 2", "reaches -1"),
+    "negative_position": (
+        {"q": tensors(2, 12, 4, 8), "mask": tw.document(torch.arange(9))}, FormulaError, "mask: index 0", "reaches -3 to 8"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed, kind, said, got = BAD[name]
+    monkeypatch.setattr(table, "_function", lambda *_: pytest.fail("an implementation was asked to run"))
+    with pytest.raises(kind) as caught:
+        tw.attention(**{**good(), **changed})
+    error = caught.value
+    assert isinstance(error, TilewiseError)
+    assert error.name.startswith(said)
+    assert got in str(error.got)
+    assert error.expected
+    assert str(error).startswith(f"{error.name}: got {error.got}; expected {error.expected}")
+
+
+@pytest.mark.parametrize("name", [name for name, (changed, *_) in BAD.items() if "impl" not in changed])
+def test_why_refuses_the_same_input(name: str) -> None:
+    changed, kind, _, _ = BAD[name]
+    with pytest.raises(kind):
+        tw.why(**{**good(), **changed})
+
+
+def test_packed_indices_are_checked_over_all_sequences() -> None:
+    short = packed([0, 4, 6], [0, 3, 9])
+    with pytest.raises(FormulaError, match="captured tensor 0"):
+        tw.attention(**short, mask=tw.lengths(torch.tensor([3])))
+    with pytest.raises(FormulaError, match="captured tensor 0"):
+        tw.attention(**short, mask=lambda b, h, i, j: torch.zeros(5)[j] > 0)
+    assert tw.attention(**short, mask=tw.lengths(torch.tensor([3, 6]))).shape == (6, 4, 8)
+
+
+def test_good_input_is_not_refused() -> None:
+    assert tw.attention(**good()).shape == (2, 6, 4, 8)
+    assert tw.attention(**good(), scale=torch.tensor(0.5), dropout=0, seed=3).shape == (2, 6, 4, 8)
+    assert tw.attention(**packed([0, 4, 6], [0, 3, 9])).shape == (6, 4, 8)
+    one = {"q": tensors(2, 6, 4, 1).expand(2, 6, 4, 1), "k": tensors(2, 9, 2, 1), "v": tensors(2, 9, 2, 3)}
+    assert tw.attention(**one).shape == (2, 6, 4, 3)
+
+
+# why ---------------------------------------------------------------------------------------------------------------
+
+
+def test_why_says_who_runs_and_why_not_the_others() -> None:
+    found = tw.why(**good(), mask=tw.causal)
+    verdicts = {name: verdict for name, _, verdict in found.rows}
+    assert found.chosen == "cpu_tiled"
+    assert list(verdicts) == [row.name for row in ROWS]
+    assert verdicts["cpu_tiled"].startswith("chosen: ")
+    assert verdicts["cpu_sdpa"].startswith("needs no mask, or causal on a square")
+    assert verdicts["cpu_sdpa"].endswith("got causal with seqlen_q 6, seqlen_k 9")
+    assert verdicts["reference"] == "can run this, but only when named"
+    text = str(found)
+    assert text.count("\n") == len(ROWS) - 1
+    assert sum(line.startswith(">") for line in text.splitlines()) == 1
+    assert "> cpu_tiled" in text
+
+
+UNMET = {
+    "score": ({"score": tw.softcap(2.0)}, "a score formula"),
+    "mask": ({"mask": tw.window(3)}, "a mask other than causal"),
+    "sink": ({"sink": tensors(4)}, "a sink"),
+    "dropout": ({"dropout": 0.25}, "dropout 0.25"),
+    "head_dim_v": ({"v": tensors(2, 9, 2, 16)}, "8, 16"),
+    "packed": (packed([0, 4, 6], [0, 3, 9]), "packed"),
+}
+
+
+@pytest.mark.parametrize("name", UNMET)
+def test_the_fused_row_names_its_first_unmet_need(name: str) -> None:
+    arguments, got = UNMET[name]
+    verdict = next(v for n, _, v in tw.why(**{**good(), **arguments}).rows if n == "cpu_sdpa")
+    assert verdict.endswith(f"got {got}")
+    with pytest.raises(UnsupportedError, match=r"cpu_sdpa.*" + got):
+        tw.attention(**{**good(), **arguments}, impl="cpu_sdpa")
+
+
+def test_why_of_a_named_implementation() -> None:
+    assert tw.why(**good(), impl="reference").chosen == "reference"
+    assert tw.why(**good(), impl="cpu_sdpa", mask=tw.window(2)).chosen is None
+    verdicts = {name: verdict for name, _, verdict in tw.why(**good(), impl="reference").rows}
+    assert verdicts["cpu_tiled"] == "can run this; reference comes first"
+
+
+def test_an_implementation_is_never_swapped_silently() -> None:
+    with pytest.raises(UnsupportedError, match="why"):
+        tw.attention(**good(), impl="cpu_sdpa", sink=tensors(4))

@@ -1,0 +1,353 @@
+"""The command line: what it prints, its exit codes, and that a formula on it is read, never run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tilewise
+from tilewise.cli.app import build
+from tilewise.cli.expression import MAX_TEXT, NAMES, read_mask, read_score
+from tilewise.core.errors import FormulaError, InputError
+from tilewise.formula import library
+
+RUNNER = CliRunner()
+COMMANDS = ("demo", "why", "explain", "bench", "roofline")
+
+
+def call(*arguments: str, code: int = 0) -> str:
+    """Standard output of the command; its exit code must be `code`."""
+    result = RUNNER.invoke(build(rich=False), list(arguments))
+    assert result.exit_code == code, (arguments, result.output, result.exception)
+    return result.stdout
+
+
+def data(*arguments: str, code: int = 0) -> Any:
+    return json.loads(call(*arguments, "--json", code=code))
+
+
+def refusal(*arguments: str) -> str:
+    """Standard error of a command that ends with exit code 2 and prints nothing else."""
+    result = RUNNER.invoke(build(rich=False), list(arguments))
+    assert result.exit_code == 2, result.output
+    assert not result.stdout
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+# The program
+
+
+def test_help_in_a_process_of_its_own_is_plain_and_names_every_command() -> None:
+    command = [sys.executable, "-m", "tilewise.cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert all(name in done.stdout for name in COMMANDS)
+    assert not set("│╭─\x1b") & set(done.stdout)
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_extra_one_line_says_what_to_install(package: str) -> None:
+    program = f"import sys; sys.modules[{package!r}] = None; from tilewise.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == "tilewise: the command line needs typer and rich: pip install 'tilewise[cli]'\n"
+    assert not done.stdout
+
+
+def test_without_tokenizers_the_demo_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "pip install 'tilewise[demo]'" in refusal("demo", "--size", "tiny", "--steps", "1", "--json")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    text = call(command, "--help")
+    assert "Example: tilewise" in text or command == "explain"
+    assert len(text) > 300
+
+
+def test_rich_help_has_the_same_commands() -> None:
+    result = RUNNER.invoke(build(rich=True), ["--help"])
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in COMMANDS)
+
+
+def test_version() -> None:
+    assert call("--version") == f"tilewise {tilewise.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("frobnicate",), ("why", "--batch", "0"), ("why", "--frob"), ("bench", "--seqlen", "x"), ("demo", "x")],
+)
+def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
+    assert "Error" in refusal(*arguments)
+
+
+# Formulas
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("causal", tilewise.causal),
+        ("causal & window(1024)", tilewise.causal & tilewise.window(1024)),
+        ("~causal | window(left=None, right=3)", ~tilewise.causal | tilewise.window(None, 3)),
+        ("neighborhood((4, 4), [3, 3])", tilewise.neighborhood((4, 4), (3, 3))),
+    ],
+)
+def test_masks_are_read(text: str, expected: tilewise.Mask) -> None:
+    assert read_mask(text) == expected
+
+
+def test_lists_become_tensors_where_a_tensor_is_wanted() -> None:
+    mask, score = read_mask("document([0] * 3 + [1] * 2)"), read_score("softcap(30) >> alibi([0.5, -0.25])")
+    assert mask is not None
+    assert score is not None
+    assert mask.tensors[0].tolist() == [0, 0, 0, 1, 1]
+    assert score.tensors[0].tolist() == [0.5, -0.25]
+    assert read_mask(None) is None
+
+
+def test_every_name_of_the_library_is_known() -> None:
+    masks_and_scores = set(vars(library)) & set(tilewise.__all__) - {"Mask", "Score", "mask", "score", "tree_times"}
+    assert masks_and_scores == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os')",
+        "__import__('os').system('true')",
+        "().__class__.__base__",
+        "causal.expr",
+        "causal.__init__.__globals__",
+        "(lambda: causal)()",
+        "[x for x in [1]]",
+        "window(open('/etc/passwd'))",
+        "window(*[3])",
+        "window(**{})",
+        "library.causal",
+        "tree_times([0])",
+        "mask(1)",
+        "torch",
+        "causal if True else causal",
+        "causal and causal",
+        "(causal := 1)",
+        "f'{causal}'",
+        "causal[0]",
+        "causal >> causal",
+        "causal + causal",
+        "causal & 1",
+        "window",
+        "window()",
+        "window(1, 2, 3)",
+        "softcap(3)",
+        "1",
+        "10 ** 10",
+        "document([0] * 100000000)",
+        "document([0] * 1048576 * 2)",
+        "document([[0], [1, 2]])",
+        "document([None])",
+        "causal; causal",
+        "import os",
+        "causal &",
+        "",
+        "causal" + " & causal" * 2000,
+        "(" * 300 + "causal" + ")" * 300,
+        " " * (MAX_TEXT + 1),
+    ],
+)
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(FormulaError):
+        read_mask(text)
+
+
+def test_the_library_s_own_checks_hold() -> None:
+    with pytest.raises(InputError, match="window left"):
+        read_mask("window(-1)")
+
+
+def test_a_refused_formula_ends_with_2(tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    message = refusal("why", "--mask", f"__import__('os').mkdir('{target}')")
+    assert "expected" in message
+    assert "library's functions" in message
+    assert not target.exists()
+
+
+# why
+
+
+def test_why_names_the_implementation_and_the_unmet_needs() -> None:
+    text = call("why", "--device", "cpu", "--mask", "causal & window(64)", "--heads-q", "8", "--heads-kv", "2")
+    lines = text.splitlines()
+    assert "q (1, 1024, 8, 128), k (1, 1024, 2, 128)" in lines[0]
+    assert [line.split()[1] for line in lines if line.startswith(">")] == ["cpu_tiled"]
+    assert any("cpu_sdpa" in line and "needs" in line for line in lines)
+
+
+def test_why_agrees_with_the_library() -> None:
+    q, k, v = torch.empty(2, 5, 4, 16), torch.empty(2, 9, 2, 16), torch.empty(2, 9, 2, 8)
+    expected = tilewise.why(q, k, v, mask=tilewise.causal, score=tilewise.softcap(2.0), dropout=0.1, seed=0)
+    shape = ("-b2", "--seqlen-q=5", "--seqlen-k=9", "--heads-q=4", "--heads-kv=2", "--head-dim=16", "--head-dim-v=8")
+    rest = ("--device=cpu", "--mask=causal", "--score=softcap(2.0)", "--dropout=0.1", "--no-grad")
+    found = data("why", *shape, *rest)
+    assert found["chosen"] == expected.chosen
+    assert [(row["name"], row["summary"], row["verdict"]) for row in found["rows"]] == list(expected.rows)
+
+
+def test_why_packed_and_sink() -> None:
+    assert "q (12, 8, 128)" in call("why", "--device", "cpu", "--packed", "7,0,5", "--sink")
+    assert "--packed" in refusal("why", "--device", "cpu", "--packed", "7,x")
+
+
+def test_why_ends_with_1_where_nothing_can_run() -> None:
+    assert data("why", "--device", "cpu", "--impl", "triton", code=1)["chosen"] is None
+
+
+def test_errors_of_the_library_end_with_2() -> None:
+    assert "num_heads" in refusal("why", "--device", "cpu", "--heads-q", "8", "--heads-kv", "3")
+    assert "--device" in refusal("why", "--device", "abacus")
+
+
+# explain
+
+
+def test_explain_lists_the_ladder_and_runs_a_rung() -> None:
+    from tilewise.explain.ladder import ORDER, climb
+
+    listing = call("explain")
+    assert all(name in listing for name in ORDER)
+    assert call("explain", "ladder", "matmul_tiled", "--size", "8") == f"{climb('matmul_tiled', size=8)}\n"
+    (found,) = data("explain", "ladder", "matmul_tiled", "-o", "tile=8")
+    assert found["loads"] == found["formula_loads"] == 2 * 32**3 // 8
+    assert len(data("explain", "ladder", "--size", "8")) == len(ORDER)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("nothing",), ("matmul_tiled", "-o", "tile"), ("-o", "tile=4"), ("matmul_naive", "-o", "tile=4")]
+)
+def test_explain_ladder_refuses(arguments: tuple[str, ...]) -> None:
+    refusal("explain", "ladder", *arguments)
+
+
+def test_explain_mask_draws_tiles_in_text_and_in_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "mask.svg"
+    text = call("explain", "mask", "causal", "--seqlen", "256", "--out", str(out))
+    assert "▒▒······\n██▒▒····\n████▒▒··\n██████▒▒\n" in text
+    assert "visits 10 of 16 tiles" in text
+    assert out.read_text(encoding="utf-8").startswith("<?xml")
+    found = data("explain", "mask", "causal", "--seqlen", "256")
+    assert (found["empty"], found["partial"], found["full"]) == (6, 4, 6)
+    assert refusal("explain", "mask", "causal", "--out", str(tmp_path / "mask.txt"))
+
+
+def test_explain_traffic_favours_the_later_algorithm() -> None:
+    moved = {row["algorithm"]: row["bytes"] for row in data("explain", "traffic")}
+    assert moved["FlashAttention-2"] < moved["materialised"]
+    assert "FlashAttention-2" in call("explain", "traffic")
+
+
+# roofline
+
+
+def test_roofline_agrees_with_the_library() -> None:
+    from tilewise.explain.roofline import Problem, estimate
+
+    problem = Problem(2048, 2048, 2, 16, 4, 64, causal=True, dtype="fp16", direction="backward")
+    expected = estimate(problem, "A100")
+    shape = ("--gpu=a100", "-b2", "--seqlen-q=2048", "--heads-q=16", "--heads-kv=4", "--head-dim=64")
+    rest = ("--causal", "--dtype=fp16", "--direction=backward")
+    found = data("roofline", *shape, *rest, "--measured-ms=1.5")
+    assert (found["flops"], found["bytes"]) == (expected.flops, expected.bytes)
+    assert found["floor_seconds"] == expected.floor_seconds
+    assert found["efficiency"] == pytest.approx(expected.floor_seconds / 1.5e-3)
+    assert call("roofline", *shape, *rest) == f"{expected}\n"
+
+
+def test_roofline_decodes_one_query_and_a_window_reads_its_keys_only() -> None:
+    decode = data("roofline", "--gpu", "H100-SXM", "--direction", "decode", "--seqlen-k", "8192")
+    assert decode["problem"]["seqlen_q"] == 1
+    assert decode["bound"] == "memory"
+    window = data("roofline", "--gpu", "H100-SXM", "--direction", "decode", "--seqlen-k", "8192", "--window", "512")
+    assert window["bytes"] < decode["bytes"] / 10
+
+
+def test_roofline_lists_gpus_and_refuses_others() -> None:
+    assert "H100-SXM" in call("roofline", "--gpus")
+    assert any(row["name"] == "H200" for row in data("roofline", "--gpus"))
+    assert "abacus" in refusal("roofline", "--gpu", "abacus")
+    assert refusal("roofline", "--gpu", "V100", "--dtype", "fp8")
+    assert refusal("roofline", "--measured-ms", "0")
+
+
+# bench
+
+
+def test_bench_times_both_and_finds_them_equal() -> None:
+    shape = ("--seqlen=48", "--seqlen=64", "--heads-q=4", "--heads-kv=2", "--head-dim=16")
+    found = data("bench", *shape, "--mask=causal & window(8)", "--device=cpu", "--seconds=0.01")
+    assert [row["direction"] for row in found["rows"]] == 2 * ["forward", "forward", "backward", "backward"]
+    assert [row["impl"] for row in found["rows"]][:2] == ["tilewise.cpu_tiled", "torch"]
+    pairs = 4 * sum(min(8, i + 1) for i in range(48))
+    forward = found["rows"][0]
+    assert forward["tflops"] == pytest.approx(4 * pairs * 16 / forward["p50_ms"] / 1e9)
+    for row in found["rows"]:
+        assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
+        assert row["difference"] is None or row["difference"] < 1e-5
+
+
+def test_bench_prints_a_table() -> None:
+    options = ("--seqlen=32", "--head-dim=8", "--mask=causal", "--device=cpu", "--seconds=0.01", "--direction=forward")
+    lines = call("bench", *options).splitlines()
+    assert lines[0] == "batch 1, 8 query heads of 8, fp32 on cpu, mask causal"
+    assert "median ms" in lines[1]
+    assert len(lines) == 4
+
+
+# demo
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for name in ("ast", "bisect", "heapq"):
+        (folder / f"{name}.py").write_text(Path(ast.__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+    return folder
+
+
+def test_demo_prints_json_alone_on_stdout(text: Path) -> None:
+    tiny = ("--size=tiny", "--steps=4", "--device=cpu", "--new-tokens=4", "--prompt=import ")
+    found = data("demo", *tiny, "--text", str(text), "--tolerance=0.01")
+    assert found["passed"] is True
+    assert found["prompt"] == "import"
+    assert len(found["losses"]["tilewise"]) == len(found["losses"]["torch"]) == 4
+
+
+def test_demo_in_plain_text_shows_progress_and_code(text: Path) -> None:
+    out = call("demo", "--size=tiny", "--steps=3", "--device=cpu", "--new-tokens=4", "--text", str(text))
+    assert "step     1/3" in out
+    assert "the curves agree" in out
+    assert "class Reader:" in out
+
+
+def test_demo_ends_with_1_where_the_curves_leave_the_tolerance(text: Path) -> None:
+    options = ("--size=tiny", "--steps=20", "--device=cpu", "--new-tokens=0", "--impl=cpu_tiled", "--tolerance=0")
+    found = data("demo", *options, "--text", str(text), code=1)
+    assert found["passed"] is False
+    assert 0 < found["max_difference"] < 1e-3
+
+
+def test_demo_refuses_what_is_not_there(tmp_path: Path) -> None:
+    assert "nowhere" in refusal("demo", "--size=tiny", "--json", "--text", str(tmp_path / "nowhere"))
