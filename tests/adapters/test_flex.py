@@ -253,6 +253,17 @@ def test_no_dense_mask_is_built() -> None:
     assert mask.kv_num_blocks[0, 0, 100] + mask.full_kv_num_blocks[0, 0, 100] == 9
 
 
+def test_moving_a_block_mask_takes_its_tensors_along() -> None:
+    mask = flex.create_block_mask(CASES["prefix"].mask_mod, BATCH, None, 40, N, device="cpu")
+    assert mask.to("cpu") is mask
+    moved = mask.to("meta")
+    before, after = mask.mask_for(40, N), moved.mask_for(40, N)
+    assert before is not None
+    assert after is not None
+    assert (after.text, [t.device.type for t in after.tensors]) == (before.text, ["meta"])
+    assert [t.device.type for t in before.tensors] == ["cpu"]
+
+
 def test_return_values_and_shared_keys() -> None:
     q, k, v = (x.detach() for x in leaves((3, 2, 20, 8), (1, 2, 20, 8), (1, 2, 20, 8)))
     mask = flex.create_block_mask(lambda b, h, q, k: q >= k + b, 3, None, 20, 20, device="cpu")

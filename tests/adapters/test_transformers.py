@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,7 +18,7 @@ import tilewise as tw
 from tests.adapters.dense import assert_close, dense, leaves
 from tilewise.adapters import flex, sdpa
 from tilewise.adapters import transformers as adapter
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError, MissingExtraError, UnsupportedError
 
 adapter.register()
 
@@ -209,6 +210,16 @@ def test_a_mask_given_in_full(kind: str) -> None:
     assert float((expected - without).abs().max()) > 1e-2
 
 
+def test_a_row_hidden_by_the_most_negative_number_gives_zero() -> None:
+    q, k, v = leaves((1, 2, 4, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+    visible = torch.ones(1, 1, 4, 6, dtype=torch.bool)
+    visible[..., 2, :] = False
+    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+    o, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, mask)
+    assert_close(o.transpose(1, 2), dense(q.double(), k.double(), v.double(), visible)[0], dense(q, k, v, visible)[0])
+    assert bool((o[:, 2] == 0).all())
+
+
 def test_encoder_with_padding_and_pooled_gradients(calls: list[dict[str, Any]]) -> None:
     config = transformers.BertConfig(**{**BASE, "hidden_size": 32, "attention_probs_dropout_prob": 0.0})
     torch.manual_seed(0)
@@ -324,6 +335,18 @@ def test_paged_caches_are_refused() -> None:
     q, k, v = leaves((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
     with pytest.raises(UnsupportedError, match="paged"):
         adapter.attention_forward(torch.nn.Module(), q, k, v, None, cache=object())
+
+
+def test_register_needs_a_transformers_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(batch_size: int, cache_position: torch.Tensor) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.masking_utils.sdpa_mask", older)
+        with pytest.raises(MissingExtraError, match="older"):
+            adapter.register()
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
+    with pytest.raises(MissingExtraError, match="hf"):
+        adapter.register()
 
 
 def test_register_under_another_name() -> None:

@@ -32,7 +32,10 @@ def test_kinds_are_the_librarys_and_pythons(kind: type[TilewiseError], builtins:
 
 
 def test_a_message_without_a_hint_ends_after_expected() -> None:
-    assert str(InputError("scale", got=float("nan"), expected="a finite number")) == "scale: got nan; expected a finite number"
+    assert (
+        str(InputError("scale", got=float("nan"), expected="a finite number"))
+        == "scale: got nan; expected a finite number"
+    )
 
 
 def test_the_line_named_is_the_users() -> None:

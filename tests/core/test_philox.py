@@ -1,4 +1,4 @@
-"""Dropout bits: Philox4x32-10 against the published vectors, through an independent implementation on Python integers."""
+"""Dropout bits: Philox4x32-10 against the published vectors, through an implementation on Python integers."""
 
 from __future__ import annotations
 
@@ -80,4 +80,7 @@ def test_threshold() -> None:
 
 
 def test_no_keys() -> None:
-    assert keep_mask(1, 0.5, torch.zeros(1, 1, dtype=torch.long), torch.arange(4)[:, None], torch.arange(0)).shape == (4, 0)
+    assert keep_mask(1, 0.5, torch.zeros(1, 1, dtype=torch.long), torch.arange(4)[:, None], torch.arange(0)).shape == (
+        4,
+        0,
+    )

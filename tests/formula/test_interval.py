@@ -16,7 +16,14 @@ from tilewise.formula.formula import Mask
 from tilewise.formula.interval import Bounds
 from tilewise.formula.span import solve, span_bounds
 from tilewise.schedule.rule import build_tables
-from tilewise.testing.strategies import SIZE, as_mask_function, as_score_function, bool_trees, captured_tensors, float_trees
+from tilewise.testing.strategies import (
+    SIZE,
+    as_mask_function,
+    as_score_function,
+    bool_trees,
+    captured_tensors,
+    float_trees,
+)
 
 LIBRARY = {
     "causal": tw.causal,

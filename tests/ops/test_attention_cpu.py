@@ -31,7 +31,9 @@ def test_gradients_equal_the_reference(setting: Setting, case: Case) -> None:
 def test_every_case_runs_tiled_and_the_plain_ones_run_fused() -> None:
     ran = {impl: {case.name for setting, case in MATRIX if setting.impl == impl} for impl in IMPLS}
     assert ran["cpu_tiled"] == {case.name for case in CPU_CASES}
-    assert {"plain", "causal", "gqa_8", "mqa", "sliced", "expanded", "lse_gradient", "scale_negative"} <= ran["cpu_sdpa"]
+    assert {"plain", "causal", "gqa_8", "mqa", "sliced", "expanded", "lse_gradient", "scale_negative"} <= ran[
+        "cpu_sdpa"
+    ]
     fused_lacks = {"causal_more_keys", "window", "alibi_causal", "sink_causal", "dropout", "packed", "head_dim_192"}
     assert not ran["cpu_sdpa"] & fused_lacks
     assert len(CASES) >= 40

@@ -1,4 +1,4 @@
-"""Bad input: an exception of the library's own, with name, got, expected, before any work is done; and what `why` says."""
+"""Bad input: an exception of the library's own, with name, got, expected, before any work; and what `why` says."""
 
 from __future__ import annotations
 
@@ -49,10 +49,17 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
     "no_heads": ({"q": tensors(2, 6, 0, 8)}, InputError, "k", "2 heads"),
     "no_kv_heads": ({"k": tensors(2, 9, 0, 8), "v": tensors(2, 9, 0, 8)}, InputError, "k", "0 heads"),
     "head_dim_0": (
-        {"q": tensors(2, 6, 4, 0), "k": tensors(2, 9, 2, 0), "v": tensors(2, 9, 2, 0)}, InputError, "q", "head_dim 0"
+        {"q": tensors(2, 6, 4, 0), "k": tensors(2, 9, 2, 0), "v": tensors(2, 9, 2, 0)},
+        InputError,
+        "q",
+        "head_dim 0",
     ),
-    "head_dim_513": ({"q": tensors(1, 2, 1, 513), "k": tensors(1, 2, 1, 513), "v": tensors(1, 2, 1, 8)},
-                     InputError, "q", "head_dim 513"),
+    "head_dim_513": (
+        {"q": tensors(1, 2, 1, 513), "k": tensors(1, 2, 1, 513), "v": tensors(1, 2, 1, 8)},
+        InputError,
+        "q",
+        "head_dim 513",
+    ),
     "head_dim_v_600": ({"v": tensors(2, 9, 2, 600)}, InputError, "v", "head_dim 600"),
     "dtype_mix": ({"k": tensors(2, 9, 2, 8, dtype=torch.float64)}, InputError, "k", "float64"),
     "dtype_integer": ({n: x.int() for n, x in good().items()}, InputError, "q", "int32"),
@@ -61,7 +68,12 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
     "device_mix": ({"v": tensors(2, 9, 2, 8, device="meta")}, InputError, "v", "meta"),
     "stride": ({"q": tensors(2, 6, 8, 4).transpose(2, 3)}, InputError, "q", "strides"),
     "layout_type": ({"layout": "packed"}, InputError, "layout", "str"),
-    "packed_but_rank_4": ({"layout": tw.Packed(torch.tensor([0, 6], dtype=torch.int32))}, InputError, "q", "(2, 6, 4, 8)"),
+    "packed_but_rank_4": (
+        {"layout": tw.Packed(torch.tensor([0, 6], dtype=torch.int32))},
+        InputError,
+        "q",
+        "(2, 6, 4, 8)",
+    ),
     "cu_seqlens_falls": (packed([0, 4, 3, 6], [0, 3, 6, 9]), InputError, "layout cu_seqlens_q", "3 after 4"),
     "cu_seqlens_k_falls": (packed([0, 3, 4, 6], [0, 7, 5, 9]), InputError, "layout cu_seqlens_k", "5 after 7"),
     "cu_seqlens_short": (packed([0, 4, 5], [0, 3, 9]), InputError, "layout cu_seqlens_q", "last 5"),
@@ -70,8 +82,18 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
     "cu_seqlens_k_total": (packed([0, 4, 6]), InputError, "layout cu_seqlens_k", "last 6"),
     "cu_seqlens_counts": (packed([0, 4, 6], [0, 9]), InputError, "layout cu_seqlens_k", "(2,)"),
     "cu_seqlens_dtype": (packed(torch.tensor([0, 6]), [0, 9]), InputError, "layout cu_seqlens_q", "int64"),
-    "cu_seqlens_rank": (packed(torch.zeros(2, 2, dtype=torch.int32), [0, 9]), InputError, "layout cu_seqlens_q", "(2, 2)"),
-    "cu_seqlens_list": ({**packed([0, 6], [0, 9]), "layout": tw.Packed([0, 6])}, InputError, "layout cu_seqlens_q", "list"),  # type: ignore[arg-type]
+    "cu_seqlens_rank": (
+        packed(torch.zeros(2, 2, dtype=torch.int32), [0, 9]),
+        InputError,
+        "layout cu_seqlens_q",
+        "(2, 2)",
+    ),
+    "cu_seqlens_list": (
+        {**packed([0, 6], [0, 9]), "layout": tw.Packed([0, 6])},
+        InputError,
+        "layout cu_seqlens_q",
+        "list",
+    ),
     "cu_seqlens_empty": (packed(torch.zeros(0, dtype=torch.int32), [0, 9]), InputError, "layout cu_seqlens_q", "(0,)"),
     "sink_shape": ({"sink": tensors(2)}, InputError, "sink", "(2,)"),
     "sink_integer": ({"sink": tensors(4, dtype=torch.int64)}, InputError, "sink", "int64"),
@@ -97,28 +119,63 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
     "score_given_a_mask": ({"score": tw.causal}, FormulaError, "score", "Mask"),
     "mask_branches": ({"mask": branching}, FormulaError, "bool() of a traced value at", "(3 < i)"),
     "mask_unsupported_operation": (
-        {"mask": lambda b, h, i, j: torch.cummax(i, 0) > j}, FormulaError, "torch.cummax at", "a traced value"
+        {"mask": lambda b, h, i, j: torch.cummax(i, 0) > j},
+        FormulaError,
+        "torch.cummax at",
+        "a traced value",
     ),
     "mask_not_boolean": ({"mask": lambda b, h, i, j: i - j}, FormulaError, "mask function", "int expression"),
     "mask_and_mask": ({"mask": lambda b, h, i, j: tw.causal and True}, FormulaError, "bool(mask)", "causal"),
     "captured_device": (
-        {"mask": tw.prefix(tensors(2, dtype=torch.int64, device="meta"))}, InputError, "mask: captured tensor 0", "meta"
+        {"mask": tw.prefix(tensors(2, dtype=torch.int64, device="meta"))},
+        InputError,
+        "mask: captured tensor 0",
+        "meta",
     ),
-    "index_beyond_keys": ({"mask": tw.document(IDS)}, FormulaError, "mask: index 0 into captured tensor 0", "reaches 3 to 8"),
-    "index_beyond_batch": ({"mask": tw.lengths(IDS[:1])}, FormulaError, "mask: index 0 into captured tensor 0", "reaches 0 to 1"),
+    "index_beyond_keys": (
+        {"mask": tw.document(IDS)},
+        FormulaError,
+        "mask: index 0 into captured tensor 0",
+        "reaches 3 to 8",
+    ),
+    "index_beyond_batch": (
+        {"mask": tw.lengths(IDS[:1])},
+        FormulaError,
+        "mask: index 0 into captured tensor 0",
+        "reaches 0 to 1",
+    ),
     "index_beyond_heads": ({"score": tw.alibi(tensors(3))}, FormulaError, "score: index 0", "reaches 0 to 3"),
     "index_negative": (
-        {"score": lambda s, b, h, i, j: s + tensors(20)[i - j]}, FormulaError, "score: index 0", "reaches -5 to 8"
+        {"score": lambda s, b, h, i, j: s + tensors(20)[i - j]},
+        FormulaError,
+        "score: index 0",
+        "reaches -5 to 8",
     ),
-    "index_from_values": ({"mask": lambda b, h, i, j: IDS[FAR[h % 3]] > j}, FormulaError, "mask: index 0", "reaches 0 to 99"),
+    "index_from_values": (
+        {"mask": lambda b, h, i, j: IDS[FAR[h % 3]] > j},
+        FormulaError,
+        "mask: index 0",
+        "reaches 0 to 99",
+    ),
     "index_unbounded": (
-        {"score": lambda s, b, h, i, j: s + tensors(20)[s.to(torch.int32)]}, FormulaError, "score: index 0", "unbounded"
+        {"score": lambda s, b, h, i, j: s + tensors(20)[s.to(torch.int32)]},
+        FormulaError,
+        "score: index 0",
+        "unbounded",
     ),
-    "explicit_too_small": ({"mask": tw.explicit(tensors(5, 9, dtype=torch.bool))}, FormulaError, "mask: index 2", "reaches -1"),
+    "explicit_too_small": (
+        {"mask": tw.explicit(tensors(5, 9, dtype=torch.bool))},
+        FormulaError,
+        "mask: index 2",
+        "reaches -1",
+    ),
     "negative_position": (
-        {"q": tensors(2, 12, 4, 8), "mask": tw.document(torch.arange(9))}, FormulaError, "mask: index 0", "reaches -3 to 8"
+        {"q": tensors(2, 12, 4, 8), "mask": tw.document(torch.arange(9))},
+        FormulaError,
+        "mask: index 0",
+        "reaches -3 to 8",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -11,8 +11,10 @@ from tilewise.testing.inputs import make_inputs
 from tilewise.testing.properties import Setting, can_run
 
 SMALL = {"batch": 2, "seqlen_q": 4, "seqlen_k": 5, "head_dim": 3, "head_dim_v": 2}
-NAMES = ("causal", "alibi_causal", "softcap_causal", "relative_bias", "bias", "bias_batch", "temperature", "many_operations",
-         "sink_causal", "sink_alibi", "lse_gradient", "lse_gradient_everything", "capped_alibi", "gqa_4", "dropout", "scale")  # fmt: skip
+NAMES = ("causal", "alibi_causal", "softcap_causal", "relative_bias", "bias", "bias_batch", "temperature",
+"many_operations",
+         "sink_causal", "sink_alibi", "lse_gradient", "lse_gradient_everything", "capped_alibi", "gqa_4", "dropout",
+         "scale")  # fmt: skip
 PACKED = ("packed_cross_causal", "packed_window_sink")
 CASE_LIST = [CASES[name].with_(**SMALL) for name in NAMES]
 CASE_LIST += [CASES[name].with_(head_dim=3, head_dim_v=2, packed=((2, 3), (0, 2), (3, 1))) for name in PACKED]

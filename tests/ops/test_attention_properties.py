@@ -1,4 +1,4 @@
-"""Properties that need no reference: determinism, independence, equivalences. Every CPU implementation, forward and backward."""
+"""Determinism, independence and equivalences, of every CPU implementation, forward and backward."""
 
 from __future__ import annotations
 
@@ -72,7 +72,12 @@ def test_formulas_of_one_meaning_agree(name: str, spelling: Callable[[Case], dic
 
 
 def test_the_choice_of_implementation_is_the_first_that_can() -> None:
-    for case, first in (("plain", "cpu_sdpa"), ("causal", "cpu_sdpa"), ("window", "cpu_tiled"), ("packed", "cpu_tiled")):
+    for case, first in (
+        ("plain", "cpu_sdpa"),
+        ("causal", "cpu_sdpa"),
+        ("window", "cpu_tiled"),
+        ("packed", "cpu_tiled"),
+    ):
         explanation = properties.explain(CASES[case])
         assert explanation.chosen == first, str(explanation)
     assert not can_run(Setting("cpu_sdpa"), CASES["window"])
@@ -81,7 +86,7 @@ def test_the_choice_of_implementation_is_the_first_that_can() -> None:
 
 @pytest.mark.parametrize("impl", ["cpu_tiled", "reference"])
 def test_empty_inputs(impl: str) -> None:
-    """No query, no key or no batch: nothing to compute, shapes and gradients as ever; without keys every row is empty."""
+    """No query, no key or no batch: nothing to compute, shapes as ever; without keys every row is empty."""
     for batch, seqlen_q, seqlen_k in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
         q = torch.randn(batch, seqlen_q, 2, 8, requires_grad=True)
         k, v = (torch.randn(batch, seqlen_k, 2, 8, requires_grad=True) for _ in range(2))
@@ -119,7 +124,9 @@ def test_seed_is_drawn_from_pytorchs_generator() -> None:
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
     tensor_seed = torch.tensor([77])
-    assert torch.equal(tw.attention(x, x, x, dropout=0.5, seed=77), tw.attention(x, x, x, dropout=0.5, seed=tensor_seed))
+    assert torch.equal(
+        tw.attention(x, x, x, dropout=0.5, seed=77), tw.attention(x, x, x, dropout=0.5, seed=tensor_seed)
+    )
 
 
 def test_memory_is_linear_in_the_sequence() -> None:

@@ -11,9 +11,9 @@ from tilewise.testing import properties
 from tilewise.testing.budgets import expectation
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, CPU_CASES
+from tilewise.testing.inputs import make_inputs
 from tilewise.testing.matrix import name_of, runnable
 from tilewise.testing.oracles import dense
-from tilewise.testing.inputs import make_inputs
 from tilewise.testing.properties import Setting
 from tilewise.testing.strategies import shapes
 

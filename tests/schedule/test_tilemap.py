@@ -1,4 +1,4 @@
-"""Tile classes against brute force: sound on anything, tight on the named masks, in both directions, to and from FlexAttention."""
+"""Tile classes against brute force: sound on anything, tight on the named masks; and to and from FlexAttention."""
 
 from __future__ import annotations
 
@@ -224,8 +224,8 @@ print(json.dumps({"seconds": min(seconds), "mib": grown / 1024, "visited": int((
 def test_128k_by_128k_costs_little_time_and_memory() -> None:
     """128 x 128 tiles in under 0.5 s and 64 MiB.
 
-    The time is processor time of one thread, which other load hardly moves, and has slack of three all the same; the memory
-    is what the peak of a fresh process grows by. `python -m benchmarks tile_classes` keeps the record.
+    The time is processor time of one thread, which other load hardly moves, and has slack of three all the same; the
+    memory is what the peak of a fresh process grows by. `python -m benchmarks tile_classes` keeps the record.
     """
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
     found = json.loads(done.stdout)

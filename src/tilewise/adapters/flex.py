@@ -18,6 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 import tilewise as tw
 from tilewise.adapters.axes import raw_mask, raw_score, seqlen_first
 from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.formula.expr import Expr, load
+from tilewise.formula.walk import transform
 from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, TileMap
 
 __all__ = [
@@ -115,8 +117,16 @@ class BlockMask(TorchBlockMask):
         return self
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The same mask for `device`; tensors that the mask function captured stay where they are."""
-        return BlockMask(self._source, shape=self._all_sizes(), block_size=self.BLOCK_SIZE, device=device)
+        """The same mask with its captured tensors on `device`."""
+        device, mask = torch.device(device), self.mask_for(*self.seq_lengths)
+
+        def moved(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+            return load(node.value.to(device), args) if node.op == "load" else None
+
+        if device == self.device:
+            return self
+        source = None if mask is None else tw.Mask(transform(mask.expr, moved), mask.name)
+        return BlockMask(source, shape=(*self._lead, *self.seq_lengths), block_size=self.BLOCK_SIZE, device=device)
 
     def __getitem__(self, index: Any) -> Any:
         return self.to_torch()[index]
@@ -124,9 +134,6 @@ class BlockMask(TorchBlockMask):
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         shape = (*self._lead, new_q_len, new_kv_len)
         return BlockMask(self._source, shape=shape, block_size=self.BLOCK_SIZE, device=self.device)
-
-    def _all_sizes(self) -> tuple[int, int, int, int]:
-        return (*self._lead, *self.seq_lengths)
 
     def __getattr__(self, name: str) -> Any:
         if name in _DQ_ORDER:  # metadata of one of PyTorch's own kernels

@@ -1,4 +1,4 @@
-"""Hugging Face transformers (version 5) through tilewise: `register()`, then `attn_implementation="tilewise"`.
+"""Hugging Face transformers (5.4 or newer) through tilewise: `register()`, then `attn_implementation="tilewise"`.
 
 transformers describes a mask by a function of indices: causal, sliding, chunked, packed sequences, padding, a model's
 own additions. That function is traced into a formula, so no mask of seqlen_q x seqlen_k is built, with or without a
@@ -8,6 +8,7 @@ cache.
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -28,15 +29,17 @@ def register(name: str = "tilewise") -> None:
     """Make `attn_implementation=name` known to transformers, for every model that uses its attention interface.
 
     Raises:
-        MissingExtraError: transformers is not installed, or older than version 5.
+        MissingExtraError: transformers is not installed, or its masks are still described by `cache_position`.
     """
+    expected = "transformers >= 5.4"
+    hint = "pip install -U 'tilewise[hf]'"
     try:
-        from transformers.masking_utils import AttentionMaskInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
         from transformers.modeling_utils import AttentionInterface
     except ImportError as error:
-        raise MissingExtraError(
-            "transformers", got=str(error), expected="transformers >= 5.0", hint="pip install 'tilewise[hf]'"
-        ) from error
+        raise MissingExtraError("transformers", got=str(error), expected=expected, hint=hint) from error
+    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+        raise MissingExtraError("transformers", got="an older version", expected=expected, hint=hint)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
 

@@ -33,7 +33,7 @@ class Size:
 
 SIZES: dict[str, Size] = {
     "tiny": Size(32, 2, 2, 1, 96, 512, 64, 4, 30, 300_000),
-    "small": Size(128, 4, 2, 1, 352, 1024, 256, 4, 400, 3_000_000),
+    "small": Size(64, 3, 2, 1, 176, 1024, 256, 8, 550, 3_000_000),
     "medium": Size(512, 8, 8, 2, 1408, 4096, 1024, 16, 600, 12_000_000),
     "large": Size(1024, 16, 16, 4, 2816, 8192, 2048, 16, 1000, 12_000_000),
 }
@@ -70,8 +70,8 @@ class Options:
     seed: int = 0
     prompt: str = PROMPT
     new_tokens: int = 160
-    temperature: float = 0.6
-    top_k: int = 20
+    temperature: float = 0.7
+    top_k: int = 30
     impl: str | None = None
     compare: bool = True
     tolerance: float | None = None

@@ -1,7 +1,7 @@
 """Source code from formulas: device functions for Triton or Gluon, written to a cache folder and imported.
 
-Tensors arrive in a tuple `args` (each one's pointer, then its strides) and numbers in a tuple `nums`. Their values are never part of
-the source; only a tensor's rank and whether its last stride is 1 are.
+Tensors arrive in a tuple `args` (each one's pointer, then its strides) and numbers in a tuple `nums`. Their values are
+never part of the source; only a tensor's rank and whether its last stride is 1 are.
 """
 
 from __future__ import annotations
@@ -92,9 +92,11 @@ class Emitter:
     ) -> str:
         """`def name(*parameters, tile, grads, args, nums)` that adds the gradients of captured tensors.
 
-        `parts` are (load, position in `grads` of the float32 accumulator's pointer, which its strides follow); `roots` hold for each
-        of them its indices and its adjoint. Parts that share an address are summed inside the tile first: along i (axis 0),
-        j (axis 1) or both, where the index does not move with them. `tile` is any value of the tile's full shape.
+        `parts` are (load, position in `grads` of the float32 accumulator's pointer, which its strides follow); `roots`
+        hold for each of them its indices and its adjoint. Parts that share an address are summed inside the tile
+        first: along i (axis 0), j (axis 1) or both, where the index does not move with them. `tile` is any value of
+            the tile's full
+        shape.
         """
         lines, names = self._body(share(*roots))
         at_name = 0
@@ -123,7 +125,9 @@ class Emitter:
 
     @staticmethod
     def _definition(name: str, parameters: Sequence[str], lines: Sequence[str]) -> str:
-        return f"@jit\ndef {name}({', '.join((*parameters, 'args', 'nums'))}):\n" + "".join(f"    {line}\n" for line in lines)
+        return f"@jit\ndef {name}({', '.join((*parameters, 'args', 'nums'))}):\n" + "".join(
+            f"    {line}\n" for line in lines
+        )
 
     def _body(self, roots: Sequence[Expr]) -> tuple[list[str], list[str]]:
         """Assignments for every node, and the names of the roots."""

@@ -136,9 +136,7 @@ class Expr:
     def to(self, dtype: Any, **_: Any) -> Expr:
         return self if dtype is None or isinstance(dtype, (torch.device, str)) else cast(self, dtype)
 
-    @property
-    def device(self) -> None:
-        return None  # a symbol lives nowhere; `x.to(None)` leaves x where it is
+    device = None  # a symbol lives nowhere; `x.to(None)` leaves x where it is
 
     def new_ones(self, size: Any = (), *, dtype: Any = float, **_: Any) -> Expr:
         return cast(lit(1), dtype)  # PyTorch's and_masks starts from this

@@ -14,6 +14,8 @@ from tilewise.formula.structure import Binding, Bound, Structure, parse
 from tilewise.formula.trace import trace
 from tilewise.formula.walk import render, transform
 
+Name = str | Callable[[], str] | None  # a function where the name costs something, or holds a symbolic number
+
 
 class Formula:
     """A traced expression with its captured tensors and numbers.
@@ -22,7 +24,7 @@ class Formula:
     structure alone: formulas with equal text run the same compiled kernel.
     """
 
-    def __init__(self, expr: Expr, name: str | None = None) -> None:
+    def __init__(self, expr: Expr, name: Name = None) -> None:
         binding = Binding()
         self.expr = expr
         self.name = name
@@ -50,7 +52,7 @@ class Formula:
         return hash(self._identity())
 
     def __repr__(self) -> str:
-        return self.name or render(self.expr)
+        return (self.name if isinstance(self.name, str) else self.name and self.name()) or render(self.expr)
 
     def evaluate(self, *, dtype: torch.dtype = torch.float32, **symbols: torch.Tensor) -> torch.Tensor:
         """Value for integer tensors `b`, `h`, `i`, `j` (and a float tensor `s` for a score), which broadcast."""
@@ -62,18 +64,18 @@ class Mask(Formula):
 
     def __and__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(logic("and", self.expr, other.expr), f"{self._operand('&')} & {other._operand('&')}")
+        return Mask(logic("and", self.expr, other.expr), lambda: f"{self._operand('&')} & {other._operand('&')}")
 
     __rand__ = __and__
 
     def __or__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(logic("or", self.expr, other.expr), f"{self._operand('|')} | {other._operand('|')}")
+        return Mask(logic("or", self.expr, other.expr), lambda: f"{self._operand('|')} | {other._operand('|')}")
 
     __ror__ = __or__
 
     def __invert__(self) -> Mask:
-        return Mask(negate(self.expr), f"~{self._operand('~')}")
+        return Mask(negate(self.expr), lambda: f"~{self._operand('~')}")
 
     def _operand(self, operator: str) -> str:
         text = repr(self)
@@ -98,7 +100,7 @@ class Score(Formula):
         def insert(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
             return self.expr if node.op == "sym" and node.value == "s" else None
 
-        return Score(transform(then.expr, insert), f"{self!r} >> {then!r}")
+        return Score(transform(then.expr, insert), lambda: f"{self!r} >> {then!r}")
 
     def __rrshift__(self, other: Any) -> Score:
         return as_score(other) >> self
@@ -112,7 +114,7 @@ class Score(Formula):
         )
 
 
-def mask(fn: Callable[..., Any], name: str | None = None) -> Mask:
+def mask(fn: Callable[..., Any], name: Name = None) -> Mask:
     """Trace `fn(b, h, i, j) -> bool` into a mask.
 
     `i` is the query's place on the key axis (query index + seqlen_k - seqlen_q), `j` the key position, `h` the query
@@ -123,7 +125,7 @@ def mask(fn: Callable[..., Any], name: str | None = None) -> Mask:
     return Mask(trace(fn, ("b", "h", "i", "j"), "bool", "mask"), name)
 
 
-def score(fn: Callable[..., Any], name: str | None = None) -> Score:
+def score(fn: Callable[..., Any], name: Name = None) -> Score:
     """Trace `fn(s, b, h, i, j) -> float` into a score; `s` is the scaled dot product."""
     return Score(trace(fn, ("s", "b", "h", "i", "j"), "float", "score"), name)
 

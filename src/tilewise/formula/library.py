@@ -36,18 +36,19 @@ def window(left: int | None, right: int | None = 0) -> Mask:
         if value is not None and not isinstance(value, torch.SymInt) and (not isinstance(value, int) or value < least):
             raise InputError(f"window {name}", got=repr(value), expected=f"None or an integer >= {least}")
     i, j = e.sym("i"), e.sym("j")
-    parts = [] if left is None else [i - j < left]
-    parts += [] if right is None else [j - i <= right]
+    # compare(), not <: under torch.compile a changing int is symbolic, and dynamo mistakes object < symbolic int
+    parts = [] if left is None else [e.compare("lt", i - j, left)]
+    parts += [] if right is None else [e.compare("le", j - i, right)]
     result = e.TRUE
     for part in parts:
         result = e.logic("and", result, part)
-    return Mask(result, f"window({left})" if right == 0 else f"window({left}, {right})")
+    return Mask(result, lambda: f"window({left})" if right == 0 else f"window({left}, {right})")
 
 
 def chunked(size: int) -> Mask:
     """Only keys of the query's own chunk of `size` positions (Llama 4's chunked attention, without causality)."""
     _positive("chunked size", size)
-    return mask(lambda b, h, i, j: i // size == j // size, f"chunked({size})")
+    return mask(lambda b, h, i, j: i // size == j // size, lambda: f"chunked({size})")
 
 
 def prefix(lengths: torch.Tensor) -> Mask:
@@ -115,7 +116,7 @@ def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 def dilated(step: int) -> Mask:
     """Every `step`-th key, counted from the query: with a window, dilated sliding windows (LongNet, Longformer)."""
     _positive("dilated step", step)
-    return mask(lambda b, h, i, j: (i - j) % step == 0, f"dilated({step})")
+    return mask(lambda b, h, i, j: (i - j) % step == 0, lambda: f"dilated({step})")
 
 
 def neighborhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
@@ -139,10 +140,10 @@ def neighborhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
             x = i // stride if outer == math.prod(shape) else i % outer // stride
             y = j // stride if outer == math.prod(shape) else j % outer // stride
             center = x.clamp(width // 2, size - 1 - width // 2)
-            result = e.logic("and", result, abs(center - y) <= width // 2)
+            result = e.logic("and", result, e.compare("le", abs(center - y), width // 2))
         return result
 
-    return mask(visible, f"neighborhood({tuple(shape)}, {tuple(window)})")
+    return mask(visible, lambda: f"neighborhood({tuple(shape)}, {tuple(window)})")
 
 
 def blocks(visible: torch.Tensor, block_size: int) -> Mask:
@@ -159,7 +160,7 @@ def blocks(visible: torch.Tensor, block_size: int) -> Mask:
         index = (*((b, h)[2 - lead :]), i // block_size, j // block_size)
         return e.cast(e.load(visible, index), bool)
 
-    return mask(body, f"blocks(map, {block_size})")
+    return mask(body, lambda: f"blocks(map, {block_size})")
 
 
 def explicit(keep: torch.Tensor) -> Mask:
@@ -171,7 +172,7 @@ def explicit(keep: torch.Tensor) -> Mask:
     table, shift = keep if keep.ndim == 4 else keep[None, None], keep.shape[-1] - keep.shape[-2]
     return mask(
         lambda b, h, i, j: e.cast(e.load(table, (*_lead(table, b, h), i - shift, j)), bool),
-        f"explicit({tuple(keep.shape)})",
+        lambda: f"explicit({tuple(keep.shape)})",
     )
 
 
@@ -191,7 +192,7 @@ def softcap(cap: float) -> Score:
     """cap * tanh(s / cap): scores stay within (-cap, cap) (Gemma 2, Grok)."""
     if isinstance(cap, (int, float)) and not cap > 0:
         raise InputError("softcap cap", got=repr(cap), expected="a number > 0")
-    return score(lambda s, b, h, i, j: float(cap) * e.unary("tanh", s / float(cap)), f"softcap({cap})")
+    return score(lambda s, b, h, i, j: float(cap) * e.unary("tanh", s / float(cap)), lambda: f"softcap({cap})")
 
 
 def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
@@ -217,8 +218,7 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
 
     def biased(s: Expr, b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
         distance = abs(i - j) if bidirectional else (i - j).clamp(min=0)
-        # The slack decides distances that are exactly on a bucket's edge alike in every precision, as T5 does in float32.
-        # The slack puts distances exactly on a bucket's edge into the same bucket in every precision, T5's float32 included.
+        # the slack puts distances on a bucket's edge into the bucket that T5's float32 gives, in every precision
         far = e.unary("log", distance.clamp(min=exact).float() / float(exact)) * scale + 1e-5
         near = distance.clamp(max=exact - 1)  # the clamp lets the bounds of the bucket be proved
         bucket = e.where(distance < exact, near, (far.int() + exact).clamp(max=buckets - 1))
@@ -226,7 +226,7 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
             bucket = bucket + e.where(j > i, buckets, 0)
         return s + e.load(table, (bucket, h))
 
-    return score(biased, f"relative_bias({tuple(table.shape)})")
+    return score(biased, lambda: f"relative_bias({tuple(table.shape)})")
 
 
 def bias(values: torch.Tensor) -> Score:
@@ -239,7 +239,8 @@ def bias(values: torch.Tensor) -> Score:
     table = values if values.ndim == 4 else values[None, None]
     shift = values.shape[-1] - values.shape[-2]
     return score(
-        lambda s, b, h, i, j: s + e.load(table, (*_lead(table, b, h), i - shift, j)), f"bias({tuple(values.shape)})"
+        lambda s, b, h, i, j: s + e.load(table, (*_lead(table, b, h), i - shift, j)),
+        lambda: f"bias({tuple(values.shape)})",
     )
 
 

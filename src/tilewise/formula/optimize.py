@@ -14,8 +14,10 @@ _EXACT_IN_FLOAT = ("add", "sub", "neg", "abs", "min", "max", "where")
 def cheaper(root: Expr) -> Expr:
     """The same value by cheaper element operations.
 
-    Integer-to-float conversions, which run at a quarter of the rate of arithmetic, move from pairs (i, j) to positions: float32 holds
-    positions, their sums and differences exactly up to 2**24. Division by what is constant over a tile becomes a product.
+    Integer-to-float conversions, which run at a quarter of the rate of arithmetic, move from pairs (i, j) to
+    positions: float32 holds positions, their sums and differences exactly up to 2**24. Division by what is constant
+        over a tile becomes a
+    product.
     """
     return transform(root, _cheaper_node)
 
@@ -38,7 +40,8 @@ def _as_float(node: Expr) -> Expr:
 def hoist(roots: Sequence[Expr], fixed: str) -> tuple[list[Expr], list[Expr]]:
     """Split expressions by what moves inside a program, which owns the positions `fixed` ('i' or 'j').
 
-    Returns the subexpressions over b, h and `fixed` that the rest uses, and the rest, which reads them as symbols `once[k]`.
+    Returns the subexpressions over b, h and `fixed` that the rest uses, and the rest, which reads them as symbols
+    `once[k]`.
     """
     roots = share(*roots)
     still = {"b", "h", fixed}
@@ -61,6 +64,8 @@ def hoist(roots: Sequence[Expr], fixed: str) -> tuple[list[Expr], list[Expr]]:
             if id(node) in replaced:
                 done[id(node)] = replaced[id(node)]
             else:
-                done[id(node)] = Expr(node.op, tuple(done[id(a)] for a in node.args), node.kind, node.value) if node.args else node
+                done[id(node)] = (
+                    Expr(node.op, tuple(done[id(a)] for a in node.args), node.kind, node.value) if node.args else node
+                )
         rest.append(done[id(root)])
     return hoisted, rest

@@ -1,5 +1,6 @@
 """What every test tier shares: named cases, oracles, error budgets, strategies, and properties of an implementation.
 
-`cases` names problems, `oracles` solves them densely in float64 with plain functions, `budgets` says how far an implementation may
-be from that, `properties` checks one implementation on one device, `strategies` (needs hypothesis) draws shapes and formulas.
+`cases` names problems, `oracles` solves them densely in float64 with plain functions, `budgets` says how far an
+implementation may be from that, `properties` checks one implementation on one device, `strategies` (needs hypothesis)
+draws shapes and formulas.
 """

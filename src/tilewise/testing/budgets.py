@@ -1,11 +1,14 @@
-"""How far an implementation may be from the truth: twice plain PyTorch's own error at the same dtype, plus a derived floor.
+"""How far an implementation may be from the truth: twice plain PyTorch's own error at the same dtype, plus a derived
+floor.
 
 The floor has three parts, each from what any tiled implementation must do, none tuned:
 
-- order: sums taken in another order in float32 (float64 for float64): `ORDER` units of roundoff of the sum of absolute values,
+- order: sums taken in another order in float32 (float64 for float64): `ORDER` units of roundoff of the sum of absolute
+values,
   times 1 + the largest score, because an error in a score multiplies its weight;
 - rounding: half a unit in the last place of the stored result;
-- recomputation (gradients): a backward that keeps o and lse reads them rounded, so delta = rowsum(do o) is off by the rounding of o. It
+- recomputation (gradients): a backward that keeps o and lse reads them rounded, so delta = rowsum(do o) is off by the
+rounding of o. It
   is measured: the float64 gradient with o and lse rounded to their dtypes, against the gradient without.
 """
 
@@ -80,6 +83,11 @@ def _floors(
     return floors
 
 
+def _rows(inputs: Inputs, x: torch.Tensor, cut: slice) -> torch.Tensor:
+    """The rows of one packed sequence as a batch of one; a dense tensor as it is."""
+    return x if inputs.case.packed is None else x[None, cut]
+
+
 def _into_captured(inputs: Inputs, one: Dense, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     return torch.autograd.grad(one.final, inputs.captured, weight, **options)
@@ -97,9 +105,8 @@ def _second_look(
     for one, rows, keys in found:
         if not one.o.numel():
             continue
-        at = (lambda x, cut: x) if case.packed is None else (lambda x, cut: x[None, cut])
-        q, do = (at(x, rows).transpose(1, 2) for x in (inputs.q, inputs.do))
-        k, v = (at(x, keys).repeat_interleave(case.group, 2).transpose(1, 2) for x in (inputs.k, inputs.v))
+        q, do = (_rows(inputs, x, rows).transpose(1, 2) for x in (inputs.q, inputs.do))
+        k, v = (_rows(inputs, x, keys).repeat_interleave(case.group, 2).transpose(1, 2) for x in (inputs.k, inputs.v))
         lse, o = one.lse.to(wide).double(), one.o.to(dtype).double().transpose(1, 2)
         lse = torch.where(lse == -torch.inf, torch.inf, lse)
         p = torch.where(one.visible, torch.exp(one.final - lse[..., None]), 0.0)
@@ -122,8 +129,8 @@ def _second_look(
             parts_v = torch.matmul((p * one.keep).transpose(-1, -2), size_of(do)).transpose(1, 2)
             for name, part, cut in (("dq", parts_q, rows), ("dk", parts_k, keys), ("dv", parts_v, keys)):
                 if name != "dq":
-                    part = part.unflatten(2, (case.heads_kv, case.group)).sum(3)
-                at(target[name], cut).add_(part.detach())
+                    part = part.reshape(*part.shape[:2], case.heads_kv, case.group, part.shape[-1]).sum(3)
+                _rows(inputs, target[name], cut).add_(part.detach())
             if inputs.sink is not None:
                 share = torch.exp(inputs.sink[:, None] - lse) * (size_of(delta[..., 0]))
                 target["dsink"] -= share.sum((0, 2)).detach()

@@ -20,7 +20,8 @@ class Spelled(NamedTuple):
 
 
 class Maker:
-    """Seeded tensors for a case: the same values on every device and, after rounding to the case's dtype, in every precision.
+    """Seeded tensors for a case: the same values on every device and, after rounding to the case's dtype, in every
+    precision.
 
     Args:
         device: where tensors are made.
@@ -42,7 +43,7 @@ class Maker:
         return (rounded.double() if self.exact else rounded).to(self.device)
 
     def learned(self, *shape: int, low: float | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A captured tensor that takes a gradient: normal values, or |values| + low; float32 unless `dtype` says otherwise."""
+        """A captured tensor that takes a gradient: normal values, or |values| + low; float32 by default."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         values = self.draw(*shape, dtype=dtype or wide)
         if low is not None:
@@ -70,9 +71,10 @@ Builder = Callable[["Case", Maker], Spelled]
 class Case:
     """One named problem, for any dtype, device and implementation.
 
-    `packed` lists (seqlen_q, seqlen_k) of each sequence and then replaces batch and seqlens. `memory` says how q, k, v lie:
-    "dense", "sliced" (one (batch, seqlen, heads, dim) tensor cut along its heads) or "expanded" (one key/value head seen as many,
-    stride 0). `gpu` marks what only a GPU should run, by size.
+    `packed` lists (seqlen_q, seqlen_k) of each sequence and then replaces batch and seqlens. `memory` says how q, k, v
+    lie: "dense", "sliced" (one (batch, seqlen, heads, dim) tensor cut along its heads) or "expanded" (one key/value
+        head
+    seen as many, stride 0). `gpu` marks what only a GPU should run, by size.
     """
 
     name: str

@@ -62,10 +62,12 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
     """Seeded tensors of a case; with `exact`, the values of a `dtype` problem held in float64."""
     device = torch.device(device)
     make = Maker(device, dtype, seed=sum(map(ord, case.name)), exact=exact)
+    rows_q: tuple[int, ...]
+    rows_k: tuple[int, ...]
     if case.packed is None:
         rows_q, rows_k = (case.batch, case.seqlen_q), (case.batch, case.seqlen_k)
     else:
-        rows_q, rows_k = ((sum(pair[axis] for pair in case.packed),) for axis in (0, 1))
+        rows_q, rows_k = (sum(q for q, _ in case.packed),), (sum(k for _, k in case.packed),)
     q = make.draw(*rows_q, case.heads_q, case.head_dim)
     k = make.draw(*rows_k, case.heads_kv, case.head_dim)
     v = make.draw(*rows_k, case.heads_kv, case.head_dim_v)
@@ -78,7 +80,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
         k, v = (x[..., :1, :].expand_as(x).detach() for x in (k, v))
     if case.memory == "sliced":
         joint = torch.cat([q, k, v], -2)
-        q, k, v = (x.detach() for x in joint.split([case.heads_q, case.heads_kv, case.heads_kv], -2))
+        ends = (0, case.heads_q, case.heads_q + case.heads_kv, joint.shape[-2])
+        q, k, v = (joint.narrow(-2, ends[n], ends[n + 1] - ends[n]).detach() for n in range(3))
     mask = None if case.mask is None else case.mask(case, make)
     score = None if case.score is None else case.score(case, make)
     for x in (q, k, v):

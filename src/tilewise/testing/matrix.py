@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -24,12 +25,13 @@ def runnable(
     return [(setting, case) for case in cases for setting in settings if can_run(setting, case)]
 
 
-class Applies(NamedTuple):
+@dataclass(frozen=True)
+class Applies:
     """The cases that a property is checked on, and what else an implementation must be able to do for it."""
 
     cases: tuple[str, ...]
-    arguments: dict[str, Any] = {}
-    changes: dict[str, Any] = {}
+    arguments: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 PROPERTIES: dict[Check, Applies] = {

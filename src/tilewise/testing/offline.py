@@ -31,7 +31,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from tilewise.ops.attention import triton_attention
+    from tilewise.ops.attention import triton_attention, triton_launch
 
     class OfflineDriver:
         def get_current_target(self) -> GPUTarget:
@@ -60,6 +60,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
         with (
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(triton_attention, "capability", lambda device: sm),
+            mock.patch.object(triton_launch, "remember", False),
         ):
             yield compiled
     finally:

@@ -1,7 +1,8 @@
-"""Dense attention in plain PyTorch: in float64 it is the truth, in the problem's dtype it is what a user would write by hand.
+"""Dense attention in plain PyTorch: in float64 it is the truth, in the problem's dtype it is what a user would write
+by hand.
 
-Nothing here traces a formula or shares code with an implementation, the dropout bits excepted (`tilewise.core.philox`, which has
-tests of its own against the published vectors).
+Nothing here traces a formula or shares code with an implementation, the dropout bits excepted (`tilewise.core.philox`,
+which has tests of its own against the published vectors).
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class Dense:
 def dense(inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int = 0) -> Dense:
     """softmax(score(scale q k^T) where mask) v with every score in memory, rounded as PyTorch's operators round.
 
-    Matmuls and scores are in the dtype of q, the softmax in float32 (float64 for float64), its weights rounded to the dtype of v,
-    as models spell it in eager mode. q, k, v are (batch, seqlen, heads, dim); `first` is the batch index of the first element.
+    Matmuls and scores are in the dtype of q, the softmax in float32 (float64 for float64), its weights rounded to the
+    dtype of v, as models spell it in eager mode. q, k, v are (batch, seqlen, heads, dim); `first` is the batch index
+    of the first element.
     """
     case, device = inputs.case, q.device
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -65,7 +67,7 @@ def dense(inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fir
 
 
 def parts(inputs: Inputs) -> list[tuple[Dense, slice, slice]]:
-    """Dense results with the rows of q and k that they speak for: one for a dense case, one for each packed sequence."""
+    """Dense results with the rows of q and k that they speak for: one, or one for each packed sequence."""
     case = inputs.case
     if case.packed is None:
         return [(dense(inputs, inputs.q, inputs.k, inputs.v), slice(None), slice(None))]

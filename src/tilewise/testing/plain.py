@@ -1,7 +1,7 @@
 """The library's masks and scores as plain functions of index tensors: an independent spelling, sharing no code with it.
 
-Every function here returns `mask(b, h, i, j)` or `score(s, b, h, i, j)` for PyTorch tensors that broadcast. `i` is the query's
-place on the key axis.
+Every function here returns `mask(b, h, i, j)` or `score(s, b, h, i, j)` for PyTorch tensors that broadcast. `i` is the
+query's place on the key axis.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def neighborhood(shape: Sequence[int], window: Sequence[int], device: torch.devi
 
 
 def blocks(visible: torch.Tensor, block_size: int) -> Function:
-    """The block map blown up to positions; visible (..., q_blocks, k_blocks) of rank 2, 3 (heads) or 4 (batch, heads)."""
+    """The block map blown up to positions; `visible` as `tilewise.blocks` takes it."""
     full = visible.repeat_interleave(block_size, -2).repeat_interleave(block_size, -1)
     full = full[(None,) * (4 - full.ndim)]
     return lambda b, h, i, j: full[b % full.shape[0], h % full.shape[1], i, j]

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: shapes of attention, and random formulas as functions that run on symbols and on tensors alike."""
+"""Hypothesis strategies: shapes of attention, and random formulas that run on symbols and on tensors alike."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def shapes(draw: st.DrawFn) -> Case:
 
 
 # random formulas ---------------------------------------------------------------------------------------------------
-# A formula is a nested tuple (operation, operands...); `evaluate_tree` runs it on whatever the symbols are. The left operand of
-# every operation depends on a symbol, so that PyTorch and the formula promote types alike.
+# A formula is a nested tuple (operation, operands...); `evaluate_tree` runs it on whatever the symbols are. The left
+# operand of every operation depends on a symbol, so that PyTorch and the formula promote types alike.
 
 Tree = tuple[Any, ...]
 

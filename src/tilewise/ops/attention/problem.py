@@ -153,14 +153,14 @@ def make_call(
 
 
 def _indices(call: Call) -> None:
-    """Raise FormulaError if a captured tensor could be read outside; packed lengths are known where they can be read."""
+    """Raise FormulaError if a captured tensor could be read outside (packed lengths count where they can be read)."""
     lengths = [(call.rows_q, call.rows_k)] * min(call.batch, 1)
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-        ends = (host_values(call.cu_seqlens_q), host_values(call.cu_seqlens_k))
-        if ends[0] is None or ends[1] is None:
+        ends_q, ends_k = host_values(call.cu_seqlens_q), host_values(call.cu_seqlens_k)
+        if ends_q is None or ends_k is None:
             return
-        steps = ([b - a for a, b in itertools.pairwise(values)] for values in ends)
-        lengths = list(zip(*steps, strict=True))
+        steps_q, steps_k = ([b - a for a, b in itertools.pairwise(ends)] for ends in (ends_q, ends_k))
+        lengths = list(zip(steps_q, steps_k, strict=True))
     lengths = [(rows_q, rows_k) for rows_q, rows_k in lengths if rows_q and rows_k]
     if not lengths:
         return

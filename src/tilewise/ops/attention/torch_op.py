@@ -203,7 +203,10 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     dsink = rest.pop(0) if flags[2] == "1" else None
     dscore = [rest.pop(0) if wanted == "1" else None for wanted in flags[3:]]
     none_mask = [None] * len(mask_tensors)
-    return dq, dk, dv, dsink, None, none_mask, None, None, dscore, None, None, None, None, None, None, None, None
+    # PyTorch takes an empty list of numbers for a list of no tensors and wants one back
+    no_numbers: list[list[Any] | None] = [None if numbers else [] for numbers in ctx.numbers]
+    formulas = (None, none_mask, no_numbers[0], None, dscore, no_numbers[1])
+    return dq, dk, dv, dsink, *formulas, None, None, None, None, None, None, None
 
 
 attention_forward.register_autograd(_autograd, setup_context=_setup_context)

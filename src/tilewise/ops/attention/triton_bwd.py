@@ -105,7 +105,7 @@ def keys_tile(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "mask_nums", "score_nums", "dropout", "keep_scale"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "list_strides", "mask_nums", "score_nums", "scale", "dropout", "keep_scale"])
 def attention_bwd_keys(
     Q, K, V, DO, LSE2, DELTA, DK, DV, CU_Q, CU_K, SEED,
     PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, list_strides,
@@ -302,7 +302,7 @@ def query_tile(
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "mask_nums", "score_nums", "dropout", "keep_scale"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "list_strides", "mask_nums", "score_nums", "scale", "dropout", "keep_scale"])
 def attention_bwd_queries(
     Q, K, V, DO, LSE2, DELTA, DQ, CU_Q, CU_K, SEED,
     PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, list_strides,

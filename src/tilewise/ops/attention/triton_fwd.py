@@ -3,11 +3,9 @@
 import triton
 import triton.language as tl
 
-from tilewise.tiles.arithmetic import LOG2E
+from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.visit import locate, partial_tile, row_ends, span_tiles
-
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -75,7 +73,7 @@ def fold_tile(
     return acc, l_i, m_new
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "mask_nums", "score_nums", "dropout", "keep_scale"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "list_strides", "mask_nums", "score_nums", "scale", "dropout", "keep_scale"])
 def attention_fwd(
     Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED,
     PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, list_strides,

@@ -6,9 +6,20 @@ import triton.language as tl
 from tilewise.tiles.visit import locate
 
 
+@triton.jit(do_not_specialize=["size", "blocks"])
+def block_extrema(X, LOW, HIGH, size, blocks, BLOCK: tl.constexpr):
+    """Smallest and largest of each run of BLOCK elements along the last dimension of a contiguous tensor."""
+    pid = tl.program_id(0)
+    row = (pid // blocks).to(tl.int64)
+    offs = tl.minimum((pid % blocks) * BLOCK + tl.arange(0, BLOCK), size - 1)
+    x = tl.load(X + row * size + offs)
+    tl.store(LOW + pid, tl.min(x, 0))
+    tl.store(HIGH + pid, tl.max(x, 0))
+
+
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "slots", "capacity", "nums"])
 def tile_lists(
-    PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, CU_Q, CU_K, args, nums, batch, seqlen_q, seqlen_k, slots, capacity,
+    PARTIAL_COUNT, FULL_COUNT, PARTIAL, FULL, CU_Q, CU_K, args, nums, capacity, batch, seqlen_q, seqlen_k, slots,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr,
 ):  # fmt: skip

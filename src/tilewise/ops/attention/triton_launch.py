@@ -1,0 +1,87 @@
+"""Launching with little host time: what a call's shapes decide is worked out once and kept, and later calls only pass pointers and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilewise.formula.structure import Bound
+from tilewise.ops.attention.problem import Call
+
+remember = True  # whether compiled kernels are called directly on later launches; off while compiling without a GPU
+
+
+@dataclass
+class Plan:
+    """One kernel for one kind of call: its grid, its constant arguments, and once launched the compiled kernel.
+
+    Arguments are passed in the order of the kernel's parameters: pointers, `strides`, the formula's tuples, `sizes`, scalars, `constants`.
+    """
+
+    kernel: Any
+    grid: int
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    constants: tuple[Any, ...]
+    warps: int
+    stages: int
+    extra: Any = None
+    compiled: Any = field(default=None, init=False)
+
+    def launch(self, pointers: tuple[Any, ...], formula: tuple[Any, ...], scalars: tuple[float, ...] = ()) -> None:
+        arguments = (*pointers, *self.strides, *formula, *self.sizes, *scalars, *self.constants)
+        if self.compiled is not None:
+            self.compiled(*arguments)
+            return
+        compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.warps, num_stages=self.stages)
+        if remember and hasattr(compiled, "launch_metadata"):  # the interpreter returns nothing
+            self.compiled = compiled[(self.grid, 1, 1)]
+
+
+class Plans:
+    """Plans by key; the oldest go when there are too many."""
+
+    def __init__(self, limit: int = 4096) -> None:
+        self._known: dict[Hashable, Any] = {}
+        self._limit = limit
+
+    def get(self, key: Hashable) -> Any:
+        return self._known.get(key) if remember and key is not None else None
+
+    def put(self, key: Hashable, plan: Any) -> Any:
+        if remember and key is not None:
+            if len(self._known) >= self._limit:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = plan
+        return plan
+
+
+def call_key(call: Call) -> Hashable:
+    """Everything of a call that may change which kernel runs or how; None where pointers or numbers would need a variant of their own."""
+    q, k, v = call.q, call.k, call.v
+    pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    parts: list[Any] = [q.dtype, q.device, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()]
+    for bound in (call.mask, call.score):
+        if bound is None:
+            parts.append(None)
+            continue
+        parts.append(bound.text)
+        for tensor in bound.tensors:
+            pointers |= tensor.data_ptr()
+            parts += (tensor.dtype, tensor.shape, tensor.stride())
+        if not _small(bound):
+            return None
+    if pointers % 16:
+        return None
+    sink = None if call.sink is None else call.sink.dtype
+    packed = None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0]
+    precision = torch.get_float32_matmul_precision() if q.dtype == torch.float32 else None
+    return (*parts, sink, packed, call.dropout > 0.0, call.scale > 0.0, call.grad_captured, precision)
+
+
+def _small(bound: Bound) -> bool:
+    """Whether every integer fits the 32 bits it travels in."""
+    return all(isinstance(n, float) or -(2**31) <= n < 2**31 for n in bound.numbers)
