@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from benchmarks.environment import current
 from benchmarks.records import RESULTS
-
 from tools.families import FAMILIES, ROOT, Family
 from tools.receipts import Receipt, append
 

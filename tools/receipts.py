@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.records import RESULTS, device_slug
-
 from tools.families import FAMILIES, ROOT
 
 FILE = "receipts.jsonl"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS
-
 from tools.families import ROOT, family_of
 from tools.receipts import verified
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tools.families import FAMILIES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -23,6 +22,7 @@ from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import MaskMod, ScoreMod, Slice, head_slice, relative_error, visible_pairs
 from benchmarks.timing import ceilings, failure_message, interleaved, method
+from tools.families import FAMILIES
 
 # Eight documents of unequal lengths, none a multiple of a tile, as fractions of 8192.
 DOCUMENTS = (250, 517, 771, 1019, 1283, 1530, 1797, 1025)

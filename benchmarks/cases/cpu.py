@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tools.families import FAMILIES
 
 import tilewise as tw
 from benchmarks.cases import Options
@@ -20,6 +19,7 @@ from benchmarks.memory import cpu_peak_mib
 from benchmarks.records import Writer
 from benchmarks.reference import MaskMod, head_slice, relative_error, visible_pairs
 from benchmarks.timing import ceilings, interleaved, method
+from tools.families import FAMILIES
 
 WINDOW = 512
 BATCH, HEADS, HEAD_DIM = 1, 4, 64

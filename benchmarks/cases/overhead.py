@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tools.families import FAMILIES
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tilewise as tw
@@ -25,6 +24,7 @@ from benchmarks.cases import Options
 from benchmarks.environment import ROOT, current
 from benchmarks.records import Writer
 from benchmarks.timing import host_times
+from tools.families import FAMILIES
 
 PROBE_LIMIT_S = 300
 METHOD = (

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tools.families import FAMILIES
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw
@@ -20,6 +19,7 @@ from benchmarks.memory import cpu_peak_mib, gpu_peak_mib
 from benchmarks.records import Writer
 from benchmarks.timing import failure_message, interleaved, method
 from tilewise.schedule.tilemap import TileMap
+from tools.families import FAMILIES
 
 WINDOW, DOCUMENTS, BLOCK = 4096, 32, 128
 CPU_DENSE_LIMIT = 4 * 2**30  # bytes of the dense mask above which plain create_block_mask is not tried on the CPU

@@ -40,7 +40,7 @@ def test_every_case_runs_tiled_and_the_plain_ones_run_fused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@hypothesis_settings(max_examples=40)
+@hypothesis_settings(max_examples=30)
 @given(case=shapes())
 def test_any_shape_equals_the_reference(dtype: torch.dtype, case: Case) -> None:
     setting = Setting("cpu_tiled", dtype)

@@ -144,13 +144,13 @@ def test_memory_is_linear_in_the_sequence() -> None:
             return out
 
     sizes = []
-    for seqlen in (2048, 4096):
+    for seqlen in (1024, 2048):
         q = torch.randn(1, seqlen, 1, 16, requires_grad=True)
         with Largest() as largest:
-            tw.attention(q, q, q, mask=tw.window(200), impl="cpu_tiled").sum().backward()
+            tw.attention(q, q, q, mask=tw.window(50), impl="cpu_tiled").sum().backward()
         sizes.append(largest.size)
     assert sizes[1] <= 2 * sizes[0]
-    assert sizes[1] < 4096 * 4096 * 4 / 8
+    assert sizes[1] < 2048 * 2048 * 4 / 8
 
 
 @pytest.mark.parametrize(("setting", "case"), runnable(["cpu_tiled"], [CASES["alibi_causal"]], DTYPES), ids=name_of)

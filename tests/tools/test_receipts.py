@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tools.families import FAMILIES, Family
-from tools.receipts import Receipt
 
 from tools import families, gpu_receipt, receipts, support_matrix
+from tools.families import FAMILIES, Family
+from tools.receipts import Receipt
 
 RECEIPT = Receipt(
     family="toy", sources="", device="NVIDIA H200", driver="1", torch="2", triton="3", commit="abc",

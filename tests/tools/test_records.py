@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks import records
 from benchmarks.environment import Environment
 from benchmarks.records import RecordError, Writer
-
 from tests.tools.samples import sample
 
 ENVIRONMENT = Environment(

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.records import append
-
 from tests.tools.samples import sample
 
 

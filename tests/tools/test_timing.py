@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+
 from benchmarks import timing
 from benchmarks.memory import MIB, cpu_peak_mib
 from benchmarks.reference import head_slice, relative_error, visible_pairs

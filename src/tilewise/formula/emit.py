@@ -42,7 +42,9 @@ class Captured(NamedTuple):
 
 
 def tensor_arguments(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """The `args` tuple that emitted functions expect: each tensor, then its strides (a last stride of 1 is left out)."""
+    """The `args` tuple that emitted functions expect: each tensor, then its strides (a last stride of 1 is left
+    out).
+    """
     values: list[Any] = []
     for tensor in tensors:
         values.append(tensor)
@@ -83,7 +85,9 @@ class Emitter:
         return self._definition(name, parameters, [*lines, f"return {', '.join(names)}"])
 
     def once(self, name: str, parameters: Sequence[str], hoisted: Sequence[Expr]) -> str:
-        """`def name(*parameters, args, nums)` returning a tuple of what a program computes once (never an empty one)."""
+        """`def name(*parameters, args, nums)` returning a tuple of what a program computes once (never an empty
+        one).
+        """
         lines, names = self._body(share(*hoisted))
         return self._definition(name, parameters, [*lines, f"return ({', '.join(names) or parameters[0]},)"])
 

@@ -5,7 +5,7 @@ The floor has three parts, each from what any tiled implementation must do, none
 
 - order: sums taken in another order in float32 (float64 for float64): `ORDER` units of roundoff of the sum of absolute
 values,
-  times 1 + the largest score, because an error in a score multiplies its weight;
+  times 1 + the largest score that has any weight, because an error in a score multiplies its weight;
 - rounding: half a unit in the last place of the stored result;
 - recomputation (gradients): a backward that keeps o and lse reads them rounded, so delta = rowsum(do o) is off by the
 rounding of o. It
@@ -65,12 +65,17 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return _largest(torch.where(same, 0.0, got - want))
 
 
+def _weighty(one: Dense) -> torch.Tensor:
+    """Scores whose weight is more than a millionth: an error in any other is never seen."""
+    return one.visible & (one.final - one.lse[..., None] > -14.0)
+
+
 def _floors(
     inputs: Inputs, found: list[tuple[Dense, slice, slice]], values: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, float]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sizes, recomputed = _second_look(inputs, found, dtype, wide)
-    scores = max((_largest(torch.where(one.visible, one.final, 0.0)) for one, _, _ in found), default=0.0)
+    scores = max((_largest(torch.where(_weighty(one), one.final, 0.0)) for one, _, _ in found), default=0.0)
     stored = {"o": dtype, "dq": dtype, "dk": dtype, "dv": dtype, "lse": wide, "dsink": wide}
     stored |= {f"dcaptured{n}": t.dtype for n, t in enumerate(make_inputs(inputs.case, dtype).captured)}
     floors = {}

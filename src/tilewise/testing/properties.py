@@ -201,7 +201,7 @@ def groups_equal_expanded_heads(setting: Setting, case: Case) -> None:
     for name in ("dk", "dv"):
         if name in got:
             wide = got[name].double()
-                got[name] = wide.reshape(*wide.shape[:-2], case.heads_kv, case.group, wide.shape[-1]).sum(-2)
+            got[name] = wide.reshape(*wide.shape[:-2], case.heads_kv, case.group, wide.shape[-1]).sum(-2)
     within(got, expectation(case, setting.dtype, setting.device))
 
 

@@ -50,7 +50,9 @@ def tanh(x):
 
 @triton.jit
 def tanh_fast(x):
-    """The hardware's tanh (sm_75 and newer): one instruction, relative error 2**-11, below the rounding of a 16-bit score."""
+    """The hardware's tanh (sm_75 and newer): one instruction, relative error 2**-11, below the rounding of a 16-bit
+    score.
+    """
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 

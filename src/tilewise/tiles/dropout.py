@@ -6,7 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def keep_tile(seed, row, offs_i, start_j, dropout, BLOCK_J: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Which scores survive: bool [BLOCK_I, BLOCK_J], or [BLOCK_J, BLOCK_I] when KEYS_FIRST. start_j is a multiple of 4."""
+    """Which scores survive: bool [BLOCK_I, BLOCK_J], or [BLOCK_J, BLOCK_I] when KEYS_FIRST. start_j is a multiple of
+    4.
+    """
     groups = start_j // 4 + tl.arange(0, BLOCK_J // 4)
     if KEYS_FIRST:
         c0 = groups[:, None] + offs_i[None, :] * 0

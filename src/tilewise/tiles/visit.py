@@ -8,7 +8,8 @@ import triton.language as tl
 def locate(slot, CU_SEQLENS, batch, BLOCK: tl.constexpr):
     """(sequence, tile inside it) of a packed slot.
 
-    Sequence b owns the slots from cu[b] // BLOCK + b on: enough for its tiles whatever the lengths, so no prefix sum and
+    Sequence b owns the slots from cu[b] // BLOCK + b on: enough for its tiles whatever the lengths, so no prefix sum
+    and
     no longest length is needed. A slot beyond its sequence's last tile has nothing to do.
     """
     low = 0
@@ -24,17 +25,30 @@ def locate(slot, CU_SEQLENS, batch, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def span_tiles(first_any, last_any, first_all, last_all, size, BLOCK: tl.constexpr):
-    """Loop bounds from a visible run: (begin, end) of the visited tiles and (full_begin, full_end) of those without a hidden pair."""
-    first = tl.maximum(first_any, 0).to(tl.int32)
-    last = tl.minimum(last_any, size - 1).to(tl.int32)
-    begin = first // BLOCK
-    end = tl.where(last >= first, last // BLOCK + 1, begin)
-    # a tile beyond the sequence's end counts as partial: it needs its bounds checked
-    full_begin = tl.maximum((tl.maximum(first_all, 0).to(tl.int32) + BLOCK - 1) // BLOCK, begin)
-    full_end = tl.minimum((tl.minimum(last_all, size - 1).to(tl.int32) + 1) // BLOCK, end)
-    empty = full_end <= full_begin
-    return begin, end, tl.where(empty, end, full_begin), tl.where(empty, end, full_end)
+def span_tiles(b, h, x0, x1, low, size, args, nums, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """Loop bounds for the rows x0 .. x1 of a mask whose visible positions are one run (everything, if TILES is None).
+
+    Positions of the other axis begin at `low` and number `size`. Returns (begin, end) of the visited tiles and
+    (full_begin, full_end) of
+    those without a hidden pair; a tile that reaches beyond the last position is not full, since its bounds need
+    checking.
+    """
+    first_any = 0 * x0
+    last_any = first_any + (size - 1)
+    first_all = first_any
+    last_all = last_any
+    if TILES is not None:
+        first_any, last_any, first_all, last_all = TILES(b, h, x0, x1, args, nums)
+        first_any = tl.maximum(first_any - low, 0).to(tl.int32)
+        last_any = tl.minimum(last_any - low, size - 1).to(tl.int32)
+        first_all = tl.maximum(first_all - low, 0).to(tl.int32)
+        last_all = tl.minimum(last_all - low, size - 1).to(tl.int32)
+    begin = first_any // BLOCK
+    end = tl.where(last_any >= first_any, last_any // BLOCK + 1, begin)
+    full_begin = tl.maximum((first_all + BLOCK - 1) // BLOCK, begin)
+    full_end = tl.minimum((last_all + 1) // BLOCK, end)
+    none = full_end <= full_begin
+    return begin, end, tl.where(none, end, full_begin), tl.where(none, end, full_end)
 
 
 @triton.jit
@@ -54,3 +68,12 @@ def row_ends(b, h, rows, begin, end, args, nums, ROWS: tl.constexpr):
         first = tl.maximum(row_first, begin).to(tl.int32) + tl.zeros_like(rows)
         last = tl.minimum(row_last, end - 1).to(tl.int32) + tl.zeros_like(rows)
     return first, last
+
+
+@triton.jit
+def call_once(b, h, rows, args, nums, ONCE: tl.constexpr):
+    """What a formula computes once for a program's rows, as a tuple."""
+    once = (b,)
+    if ONCE is not None:
+        once = ONCE(b, h, rows, args, nums)
+    return once

@@ -1,4 +1,6 @@
-"""Tile configurations of the Triton kernels: frozen choices, looked up by pass, architecture, head dimension and element size."""
+"""Tile configurations of the Triton kernels: frozen choices, looked up by pass, architecture, head dimension and
+element size.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class Config:
     stages: int
 
 
-# (pass, least sm, element bytes) -> rows of (largest padded head dimension, Config); the first row that is wide enough is taken.
+# (pass, least sm, element bytes) -> rows of (largest padded head dimension, Config); the first row that is wide
+# enough is taken.
 _TABLE: dict[tuple[str, int, int], tuple[tuple[int, Config], ...]] = {
     ("forward", 90, 2): (
         (64, Config(128, 128, 8, 3)),
@@ -54,7 +57,8 @@ _TABLE: dict[tuple[str, int, int], tuple[tuple[int, Config], ...]] = {
         (256, Config(32, 16, 4, 1)),
         (512, Config(16, 16, 4, 1)),
     ),
-    ("forward", 80, 4): ((64, Config(64, 32, 4, 2)), (128, Config(64, 32, 8, 1)), (256, Config(32, 16, 8, 1)), (512, Config(16, 16, 8, 1))),
+    ("forward", 80, 4): ((64, Config(64, 32, 4, 2)), (128, Config(64, 32, 8, 1)), (256, Config(32, 16, 8, 1)), (512,
+    Config(16, 16, 8, 1))),
     ("keys", 80, 4): ((64, Config(32, 32, 4, 1)), (128, Config(16, 32, 8, 1)), (512, Config(16, 16, 8, 1))),
     ("queries", 80, 4): ((64, Config(32, 32, 4, 1)), (128, Config(32, 16, 8, 1)), (512, Config(16, 16, 8, 1))),
 }  # fmt: skip

@@ -1,7 +1,10 @@
-"""Host side of the portable Triton kernels: formulas become device functions, sizes become a grid, and kernels are launched."""
+"""Host side of the portable Triton kernels: formulas become device functions, sizes become a grid, and kernels are
+launched.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -38,9 +41,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return o, lse
 
 
-def backward(
-    call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
-) -> Gradients:
+def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients by the Triton backward: delta, then dK and dV, then dQ with the captured tensors' gradients."""
     key = call_key(call)
     if key is not None:
@@ -74,7 +75,8 @@ def _forward_plan(call: Call) -> Plan:
     slots = _slots(call, cfg.block_m, False)
     strides = (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *strides_of(call.new_output()))
     constants = (
-        *_sizes(call), cfg.block_m, cfg.block_n, padded(call.head_dim), padded(call.head_dim_v), *_visibility(mask, "queries"),
+        *_sizes(call), cfg.block_m, cfg.block_n, padded(call.head_dim), padded(call.head_dim_v), *_visibility(mask,
+        "queries"),
         score and score.queries.once, score and score.queries.apply, *_modes(call),
     )  # fmt: skip
     grid = slots * call.num_heads_q * _batches(call)
@@ -82,7 +84,13 @@ def _forward_plan(call: Call) -> Plan:
 
 
 def _backward_plans(
-    call: Call, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+    call: Call,
+    o: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
 ) -> tuple[Plan, Plan, Plan]:
     mask, score = functions(call)
     rows = call.rows_q * call.num_heads_q * _batches(call)
@@ -98,7 +106,13 @@ def _backward_plans(
     tiles = (cfg.block_m, cfg.block_n, padded(call.head_dim), block_dv)
     side = score and score.keys
     constants = (
-        *_sizes(call), *tiles, *_visibility(mask, "keys"), side and side.once, side and side.apply, side and side.slope, *_modes(call)
+        *_sizes(call),
+        *tiles,
+        *_visibility(mask, "keys"),
+        side and side.once,
+        side and side.apply,
+        side and side.slope,
+        *_modes(call),
     )
     keys = Plan(
         attention_bwd_keys, slots * call.num_heads_kv * _batches(call), (*strides, *strides_of(dk), *strides_of(dv)),
@@ -110,7 +124,8 @@ def _backward_plans(
     tiles = (cfg.block_m, cfg.block_n, padded(call.head_dim), block_dv)
     side = score and score.queries
     constants = (
-        *_sizes(call), *tiles, *_visibility(mask, "queries"), side and side.once, side and side.apply, side and side.slope,
+        *_sizes(call), *tiles, *_visibility(mask, "queries"), side and side.once, side and side.apply,
+        side and side.slope,
         side and side.accumulate, *_modes(call),
     )  # fmt: skip
     queries = Plan(
@@ -240,7 +255,9 @@ def _tables(rule: TileRule, tensors: Sequence[torch.Tensor], cfg: Config) -> tup
     for table in rule.tables:
         tensor = tensors[table.slot]
         block = {"i": cfg.block_m, "j": cfg.block_n}.get(table.dims[-1] if table.dims else "")
-        simple = set(table.dims[:-1]) <= {"keep"} and tensor.is_contiguous() and tensor.dtype in (torch.int32, torch.int64)
+        simple = (
+            set(table.dims[:-1]) <= {"keep"} and tensor.is_contiguous() and tensor.dtype in (torch.int32, torch.int64)
+        )
         if block is None or not simple:
             return tuple(t.contiguous() for t in build_tables(rule.tables, tensors, cfg.block_m, cfg.block_n))
         extrema = done.get((table.slot, block))
@@ -265,4 +282,4 @@ def _longest(call: Call, of_keys: bool) -> int:
     rows = call.rows_k if of_keys else call.rows_q
     cu_seqlens = call.cu_seqlens_k if of_keys else call.cu_seqlens_q
     values = None if cu_seqlens is None else host_values(cu_seqlens)
-    return rows if values is None else max((b - a for a, b in zip(values, values[1:], strict=False)), default=0)
+    return rows if values is None else max((b - a for a, b in itertools.pairwise(values)), default=0)

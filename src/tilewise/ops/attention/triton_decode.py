@@ -1,6 +1,8 @@
-"""Few queries, many keys: the keys of one key/value head are split over programs, and partial results merge by log-sum-exp.
+"""Few queries, many keys: the keys of one key/value head are split over programs, and partial results merge by
+log-sum-exp.
 
-All queries of a group share the head's keys, so a program holds seqlen_q * group rows (Flash-Decoding, Dao et al. 2023). The merge
+All queries of a group share the head's keys, so a program holds seqlen_q * group rows (Flash-Decoding, Dao et al.
+2023). The merge
 law: lse = log sum exp(lse_s), o = sum exp(lse_s - lse) o_s.
 """
 
@@ -10,10 +12,12 @@ import triton.language as tl
 
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.triton_attention import formula_arguments, functions, matmul_precision, on_device, strides_of
+from tilewise.ops.attention.triton_attention import formula_arguments, functions, matmul_precision, on_device,
+strides_of
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key
 from tilewise.tiles.arithmetic import LN2, LOG2E
-from tilewise.tiles.visit import row_ends, span_tiles
+from tilewise.tiles.load import load_rows
+from tilewise.tiles.visit import call_once, row_ends, span_tiles
 
 _PROGRAMS_PER_SM = 4
 _PLANS = Plans()
@@ -47,7 +51,8 @@ def attention_split(
     offs_dv = tl.arange(0, BLOCK_DV)
 
     # pointers
-    q_ptrs = Q + b.to(tl.int64) * stride_qb + (offs_m.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh)[:, None] + offs_d[None, :]
+    q_ptrs = Q + b.to(tl.int64) * stride_qb + (offs_m.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh)[:,
+    None] + offs_d[None, :]
     K_base = K + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
     V_base = V + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh
 
@@ -56,36 +61,30 @@ def attention_split(
     m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
-    begin = 0
-    end = (seqlen_k + BLOCK_N - 1) // BLOCK_N
-    if TILES is not None:
-        first_any, last_any, first_all, last_all = TILES(b, h, shift, seqlen_k - 1, mask_args, mask_nums)
-        first = tl.min(first_any + tl.zeros_like(h), 0)
-        last = tl.max(last_any + tl.zeros_like(h), 0)
-        begin, end, _, _ = span_tiles(first, last, first, last, seqlen_k, BLOCK_N)
+    x0 = shift + 0 * h
+    first_tile, end_tile, _, _ = span_tiles(b, h, x0, x0 + (seqlen_q - 1), 0, seqlen_k, mask_args, mask_nums, TILES,
+    BLOCK_N)
+    begin = tl.min(first_tile + 0 * h, 0)
+    end = tl.max(tl.where(end_tile > first_tile, end_tile, 0) + 0 * h, 0)
     first_j, last_j = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, ROWS)
-    mask_once = ()
-    if MASK_ONCE is not None:
-        mask_once = MASK_ONCE(b, h[:, None], offs_i[:, None], mask_args, mask_nums)
-    score_once = ()
-    if SCORE_ONCE is not None:
-        score_once = SCORE_ONCE(b, h[:, None], offs_i[:, None], score_args, score_nums)
+    mask_once = call_once(b, h[:, None], offs_i[:, None], mask_args, mask_nums, MASK_ONCE)
+    score_once = call_once(b, h[:, None], offs_i[:, None], score_args, score_nums, SCORE_ONCE)
     begin += split * tiles_per_split
     end = tl.minimum(end, begin + tiles_per_split)
 
     # main loop
     for n in range(begin, end):
-        offs_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        start_n = begin * 0 + n * BLOCK_N
+        offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n < seqlen_k
         offs_j = tl.minimum(offs_n, seqlen_k - 1)
-        k_ptrs = K_base + offs_n[None, :].to(tl.int64) * stride_ks + offs_d[:, None]  # [D, BLOCK_N]
-        v_ptrs = V_base + offs_n[:, None].to(tl.int64) * stride_vs + offs_dv[None, :]  # [BLOCK_N, DV]
-        kt = tl.load(k_ptrs, mask=in_k[None, :] & (offs_d[:, None] < HEAD_DIM), other=0.0)
-        s = tl.dot(q, kt, input_precision=PRECISION) * scale  # [BLOCK_R, BLOCK_N]
+        k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, True)  # [BLOCK_N, D]
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_R, BLOCK_N]
         if SCORE is not None:
             s = SCORE(s, b, h[:, None], offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
         if VISIBLE is not None:
-            seen = VISIBLE(b, h[:, None], offs_i[:, None], offs_j[None, :], mask_once, mask_args, mask_nums) & in_k[None, :]
+            seen = VISIBLE(b, h[:, None], offs_i[:, None], offs_j[None, :], mask_once, mask_args,
+            mask_nums) & in_k[None, :]
         else:
             seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
         s = tl.where(seen, s, float("-inf"))
@@ -94,7 +93,7 @@ def attention_split(
         p = tl.math.exp2((s - m_use[:, None]) * LOG2E)
         alpha = tl.math.exp2((m_i - m_use) * LOG2E)
         l_i = l_i * alpha + tl.sum(p, 1)
-        v = tl.load(v_ptrs, mask=in_k[:, None] & (offs_dv[None, :] < HEAD_DIM_V), other=0.0)
+        v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True)  # [BLOCK_N, DV]
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         m_i = m_new
 
@@ -178,10 +177,12 @@ def _plan(call: Call) -> tuple[Plan, Plan, int]:
     split = Plan(
         attention_split, heads * splits, (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v)),
         (call.rows_q, call.rows_k, per_split, splits),
-        (*sizes, rows, block_n, block_d, block_dv, *visibility, *scoring, matmul_precision(call)), 4, 3 if block_d <= 128 else 2,
+        (*sizes, rows, block_n, block_d, block_dv, *visibility, *scoring, matmul_precision(call)), 4,
+        3 if block_d <= 128 else 2,
     )  # fmt: skip
     merge = Plan(
-        attention_merge, call.batch * call.rows_q * call.num_heads_q, strides_of(call.new_output()), (call.rows_q, splits),
+        attention_merge, call.batch * call.rows_q * call.num_heads_q, strides_of(call.new_output()), (call.rows_q,
+        splits),
         (call.num_heads_q, call.head_dim_v, 16, block_dv), 4, 1,
     )  # fmt: skip
     return split, merge, splits

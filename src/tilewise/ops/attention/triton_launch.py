@@ -1,4 +1,6 @@
-"""Launching with little host time: what a call's shapes decide is worked out once and kept, and later calls only pass pointers and numbers."""
+"""Launching with little host time: what a call's shapes decide is worked out once and kept, and later calls only
+pass pointers and numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ remember = True  # whether compiled kernels are called directly on later launche
 class Plan:
     """One kernel for one kind of call: its grid, its constant arguments, and once launched the compiled kernel.
 
-    Arguments are passed in the order of the kernel's parameters: pointers, `strides`, the formula's tuples, `sizes`, scalars, `constants`.
+    Arguments are passed in the order of the kernel's parameters: pointers, `strides`, the formula's tuples, `sizes`,
+    scalars, `constants`.
     """
 
     kernel: Any
@@ -60,7 +63,9 @@ class Plans:
 
 
 def call_key(call: Call) -> Hashable:
-    """Everything of a call that may change which kernel runs or how; None where pointers or numbers would need a variant of their own."""
+    """Everything of a call that may change which kernel runs or how; None where pointers or numbers would need a
+    variant of their own.
+    """
     q, k, v = call.q, call.k, call.v
     pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
     parts: list[Any] = [q.dtype, q.device, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()]

@@ -1,4 +1,6 @@
-"""Tile lists on the device: which tiles of the other side each tile visits, from the mask's interval bounds, without a host sync."""
+"""Tile lists on the device: which tiles of the other side each tile visits, from the mask's interval bounds, without
+a host sync.
+"""
 
 import triton
 import triton.language as tl
@@ -23,9 +25,11 @@ def tile_lists(
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: a tile of queries lists its tiles of keys, or with FOR_KEYS a tile of keys its tiles of queries.
+    """One program a row: a tile of queries lists its tiles of keys, or with FOR_KEYS a tile of keys its tiles of
+    queries.
 
-    Rows are (batch, head, slot), or (head, slot) when packed; a tile that reaches beyond the other side's end is PARTIAL.
+    Rows are (batch, head, slot), or (head,
+    slot) when packed; a tile that reaches beyond the other side's end is PARTIAL.
     """
     pid = tl.program_id(0)
     slot = pid % slots

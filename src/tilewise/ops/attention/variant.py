@@ -1,4 +1,6 @@
-"""The device functions of one formula: emitted once for a structure, and handed to kernels as compile-time arguments."""
+"""The device functions of one formula: emitted once for a structure, and handed to kernels as compile-time
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _POSITIONS = ("b", "h", "i", "j")
 class Side:
     """Device functions for kernels whose programs own the positions of one axis.
 
-    `tiles(b, h, first, last)` gives the visible run of the other axis for a tile, and `rows(b, h, x)` for each row (both None where
+    `tiles(b, h, first, last)` gives the visible run of the other axis for a tile, and `rows(b, h, x)` for each row
+    (both None where
     tile lists are used). `once(b, h, x)` gives what a program computes once, which `visible(b, h, i, j, once)` reads.
     """
 
@@ -33,7 +36,8 @@ class Side:
 
 @dataclass(frozen=True)
 class MaskFunctions:
-    """Device functions of a mask: for programs that own queries, for those that own keys, and `classify` for making tile lists (None
+    """Device functions of a mask: for programs that own queries, for those that own keys, and `classify` for making
+    tile lists (None
     where loop bounds replace them)."""
 
     queries: Side
@@ -45,7 +49,8 @@ class MaskFunctions:
 
 @dataclass(frozen=True)
 class ScoreSide:
-    """apply(s, b, h, i, j, once), its derivative slope(g, s, b, h, i, j, once), and accumulate(...), which adds the gradients of captured
+    """apply(s, b, h, i, j, once), its derivative slope(g, s, b, h, i, j, once), and accumulate(...), which adds the
+    gradients of captured
     tensors (None where none is wanted); `once(b, h, x)` gives what a program computes once."""
 
     once: Any
@@ -89,7 +94,9 @@ def mask_functions(text: str, captured: tuple[Captured, ...], tables: tuple[Capt
 
 
 @functools.lru_cache(maxsize=1024)
-def score_functions(text: str, captured: tuple[Captured, ...], grad_captured: tuple[bool, ...], fast: bool) -> ScoreFunctions:
+def score_functions(
+    text: str, captured: tuple[Captured, ...], grad_captured: tuple[bool, ...], fast: bool
+) -> ScoreFunctions:
     """Emit and import the functions of a score; `fast` allows the hardware's approximate tanh."""
     structure = parse(text)
     emitter = Emitter(captured, fast=fast)
@@ -112,11 +119,15 @@ def score_functions(text: str, captured: tuple[Captured, ...], grad_captured: tu
     module = import_source(emitter.module(sources))
 
     def side(axis: str) -> ScoreSide:
-        return ScoreSide(*(getattr(module, f"{name}_{axis}", None) for name in ("once", "apply", "slope", "accumulate")))
+        return ScoreSide(
+            *(getattr(module, f"{name}_{axis}", None) for name in ("once", "apply", "slope", "accumulate"))
+        )
 
     return ScoreFunctions(side("i"), side("j"))
 
 
 def _grad_position(captured: tuple[Captured, ...], wanted: tuple[bool, ...], slot: int) -> int:
-    """Where slot's accumulator stands in the `grads` tuple: pointer and all strides, for each wanted tensor in slot order."""
+    """Where slot's accumulator stands in the `grads` tuple: pointer and all strides, for each wanted tensor in slot
+    order.
+    """
     return sum(1 + captured[other].rank for other in range(slot) if wanted[other])
