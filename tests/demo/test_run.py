@@ -96,7 +96,12 @@ def test_a_wrong_attention_is_found_out(text: Path, attend: tilewise.demo.Attend
     assert "DISAGREE" in found.summary()
 
 
-def test_the_standard_library_in_bf16(text: Path) -> None:
+def test_a_loss_that_is_not_a_number_fails_without_a_comparison_too(text: Path) -> None:
+    options = replace(TINY, text=(text,), steps=2, new_tokens=0, compare=False)
+    assert not run(options, attend=not_a_number).passed
+
+
+def test_the_standard_library_in_bf16() -> None:
     found = run(replace(TINY, steps=3, dtype="bf16", compare=True))
     assert found.passed
     assert "standard library" in found.text

@@ -46,11 +46,18 @@ def test_the_oracle_is_scaled_dot_product_attention() -> None:
         torch.testing.assert_close(dense(x, x.q, x.k, x.v).o, o.transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
-def test_the_budget_is_near_the_dtype() -> None:
-    """A budget that grew large would let everything pass: each stays within a few units of roundoff of the values."""
-    for dtype, units in ((torch.float64, 256), (torch.float32, 256), (torch.bfloat16, 16), (torch.float16, 16)):
-        for case in CPU_CASES:
-            want = expectation(case, dtype)
-            for name in ("o", "dq", "dk", "dv"):
-                largest = float(want.values[name].abs().max()) if want.values[name].numel() else 0.0
-                assert want.allowed[name] <= units * torch.finfo(dtype).eps * max(largest, 1.0), (case, dtype, name)
+@pytest.mark.parametrize(
+    ("dtype", "most", "median"),
+    [(torch.float64, 512, 64), (torch.float32, 512, 64), (torch.bfloat16, 16, 4), (torch.float16, 16, 4)],
+    ids=str,
+)
+def test_the_budget_is_near_the_dtype(dtype: torch.dtype, most: float, median: float) -> None:
+    """A budget that grew large would let everything pass: it stays within some eps of the values, and mostly within few."""
+    units = []
+    for case in CPU_CASES:
+        want = expectation(case, dtype)
+        for name in ("o", "dq", "dk", "dv"):
+            largest = max(1.0, *want.values[name].abs().flatten().tolist())
+            units.append(want.allowed[name] / torch.finfo(dtype).eps / largest)
+    assert max(units) <= most
+    assert sorted(units)[len(units) // 2] <= median

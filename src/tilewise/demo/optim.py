@@ -19,7 +19,7 @@ def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
     tall = x.shape[0] > x.shape[1]
     if tall:
         x = x.mT
-    for _ in range(1):
+    for _ in range(iterations):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.mT if tall else x

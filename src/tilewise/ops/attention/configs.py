@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """block_m queries by block_n keys, warps, and stages of the software pipeline."""
+    """block_m queries by block_n keys, warps, stages of the software pipeline, and whether tiles come through the tensor memory
+    accelerator (sm_90 and newer)."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    tma: bool = False
 
 
 # (pass, least sm, element bytes) -> rows of (largest padded head dimension, Config); the first row that is wide

@@ -77,10 +77,10 @@ def _forward_plan(call: Call) -> Plan:
     constants = (
         *_sizes(call), cfg.block_m, cfg.block_n, padded(call.head_dim), padded(call.head_dim_v), *_visibility(mask,
         "queries"),
-        score and score.queries.once, score and score.queries.apply, *_modes(call),
+        score and score.queries.once, score and score.queries.apply, *_modes(call, cfg),
     )  # fmt: skip
     grid = slots * call.num_heads_q * _batches(call)
-    return Plan(attention_fwd, grid, strides, (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask))
+    return Plan(attention_fwd, grid, strides, (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask), constants[-1])
 
 
 def _backward_plans(
@@ -112,11 +112,11 @@ def _backward_plans(
         side and side.once,
         side and side.apply,
         side and side.slope,
-        *_modes(call),
+        *_modes(call, cfg),
     )
     keys = Plan(
         attention_bwd_keys, slots * call.num_heads_kv * _batches(call), (*strides, *strides_of(dk), *strides_of(dv)),
-        (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask),
+        (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask), constants[-1],
     )  # fmt: skip
 
     cfg = _config("queries", call)
@@ -126,11 +126,11 @@ def _backward_plans(
     constants = (
         *_sizes(call), *tiles, *_visibility(mask, "queries"), side and side.once, side and side.apply,
         side and side.slope,
-        side and side.accumulate, *_modes(call),
+        side and side.accumulate, *_modes(call, cfg),
     )  # fmt: skip
     queries = Plan(
         attention_bwd_queries, slots * call.num_heads_q * _batches(call), (*strides, *strides_of(dq)),
-        (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask),
+        (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask), constants[-1],
     )  # fmt: skip
     return delta, keys, queries
 
@@ -160,9 +160,16 @@ def _visibility(mask: MaskFunctions | None, owner: str) -> tuple[Any, ...]:
     return (mask.classify is not None, side.tiles, side.rows, side.once, side.visible)
 
 
-def _modes(call: Call) -> tuple[Any, ...]:
-    """SCALE_FIRST, PACKED, DROPOUT, PRECISION"""
-    return (call.score is not None or call.scale <= 0.0, call.packed, call.dropout > 0.0, matmul_precision(call))
+def _modes(call: Call, cfg: Config, *others: torch.Tensor) -> tuple[Any, ...]:
+    """SCALE_FIRST, PACKED, DROPOUT, PRECISION, TMA"""
+    scale_first = call.score is not None or call.scale <= 0.0
+    return (scale_first, call.packed, call.dropout > 0.0, matmul_precision(call), cfg.tma and _describable(call.q, call.k, call.v, *others))
+
+
+def _describable(*tensors: torch.Tensor) -> bool:
+    """Whether rows can be read through tensor descriptors: 16-byte aligned pointers and strides."""
+    step = 16 // tensors[0].element_size()
+    return all(x.data_ptr() % 16 == 0 and not any(s % step for s in x.stride()[:-1]) for x in tensors)
 
 
 def _scalars(call: Call) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.dropout import keep_tile
-from tilewise.tiles.load import load_rows, store_rows
+from tilewise.tiles.load import load_rows, rows_of, store_rows
 from tilewise.tiles.visit import call_once, locate, partial_tile, row_ends, span_tiles
 
 
@@ -41,14 +41,14 @@ def attention_delta(
 
 @triton.jit
 def keys_tile(
-    dk, dv, k, v, m, Q_base, DO_base, LSE_base, DELTA_base, stride_qs, stride_ds, seqlen_q, seqlen_k, shift, b, h,
+    dk, dv, k, v, m, Q_rows, DO_rows, LSE_base, DELTA_base, stride_qs, stride_ds, seqlen_q, seqlen_k, shift, b, h,
     offs_j, first_i, last_i,
     start_n, c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args,
     score_nums,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add query tile m to dk and dv of this program's keys. Scores are held transposed, so p and ds feed the
     products as they are.
@@ -56,7 +56,7 @@ def keys_tile(
     start_m = m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     in_q = offs_m < seqlen_q
-    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, MASKED)  # [BLOCK_M, D]
+    q = load_rows(Q_rows, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, MASKED, TMA)  # [BLOCK_M, D]
     if MASKED:
         lse2 = tl.load(LSE_base + offs_m, mask=in_q, other=float("inf"))  # rows beyond the end get p = 0
         delta = tl.load(DELTA_base + offs_m, mask=in_q, other=0.0)
@@ -80,7 +80,7 @@ def keys_tile(
         else:
             seen = (offs_i[None, :] >= first_i[:, None]) & (offs_i[None, :] <= last_i[:, None])
         pt = tl.where(seen, pt, 0.0)
-    do = load_rows(DO_base, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, MASKED)  # [BLOCK_M, DV]
+    do = load_rows(DO_rows, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, MASKED, TMA)  # [BLOCK_M, DV]
     if DROPOUT:
         keep = keep_tile(seed, row, offs_m + shift, start_n, dropout, BLOCK_N, True)
         dropped = tl.where(keep, pt * keep_scale, 0.0)
@@ -127,6 +127,7 @@ def attention_bwd_keys(
     LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
     SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     # who am I: the first keys, which most queries see under a causal mask, go first
     pid = tl.program_id(0)
@@ -159,8 +160,8 @@ def attention_bwd_keys(
     DV_base = DV + b64 * stride_dvb + k64 * stride_dvs + hk64 * stride_dvh
 
     # prologue
-    k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, True)  # [BLOCK_N, D]
-    v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True)  # [BLOCK_N, DV]
+    k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, True, False)  # [BLOCK_N, D]
+    v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False)  # [BLOCK_N, DV]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     c = LOG2E if SCALE_FIRST else scale * LOG2E
@@ -173,6 +174,8 @@ def attention_bwd_keys(
         row = b * HEADS + h
         Q_base = Q + b64 * stride_qb + q64 * stride_qs + h64 * stride_qh
         DO_base = DO + b64 * stride_db + q64 * stride_ds + h64 * stride_dh
+        Q_rows = rows_of(Q_base, seqlen_q, stride_qs, HEAD_DIM, BLOCK_M, BLOCK_D, TMA)
+        DO_rows = rows_of(DO_base, seqlen_q, stride_ds, HEAD_DIM_V, BLOCK_M, BLOCK_DV, TMA)
         rows_base = h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q
         first_i, last_i = row_ends(b, h, offs_j, shift, seqlen_k, mask_args, mask_nums, ROWS)
         mask_once = call_once(b, h, offs_j[:, None], mask_args, mask_nums, MASK_ONCE)
@@ -193,13 +196,13 @@ def attention_bwd_keys(
         for t in range(full_begin, full_end):
             m = tl.load(FULL + list_row * list_strides[2] + t) if LISTS else t
             dk, dv = keys_tile(
-                dk, dv, k, v, m, Q_base, DO_base, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
+                dk, dv, k, v, m, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
                 seqlen_q, seqlen_k,
                 shift, b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale, seed, row,
                 mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, VISIBLE, SCORE, SLOPE, SCALE_FIRST,
                 DROPOUT,
-                PRECISION,
+                PRECISION, TMA,
             )  # fmt: skip
         for t in range(num_partial):
             m = (
@@ -208,13 +211,13 @@ def attention_bwd_keys(
                 else partial_tile(t, begin, full_begin, full_end)
             )
             dk, dv = keys_tile(
-                dk, dv, k, v, m, Q_base, DO_base, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
+                dk, dv, k, v, m, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
                 seqlen_q, seqlen_k,
                 shift, b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale, seed, row,
                 mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, VISIBLE, SCORE, SLOPE, SCALE_FIRST,
                 DROPOUT,
-                PRECISION,
+                PRECISION, TMA,
             )  # fmt: skip
 
     # epilogue
@@ -224,20 +227,20 @@ def attention_bwd_keys(
 
 @triton.jit
 def query_tile(
-    dq, q, do, lse2, delta, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c,
+    dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c,
     scale, dropout,
     keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums, grads,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add key tile n to dq; captured tensors take their gradients here."""
     start_n = n * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
     in_k = offs_n < seqlen_k
-    k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED)  # [BLOCK_N, D]
-    v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED)  # [BLOCK_N, DV]
+    k = load_rows(K_rows, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, TMA)  # [BLOCK_N, D]
+    v = load_rows(V_rows, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, TMA)  # [BLOCK_N, DV]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if SCALE_FIRST:
         s = s * scale
@@ -296,7 +299,7 @@ def attention_bwd_queries(
     LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
     ACCUMULATE: tl.constexpr, SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # who am I
     pid = tl.program_id(0)
@@ -331,9 +334,12 @@ def attention_bwd_queries(
     V_base = V + b64 * stride_vb + k64 * stride_vs + hk64 * stride_vh
     rows_base = h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q
 
+    K_rows = rows_of(K_base, seqlen_k, stride_ks, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+    V_rows = rows_of(V_base, seqlen_k, stride_vs, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)
+
     # prologue
-    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True)  # [BLOCK_M, D]
-    do = load_rows(DO_base, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)  # [BLOCK_M, DV]
+    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True, False)  # [BLOCK_M, D]
+    do = load_rows(DO_base, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, False)  # [BLOCK_M, DV]
     lse2 = tl.load(LSE2 + rows_base + offs_m, mask=in_q, other=float("inf"))
     delta = tl.load(DELTA + rows_base + offs_m, mask=in_q, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -360,22 +366,22 @@ def attention_bwd_queries(
     for t in range(full_begin, full_end):
         n = tl.load(FULL + list_row * list_strides[2] + t) if LISTS else t
         dq = query_tile(
-            dq, q, do, lse2, delta, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
+            dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
             c, scale,
             dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums, grads,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, False, VISIBLE, SCORE, SLOPE, ACCUMULATE, SCALE_FIRST,
             DROPOUT,
-            PRECISION,
+            PRECISION, TMA,
         )  # fmt: skip
     for t in range(num_partial):
         n = tl.load(PARTIAL + list_row * list_strides[2] + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
         dq = query_tile(
-            dq, q, do, lse2, delta, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
+            dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
             c, scale,
             dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums, grads,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, True, VISIBLE, SCORE, SLOPE, ACCUMULATE, SCALE_FIRST,
             DROPOUT,
-            PRECISION,
+            PRECISION, TMA,
         )  # fmt: skip
 
     # epilogue

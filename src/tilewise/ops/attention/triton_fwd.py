@@ -7,23 +7,23 @@ import triton.language as tl
 
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.dropout import keep_tile
-from tilewise.tiles.load import load_rows, store_rows
+from tilewise.tiles.load import load_rows, rows_of, store_rows
 from tilewise.tiles.visit import call_once, locate, partial_tile, row_ends, span_tiles
 
 
 @triton.jit
 def fold_tile(
-    acc, l_i, m_i, q, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
+    acc, l_i, m_i, q, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
     c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold key tile n into the online softmax state; m_i is in units of s, and p = exp2((s - m) * c)."""
     start_n = n * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
     in_k = offs_n < seqlen_k
-    k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED)  # [BLOCK_N, D]
+    k = load_rows(K_rows, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, TMA)  # [BLOCK_N, D]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if SCALE_FIRST:
         s = s * scale
@@ -48,7 +48,7 @@ def fold_tile(
     if DROPOUT:
         p = tl.where(keep_tile(seed, row, offs_i, start_n, dropout, BLOCK_N, False), p, 0.0)
     acc = acc * alpha[:, None]
-    v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED)  # [BLOCK_N, DV]
+    v = load_rows(V_rows, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, TMA)  # [BLOCK_N, DV]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, l_i, m_new
 
@@ -68,7 +68,7 @@ def attention_fwd(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # who am I: slots run fastest, so neighbours share keys; the last queries, which see most, go first
     pid = tl.program_id(0)
@@ -101,8 +101,11 @@ def attention_fwd(
     O_base = O + b64 * stride_ob + row0_q.to(tl.int64) * stride_os + h64 * stride_oh
     LSE_base = LSE + (h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q)
 
+    K_rows = rows_of(K_base, seqlen_k, stride_ks, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+    V_rows = rows_of(V_base, seqlen_k, stride_vs, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)
+
     # prologue
-    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True)  # [BLOCK_M, D]
+    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True, False)  # [BLOCK_M, D]
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -129,16 +132,18 @@ def attention_fwd(
     for t in range(full_begin, full_end):
         n = tl.load(FULL + list_row * list_strides[2] + t) if LISTS else t
         acc, l_i, m_i = fold_tile(
-            acc, l_i, m_i, q, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
+            acc, l_i, m_i, q, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
             c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, False, VISIBLE, SCORE, SCALE_FIRST, DROPOUT, PRECISION,
+            TMA,
         )  # fmt: skip
     for t in range(num_partial):
         n = tl.load(PARTIAL + list_row * list_strides[2] + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
         acc, l_i, m_i = fold_tile(
-            acc, l_i, m_i, q, n, K_base, V_base, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
+            acc, l_i, m_i, q, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
             c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
             HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, True, VISIBLE, SCORE, SCALE_FIRST, DROPOUT, PRECISION,
+            TMA,
         )  # fmt: skip
 
     # epilogue

@@ -9,11 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.problem import Call
 
 remember = True  # whether compiled kernels are called directly on later launches; off while compiling without a GPU
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 @dataclass
@@ -32,9 +37,12 @@ class Plan:
     warps: int
     stages: int
     extra: Any = None
+    scratch: bool = False  # whether the kernel writes tensor descriptors
     compiled: Any = field(default=None, init=False)
 
     def launch(self, pointers: tuple[Any, ...], formula: tuple[Any, ...], scalars: tuple[float, ...] = ()) -> None:
+        if self.scratch:
+            triton.set_allocator(_scratch)
         arguments = (*pointers, *self.strides, *formula, *self.sizes, *scalars, *self.constants)
         if self.compiled is not None:
             self.compiled(*arguments)
