@@ -72,6 +72,13 @@ def test_the_same_seed_gives_the_same_run_and_another_another(text: Path, result
     assert again.passed
 
 
+def test_an_implementation_named_for_training_need_not_decode(text: Path) -> None:
+    found = run(replace(TINY, text=(text,), steps=2, impl="cpu_sdpa"))
+    assert found.passed
+    assert set(found.curves.losses) == {"tilewise", "torch"}
+    assert found.new_tokens > 0
+
+
 def wrong_scale(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch_attention(2 * q, k, v)
 

@@ -52,7 +52,7 @@ def test_the_oracle_is_scaled_dot_product_attention() -> None:
     ids=str,
 )
 def test_the_budget_is_near_the_dtype(dtype: torch.dtype, most: float, median: float) -> None:
-    """A budget that grew large would let everything pass: it stays within some eps of the values, and mostly within few."""
+    """A budget that grew large would let everything pass: it stays within some eps of the values, mostly few."""
     units = []
     for case in CPU_CASES:
         want = expectation(case, dtype)

@@ -29,10 +29,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def tilewise_attention(impl: str | None = None) -> Attend:
-    """`attend(q, k, v)` through the library's one call, by implementation `impl` (None: the best that applies)."""
+    """`attend(q, k, v)` through the library's one call; `impl` is asked for where gradients are, None: the best."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return tilewise.attention(q, k, v, mask=tilewise.causal, impl=impl)
+        # Generation has other shapes than training: one query, many keys. An implementation need not do both.
+        named = impl if torch.is_grad_enabled() else None
+        return tilewise.attention(q, k, v, mask=tilewise.causal, impl=named)
 
     return attend
 

@@ -55,7 +55,7 @@ class Options:
         seed: of the weights, the order of the data and the sampling.
         prompt, new_tokens, temperature, top_k: of the generated text. White space at the end of the prompt is dropped:
             it begins the next token, which the model is to choose.
-        impl: the implementation asked of `tilewise.attention`; None lets it choose.
+        impl: the implementation asked of `tilewise.attention` in training; None lets it choose.
         compare: also train through PyTorch's own attention.
         tolerance: largest accepted difference of the loss curves, nats; None: TOLERANCE of the dtype.
     """

@@ -22,7 +22,7 @@ from tilewise.formula.expr import Expr
 from tilewise.formula.structure import share
 from tilewise.formula.walk import postorder, symbols
 
-EMITTER_VERSION = 1
+EMITTER_VERSION = 2
 
 
 class Captured(NamedTuple):
@@ -48,13 +48,20 @@ def tensor_arguments(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     values: list[Any] = []
     for tensor in tensors:
         values.append(tensor)
-        values.extend(tensor.stride()[: Captured.of(tensor).strides])
+        values.extend(encoded(stride) for stride in tensor.stride()[: Captured.of(tensor).strides])
     return tuple(values)
 
 
 def number_arguments(numbers: Sequence[Any], kinds: Sequence[str]) -> tuple[Any, ...]:
     """The `nums` tuple that emitted functions expect."""
-    return tuple(float(n) if kind == "float" else n for n, kind in zip(numbers, kinds, strict=True))
+    return tuple(float(n) if kind == "float" else encoded(n) for n, kind in zip(numbers, kinds, strict=True))
+
+
+def encoded(n: int) -> int:
+    """An integer as it travels in a tuple: Triton compiles a variant of its own for 1 and for multiples of 16 there,
+    which 4n + 2
+    never is. The emitted source decodes it."""
+    return 4 * n + 2
 
 
 _CALLS = {"min": "minimum", "max": "maximum", "abs": "abs", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2"}
@@ -112,7 +119,7 @@ class Emitter:
             for axis, symbol in ((1, "j"), (0, "i")):
                 if symbol not in moves:
                     lines.append(f"total = {self.prefix}.sum(total, {axis}, keep_dims=True)")
-            offsets = [f"{self._wide(index)} * grads[{at + 1 + dim}]" for dim, index in enumerate(indices)]
+            offsets = [f"{self._wide(index)} * decoded(grads[{at + 1 + dim}])" for dim, index in enumerate(indices)]
             spread = f"{self.prefix}.zeros_like(total).to({self.prefix}.int32)"
             lines.append(f"address = grads[{at}] + ({' + '.join([spread, *offsets])})")
             lines.append(f'{self.prefix}.atomic_add(address, total, sem="relaxed")')
@@ -152,7 +159,7 @@ class Emitter:
         if op == "lit":
             return self._literal(node), True
         if op == "num":
-            return f"nums[{node.value}]", False
+            return f"decoded(nums[{node.value}])" if node.kind == "int" else f"nums[{node.value}]", False
         if op in ("load", "table"):
             value = f"{self.prefix}.load({self._address(node, args)})"
             return value + {"float": f".to({self.prefix}.float32)", "bool": " != 0", "int": ""}[node.kind], False
@@ -185,7 +192,9 @@ class Emitter:
         slot = node.value + (self.first_table if node.op == "table" else 0)
         at = sum(1 + c.strides for c in self.captured[:slot])
         scaled = indices[: self.captured[slot].strides]
-        offsets = [f"{self._wide(index)} * args[{at + 1 + dim}]" for dim, index in enumerate(scaled) if index != "(0)"]
+        offsets = [
+            f"{self._wide(index)} * decoded(args[{at + 1 + dim}])" for dim, index in enumerate(scaled) if index != "(0)"
+        ]
         if self.captured[slot].unit:
             offsets.append(indices[-1])
         return f"args[{at}]{''.join(' + ' + offset for offset in offsets)}"
@@ -196,7 +205,7 @@ _HEADER = {
     "gluon": "from triton.experimental.gluon import jit\nfrom triton.experimental.gluon import language as gl",
 }
 _HELPER_MODULE = {"triton": "tilewise.tiles.arithmetic", "gluon": "tilewise.tiles.gluon_arithmetic"}
-_HELPERS = ("floordiv", "mod", "sigmoid", "sigmoid_fast", "tanh", "tanh_fast", "to_float", "to_int", "wide")
+_HELPERS = ("decoded", "floordiv", "mod", "sigmoid", "sigmoid_fast", "tanh", "tanh_fast", "to_float", "to_int", "wide")
 
 
 def cache_folder() -> pathlib.Path:

@@ -31,7 +31,7 @@ def solve(mask: Expr, axis: str) -> Span | None:
         spans = [solve(arg, axis) for arg in mask.args]
         if spans[0] is None or spans[1] is None:
             return None
-        return Span(binary("max", spans[0].first, spans[1].first), binary("min", spans[0].last, spans[1].last))
+        return Span(_later(spans[0].first, spans[1].first), _earlier(spans[0].last, spans[1].last))
     if mask.op == "or":
         return _union(mask, axis)
     if mask.op == "not":
@@ -39,6 +39,21 @@ def solve(mask: Expr, axis: str) -> Span | None:
     if mask.op in ("lt", "le"):
         return _comparison(mask, axis)
     return None
+
+
+def _later(a: Expr, b: Expr) -> Expr:
+    """The larger of two ends, where the lowest end leaves the other as it is."""
+    for x, y in ((a, b), (b, a)):
+        if x.op == "lit" and x.value == -FAR:
+            return y
+    return binary("max", a, b)
+
+
+def _earlier(a: Expr, b: Expr) -> Expr:
+    for x, y in ((a, b), (b, a)):
+        if x.op == "lit" and x.value == FAR:
+            return y
+    return binary("min", a, b)
 
 
 def _complement(inner: Expr, axis: str) -> Span | None:

@@ -8,6 +8,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def decoded(x):
+    """An integer that travelled in a tuple (see `formula.emit.encoded`)."""
+    return x >> 2
+
+
+@triton.jit
 def wide(x):
     """Promote an index to 64 bits: positions times strides may pass 2**31."""
     return x.to(tl.int64)

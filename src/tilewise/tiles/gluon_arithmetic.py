@@ -7,6 +7,12 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
+def decoded(x):
+    """An integer that travelled in a tuple (see `formula.emit.encoded`)."""
+    return x >> 2
+
+
+@gluon.jit
 def wide(x):
     return x.to(gl.int64)
 

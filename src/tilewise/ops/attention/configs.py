@@ -1,5 +1,9 @@
-"""Tile configurations of the Triton kernels: frozen choices, looked up by pass, architecture, head dimension and
-element size.
+"""Tile configurations of the Triton kernels: frozen choices, looked up by kernel, architecture, sizes and kind of
+formula.
+
+The rows of sm_90 in 16 bit up to head dimension 128 were chosen by timing on an H200 (benchmarks/NOTES.md); the
+others by compiling without
+spills.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """block_m queries by block_n keys, warps, stages of the software pipeline, and whether tiles come through the tensor memory
-    accelerator (sm_90 and newer)."""
+    """block_m queries by block_n keys, warps, stages of the software pipeline, and whether tiles come through the
+    tensor
+    memory accelerator (sm_90 and newer)."""
 
     block_m: int
     block_n: int
@@ -20,58 +25,87 @@ class Config:
     tma: bool = False
 
 
-# (pass, least sm, element bytes) -> rows of (largest padded head dimension, Config); the first row that is wide
-# enough is taken.
-_TABLE: dict[tuple[str, int, int], tuple[tuple[int, Config], ...]] = {
+@dataclass(frozen=True)
+class Row:
+    """A configuration for head dimensions up to `width` (padded) and the named kinds of formula (all, if none is
+    named).
+    """
+
+    width: int
+    config: Config
+    kinds: tuple[str, ...] = ()
+
+
+# (kernel, least compute capability, element bytes) -> rows; the first that fits is taken
+_TABLE: dict[tuple[str, int, int], tuple[Row, ...]] = {
     ("forward", 90, 2): (
-        (64, Config(128, 128, 8, 3)),
-        (128, Config(128, 128, 8, 3)),
-        (256, Config(128, 64, 8, 2)),
-        (512, Config(64, 32, 8, 2)),
-    ),
-    ("forward", 80, 2): (
-        (64, Config(128, 64, 4, 3)),
-        (128, Config(128, 32, 4, 3)),
-        (256, Config(64, 32, 4, 2)),
-        (512, Config(32, 16, 4, 2)),
+        Row(64, Config(64, 64, 4, 3, True), ("band", "curved")),
+        Row(64, Config(64, 128, 4, 3, True)),
+        Row(128, Config(64, 64, 4, 3, True), ("band", "curved", "additive")),
+        Row(128, Config(128, 128, 8, 3)),
+        Row(256, Config(128, 64, 8, 2, True)),
+        Row(512, Config(64, 32, 8, 2)),
     ),
     ("keys", 90, 2): (
-        (64, Config(64, 128, 8, 3)),
-        (128, Config(64, 128, 8, 3)),
-        (256, Config(32, 64, 8, 1)),
-        (512, Config(16, 32, 8, 1)),
-    ),
-    ("keys", 80, 2): (
-        (64, Config(32, 64, 4, 3)),
-        (128, Config(32, 64, 4, 2)),
-        (256, Config(16, 32, 4, 1)),
-        (512, Config(16, 16, 4, 1)),
+        Row(64, Config(64, 64, 4, 3, True)),
+        Row(128, Config(32, 64, 4, 4), ("curved",)),
+        Row(128, Config(64, 64, 4, 2, True)),
+        Row(256, Config(32, 64, 8, 1)),
+        Row(512, Config(16, 32, 8, 1)),
     ),
     ("queries", 90, 2): (
-        (64, Config(128, 64, 8, 3)),
-        (128, Config(128, 64, 8, 2)),
-        (256, Config(64, 32, 8, 1)),
-        (512, Config(32, 16, 8, 1)),
+        Row(64, Config(64, 64, 4, 3, True)),
+        Row(128, Config(64, 64, 4, 2, True), ("band", "lists", "curved")),
+        Row(128, Config(128, 64, 8, 3, True)),
+        Row(256, Config(64, 32, 8, 1)),
+        Row(512, Config(32, 16, 8, 1)),
+    ),
+    ("forward", 80, 2): (
+        Row(64, Config(128, 64, 4, 3)),
+        Row(128, Config(128, 32, 4, 3)),
+        Row(256, Config(64, 32, 4, 2)),
+        Row(512, Config(32, 16, 4, 2)),
+    ),
+    ("keys", 80, 2): (
+        Row(64, Config(32, 64, 4, 3)),
+        Row(128, Config(32, 64, 4, 2)),
+        Row(256, Config(16, 32, 4, 1)),
+        Row(512, Config(16, 16, 4, 1)),
     ),
     ("queries", 80, 2): (
-        (64, Config(64, 32, 4, 3)),
-        (128, Config(64, 32, 4, 2)),
-        (256, Config(32, 16, 4, 1)),
-        (512, Config(16, 16, 4, 1)),
+        Row(64, Config(64, 32, 4, 3)),
+        Row(128, Config(64, 32, 4, 2)),
+        Row(256, Config(32, 16, 4, 1)),
+        Row(512, Config(16, 16, 4, 1)),
     ),
-    ("forward", 80, 4): ((64, Config(64, 32, 4, 2)), (128, Config(64, 32, 8, 1)), (256, Config(32, 16, 8, 1)), (512,
-    Config(16, 16, 8, 1))),
-    ("keys", 80, 4): ((64, Config(32, 32, 4, 1)), (128, Config(16, 32, 8, 1)), (512, Config(16, 16, 8, 1))),
-    ("queries", 80, 4): ((64, Config(32, 32, 4, 1)), (128, Config(32, 16, 8, 1)), (512, Config(16, 16, 8, 1))),
-}  # fmt: skip
+    ("forward", 80, 4): (
+        Row(64, Config(64, 32, 4, 2)),
+        Row(128, Config(64, 32, 8, 1)),
+        Row(256, Config(32, 16, 8, 1)),
+        Row(512, Config(16, 16, 8, 1)),
+    ),
+    ("keys", 80, 4): (
+        Row(64, Config(32, 32, 4, 1)),
+        Row(128, Config(16, 32, 8, 1)),
+        Row(512, Config(16, 16, 8, 1)),
+    ),
+    ("queries", 80, 4): (
+        Row(64, Config(32, 32, 4, 1)),
+        Row(128, Config(32, 16, 8, 1)),
+        Row(512, Config(16, 16, 8, 1)),
+    ),
+}
 
 
 @functools.lru_cache(maxsize=1024)
-def config(kernel: str, sm: int, head_dim: int, head_dim_v: int, itemsize: int) -> Config:
-    """The configuration for a kernel ('forward', 'keys', 'queries') on compute capability `sm` (80, 90, ...)."""
+def config(kernel: str, sm: int, head_dim: int, head_dim_v: int, itemsize: int, kind: str = "plain") -> Config:
+    """The configuration of a kernel ('forward', 'keys', 'queries') on compute capability `sm` (80, 90, ...) for a
+    kind of formula
+    (see `variant.formula_kind`)."""
     width = max(padded(head_dim), padded(head_dim_v))
     arch = max((a for k, a, size in _TABLE if k == kernel and size == itemsize and a <= sm), default=80)
-    return next(c for limit, c in _TABLE[kernel, arch, itemsize] if width <= limit)
+    rows = _TABLE[kernel, arch, itemsize]
+    return next(row.config for row in rows if width <= row.width and (not row.kinds or kind in row.kinds))
 
 
 def padded(head_dim: int) -> int:

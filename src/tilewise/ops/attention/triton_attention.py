@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tilewise.core.readback import host_values
-from tilewise.formula.emit import Captured, number_arguments, tensor_arguments
+from tilewise.formula.emit import Captured, encoded, number_arguments, tensor_arguments
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.configs import Config, config, padded
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
@@ -22,10 +22,16 @@ from tilewise.ops.attention.triton_bwd import attention_bwd_keys, attention_bwd_
 from tilewise.ops.attention.triton_fwd import attention_fwd
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key
 from tilewise.ops.attention.triton_lists import block_extrema, tile_lists
-from tilewise.ops.attention.variant import MaskFunctions, ScoreFunctions, mask_functions, score_functions
+from tilewise.ops.attention.variant import (
+    MaskFunctions,
+    ScoreFunctions,
+    formula_kind,
+    mask_functions,
+    score_functions,
+)
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
 
-_NO_LISTS = (None, None, None, None, (0, 0, 0))
+_NO_LISTS = (None, None, None, None, 0, 0, 0)
 _PLANS = Plans()
 
 
@@ -51,7 +57,9 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     dq, dk, dv = torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
     plans = _PLANS.get(key) or _PLANS.put(key, _backward_plans(call, o, do, dlse, dq, dk, dv))
     captured = captured_buffers(call)
-    grads = tuple(value for buffer in captured if buffer is not None for value in (buffer, *buffer.stride()))
+    grads = tuple(
+        value for buffer in captured if buffer is not None for value in (buffer, *map(encoded, buffer.stride()))
+    )
     arguments, scalars = formula_arguments(call), _scalars(call)
     shared = (call.q, call.k, call.v, do, lse2, delta)
     places = (call.cu_seqlens_q, call.cu_seqlens_k, call.seed)
@@ -80,7 +88,17 @@ def _forward_plan(call: Call) -> Plan:
         score and score.queries.once, score and score.queries.apply, *_modes(call, cfg),
     )  # fmt: skip
     grid = slots * call.num_heads_q * _batches(call)
-    return Plan(attention_fwd, grid, strides, (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask), constants[-1])
+    return Plan(
+        attention_fwd,
+        grid,
+        strides,
+        (*_lengths(call), slots),
+        constants,
+        cfg.warps,
+        cfg.stages,
+        (cfg, mask),
+        constants[-1],
+    )
 
 
 def _backward_plans(
@@ -136,7 +154,8 @@ def _backward_plans(
 
 
 def _config(kernel: str, call: Call) -> Config:
-    return config(kernel, capability(call.q.device), call.head_dim, call.head_dim_v, call.q.element_size())
+    kind = formula_kind(call.mask and call.mask.text, call.score and call.score.text)
+    return config(kernel, capability(call.q.device), call.head_dim, call.head_dim_v, call.q.element_size(), kind)
 
 
 def _sizes(call: Call) -> tuple[int, ...]:
@@ -163,7 +182,13 @@ def _visibility(mask: MaskFunctions | None, owner: str) -> tuple[Any, ...]:
 def _modes(call: Call, cfg: Config, *others: torch.Tensor) -> tuple[Any, ...]:
     """SCALE_FIRST, PACKED, DROPOUT, PRECISION, TMA"""
     scale_first = call.score is not None or call.scale <= 0.0
-    return (scale_first, call.packed, call.dropout > 0.0, matmul_precision(call), cfg.tma and _describable(call.q, call.k, call.v, *others))
+    return (
+        scale_first,
+        call.packed,
+        call.dropout > 0.0,
+        matmul_precision(call),
+        cfg.tma and _describable(call.q, call.k, call.v, *others),
+    )
 
 
 def _describable(*tensors: torch.Tensor) -> bool:
@@ -230,7 +255,7 @@ def _arguments(bound: Bound | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _lists(call: Call, plan: Plan, for_keys: bool, key: Any) -> tuple[Any, ...]:
-    """(partial_count, partial, full_count, full, strides), or nothing where loop bounds do."""
+    """(partial_count, partial, full_count, full, three strides), or nothing where loop bounds do."""
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
         return _NO_LISTS
@@ -252,7 +277,7 @@ def _lists(call: Call, plan: Plan, for_keys: bool, key: Any) -> tuple[Any, ...]:
     places = (call.cu_seqlens_q, call.cu_seqlens_k)
     lister.launch((*counts, *lists, *places), (args + tensor_arguments(tables), nums, capacity))
     strides = (heads * slots if batches > 1 else 0, slots if heads > 1 else 0, capacity)
-    return counts[0], lists[0], counts[1], lists[1], strides
+    return counts[0], lists[0], counts[1], lists[1], *strides
 
 
 def _tables(rule: TileRule, tensors: Sequence[torch.Tensor], cfg: Config) -> tuple[torch.Tensor, ...]:

@@ -106,7 +106,9 @@ def keys_tile(
         "seqlen_k",
         "rows_q",
         "slots",
-        "list_strides",
+        "list_stride_b",
+        "list_stride_h",
+        "list_stride_r",
         "mask_nums",
         "score_nums",
         "scale",
@@ -116,7 +118,7 @@ def keys_tile(
 )
 def attention_bwd_keys(
     Q, K, V, DO, LSE2, DELTA, DK, DV, CU_Q, CU_K, SEED,
-    PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, list_strides,
+    PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, list_stride_b, list_stride_h, list_stride_r,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_db,
     stride_ds, stride_dh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
@@ -183,7 +185,7 @@ def attention_bwd_keys(
         list_row = b64 * 0
         begin = b * 0
         if LISTS:
-            list_row = b64 * list_strides[0] + h64 * list_strides[1] + slot
+            list_row = b64 * list_stride_b + h64 * list_stride_h + slot
             full_begin = b * 0
             full_end = tl.load(FULL_COUNT + list_row)
             num_partial = tl.load(PARTIAL_COUNT + list_row)
@@ -194,7 +196,7 @@ def attention_bwd_keys(
             )
             num_partial = end - begin - (full_end - full_begin)
         for t in range(full_begin, full_end):
-            m = tl.load(FULL + list_row * list_strides[2] + t) if LISTS else t
+            m = tl.load(FULL + list_row * list_stride_r + t) if LISTS else t
             dk, dv = keys_tile(
                 dk, dv, k, v, m, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
                 seqlen_q, seqlen_k,
@@ -206,7 +208,7 @@ def attention_bwd_keys(
             )  # fmt: skip
         for t in range(num_partial):
             m = (
-                tl.load(PARTIAL + list_row * list_strides[2] + t)
+                tl.load(PARTIAL + list_row * list_stride_r + t)
                 if LISTS
                 else partial_tile(t, begin, full_begin, full_end)
             )
@@ -278,7 +280,9 @@ def query_tile(
         "seqlen_k",
         "rows_q",
         "slots",
-        "list_strides",
+        "list_stride_b",
+        "list_stride_h",
+        "list_stride_r",
         "mask_nums",
         "score_nums",
         "scale",
@@ -288,7 +292,7 @@ def query_tile(
 )
 def attention_bwd_queries(
     Q, K, V, DO, LSE2, DELTA, DQ, CU_Q, CU_K, SEED,
-    PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, list_strides,
+    PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, list_stride_b, list_stride_h, list_stride_r,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_db,
     stride_ds, stride_dh,
     stride_dqb, stride_dqs, stride_dqh,
@@ -353,7 +357,7 @@ def attention_bwd_queries(
     list_row = b64 * 0
     begin = b * 0
     if LISTS:
-        list_row = b64 * list_strides[0] + h64 * list_strides[1] + slot
+        list_row = b64 * list_stride_b + h64 * list_stride_h + slot
         full_begin = b * 0
         full_end = tl.load(FULL_COUNT + list_row)
         num_partial = tl.load(PARTIAL_COUNT + list_row)
@@ -364,7 +368,7 @@ def attention_bwd_queries(
         )
         num_partial = end - begin - (full_end - full_begin)
     for t in range(full_begin, full_end):
-        n = tl.load(FULL + list_row * list_strides[2] + t) if LISTS else t
+        n = tl.load(FULL + list_row * list_stride_r + t) if LISTS else t
         dq = query_tile(
             dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
             c, scale,
@@ -374,7 +378,7 @@ def attention_bwd_queries(
             PRECISION, TMA,
         )  # fmt: skip
     for t in range(num_partial):
-        n = tl.load(PARTIAL + list_row * list_strides[2] + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
+        n = tl.load(PARTIAL + list_row * list_stride_r + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
         dq = query_tile(
             dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
             c, scale,

@@ -56,8 +56,12 @@ def attention_split(
     offs_dv = tl.arange(0, BLOCK_DV)
 
     # pointers
-    q_ptrs = Q + b.to(tl.int64) * stride_qb + (offs_m.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh)[:,
-    None] + offs_d[None, :]
+    q_ptrs = (
+        Q
+        + b.to(tl.int64) * stride_qb
+        + (offs_m.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh)[:, None]
+        + offs_d[None, :]
+    )
     K_base = K + b.to(tl.int64) * stride_kb + hk.to(tl.int64) * stride_kh
     V_base = V + b.to(tl.int64) * stride_vb + hk.to(tl.int64) * stride_vh
 
@@ -67,8 +71,9 @@ def attention_split(
     l_i = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
     x0 = shift + 0 * h
-    first_tile, end_tile, _, _ = span_tiles(b, h, x0, x0 + (seqlen_q - 1), 0, seqlen_k, mask_args, mask_nums, TILES,
-    BLOCK_N)
+    first_tile, end_tile, _, _ = span_tiles(
+        b, h, x0, x0 + (seqlen_q - 1), 0, seqlen_k, mask_args, mask_nums, TILES, BLOCK_N
+    )
     begin = tl.min(first_tile + 0 * h, 0)
     end = tl.max(tl.where(end_tile > first_tile, end_tile, 0) + 0 * h, 0)
     first_j, last_j = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, ROWS)
@@ -88,8 +93,10 @@ def attention_split(
         if SCORE is not None:
             s = SCORE(s, b, h[:, None], offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
         if VISIBLE is not None:
-            seen = VISIBLE(b, h[:, None], offs_i[:, None], offs_j[None, :], mask_once, mask_args,
-            mask_nums) & in_k[None, :]
+            seen = (
+                VISIBLE(b, h[:, None], offs_i[:, None], offs_j[None, :], mask_once, mask_args, mask_nums)
+                & in_k[None, :]
+            )
         else:
             seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
         s = tl.where(seen, s, float("-inf"))

@@ -96,5 +96,7 @@ def call_key(call: Call) -> Hashable:
 
 
 def _small(bound: Bound) -> bool:
-    """Whether every integer fits the 32 bits it travels in."""
-    return all(isinstance(n, float) or -(2**31) <= n < 2**31 for n in bound.numbers)
+    """Whether every integer, encoded, fits the 32 bits it travels in."""
+    limit = 2**29
+    strides = (s for t in bound.tensors for s in t.stride())
+    return all(isinstance(n, float) or -limit <= n < limit for n in (*bound.numbers, *strides))

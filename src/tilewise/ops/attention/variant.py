@@ -126,6 +126,29 @@ def score_functions(
     return ScoreFunctions(side("i"), side("j"))
 
 
+@functools.lru_cache(maxsize=4096)
+def formula_kind(mask: str | None, score: str | None) -> str:
+    """What a formula asks of a kernel, for choosing its tiles.
+
+    'curved': the score's derivative depends on the score (softcap), which costs registers; 'lists': tiles come from
+    lists; 'band': both ends of
+    the visible run move, so programs are short; 'additive': a score, but only with something added; else 'plain'.
+    """
+    if score is not None:
+        root = parse(score).root
+        symbol = next((node for node in postorder([root]) if node.op == "sym" and node.value == "s"), None)
+        slope = gradients(root, [] if symbol is None else [symbol])
+        if slope and slope[0].op != "sym":
+            return "curved"
+    if mask is not None:
+        spans = tile_rule(mask).spans
+        if spans is None:
+            return "lists"
+        if all(end.op != "lit" for end in spans["i"][1]):
+            return "band"
+    return "plain" if score is None else "additive"
+
+
 def _grad_position(captured: tuple[Captured, ...], wanted: tuple[bool, ...], slot: int) -> int:
     """Where slot's accumulator stands in the `grads` tuple: pointer and all strides, for each wanted tensor in slot
     order.

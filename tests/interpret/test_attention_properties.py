@@ -1,0 +1,78 @@
+"""Determinism, independence and equivalences of the Triton rows: the same properties that the CPU path faces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.interpret.small_tiles import use_tiles
+from tilewise.testing import properties
+from tilewise.testing.case import Case
+from tilewise.testing.cases import CASES
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.matrix import PROPERTIES, Check, name_of, property_matrix
+from tilewise.testing.properties import Setting
+
+MATRIX = property_matrix(("triton", "triton_decode"), (torch.float32,))
+
+
+@pytest.mark.parametrize(("check", "setting", "case"), MATRIX, ids=name_of)
+def test_property(check: Check, setting: Setting, case: Case) -> None:
+    if check is properties.repeats_are_equal:
+        properties.repeats_are_equal(setting, case, times=2)
+    else:
+        check(setting, case)
+
+
+def test_every_property_is_checked() -> None:
+    assert {check for check, setting, _ in MATRIX if setting.impl == "triton"} == set(PROPERTIES)
+    assert {setting.impl for _, setting, _ in MATRIX} == {"triton", "triton_decode"}
+
+
+SPELLINGS: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+    ("causal", lambda: {"mask": lambda b, h, i, j: ~(j > i)}),
+    ("causal", lambda: {"mask": tw.explicit(torch.ones(65, 65).tril().bool())}),  # tile lists for loop bounds
+    ("causal", lambda: {"mask": tw.causal, "score": lambda s, b, h, i, j: s}),
+    ("window", lambda: {"mask": ~(~tw.causal | ~tw.window(9, None))}),
+    ("softcap_causal", lambda: {"score": lambda s, b, h, i, j: 1.5 * torch.tanh(s / 1.5)}),
+]
+
+
+@pytest.mark.parametrize(("name", "spelling"), SPELLINGS)
+def test_formulas_of_one_meaning_agree(name: str, spelling: Callable[[], dict[str, Any]]) -> None:
+    case = CASES[name].with_(batch=1)
+    properties.formulas_of_one_meaning_agree(Setting("triton"), case, **spelling())
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout_causal", "packed_dropout"])
+def test_dropout_drops_what_the_cpu_drops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one-hot values o shows each weight: the zeros are where the CPU's are, forward and (in dv) backward."""
+    use_tiles(monkeypatch, "narrow")
+    keys = sum(k for _, k in CASES[name].lengths) if CASES[name].packed else CASES[name].seqlen_k
+    case = CASES[name].with_(head_dim_v=keys, batch=1 if CASES[name].packed is None else CASES[name].batch)
+    found = []
+    for impl in ("triton", "cpu_tiled"):
+        inputs = make_inputs(case, torch.float32)
+        eye = torch.eye(keys)[:, None].expand(keys, case.heads_kv, keys)
+        inputs.v = (eye if case.packed else eye[None]).contiguous().requires_grad_()
+        inputs.do = torch.ones_like(inputs.do)
+        found.append(properties.run(Setting(impl), inputs))
+    assert torch.equal(found[0]["o"] == 0, found[1]["o"] == 0)
+    assert 0.05 < float((found[0]["o"] == 0).float().mean())
+    torch.testing.assert_close(found[0]["dv"], found[1]["dv"])
+
+
+def test_two_calls_of_other_sizes_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are kept by shape: a call after another one gives the bits it gives alone."""
+    from tilewise.ops.attention import triton_launch
+
+    setting, short = Setting("triton"), CASES["causal"].with_(batch=1, seqlen_q=20, seqlen_k=30)
+    alone = properties.run(setting, make_inputs(short, torch.float32))
+    monkeypatch.setattr(triton_launch, "remember", True)
+    for case in (CASES["causal"].with_(batch=1), short.with_(seqlen_q=19), short):
+        after = properties.run(setting, make_inputs(case, torch.float32))
+    properties.same_bits(alone, after, "other calls came first")

@@ -1,0 +1,204 @@
+"""Building blocks shared by kernels: tile lists, block extrema, packed places, loop bounds, dropout bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.core.philox import keep_mask
+from tilewise.ops.attention import triton_attention
+from tilewise.ops.attention.problem import Call, make_call, sequences
+from tilewise.ops.attention.triton_lists import block_extrema
+from tilewise.schedule.rule import Extremum, TileRule, build_tables, tile_rule
+from tilewise.schedule.tilemap import EMPTY, FULL, classify
+from tilewise.testing.case import Case
+from tilewise.testing.cases import CASES
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.matrix import name_of
+from tilewise.tiles.dropout import keep_tile
+from tilewise.tiles.visit import locate, partial_tile, span_tiles
+
+LISTED = [CASES[name] for name in ("document", "document_window", "tree", "dilated_window", "neighborhood_2d",
+          "neighborhood_3d", "head_blocks", "explicit", "packed_document")]  # fmt: skip
+UNEQUAL = [CASES["document"].with_(name="document_cross", batch=2, seqlen_q=33, seqlen_k=65),
+           CASES["explicit"].with_(name="explicit_wide", seqlen_q=70, seqlen_k=19)]  # fmt: skip
+
+
+def call_of(case: Case) -> Call:
+    inputs = make_inputs(case, torch.float32)
+    return make_call(inputs.q, inputs.k, inputs.v, **inputs.arguments())
+
+
+def _tile_ranges(call: Call) -> Iterator[tuple[int, int, int, int, int]]:
+    """(b, first slot of queries, first slot of keys, seqlen_q, seqlen_k); slots in rows, to be divided by a block."""
+    if not call.packed:
+        for b in range(call.batch):
+            yield b, 0, 0, call.rows_q, call.rows_k
+        return
+    for b, rows, keys in sequences(call):
+        yield b, rows.start, keys.start, rows.stop - rows.start, keys.stop - keys.start
+
+
+@pytest.mark.parametrize("for_keys", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("case", [*LISTED, *UNEQUAL], ids=name_of)
+def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
+    """Each tile of one side lists, in order, what `TileMap` calls FULL and PARTIAL of the other side."""
+    call = call_of(case)
+    q = call.q
+    plan = triton_attention._forward_plan(call)
+    if for_keys:
+        o, do = call.new_output(), call.new_output()
+        grads = (torch.empty_like(x) for x in (q, call.k, call.v))
+        plan = triton_attention._backward_plans(call, o, do, None, *grads)[1]
+    cfg, mask = plan.extra
+    assert mask.classify is not None, "this mask has loop bounds and needs no lists"
+    partial_count, partial, full_count, full, (by_batch, by_head, _) = triton_attention._lists(call, plan, for_keys, None)
+    block = cfg.block_n if for_keys else cfg.block_m
+    for b, start_q, start_k, seqlen_q, seqlen_k in _tile_ranges(call):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": cfg.block_m, "block_n": cfg.block_n}
+        classes = classify(call.mask, batch=1, heads=call.num_heads_q, first_batch=b, **sizes)
+        classes = classes.expand(1, call.num_heads_q, *classes.shape[2:])[0]
+        ends = (torch.arange(1, classes.shape[-1 if not for_keys else -2] + 1)) * (cfg.block_m if for_keys else cfg.block_n)
+        whole = ends <= (seqlen_q if for_keys else seqlen_k)
+        classes = classes.transpose(-1, -2) if for_keys else classes
+        first_slot = (start_k if for_keys else start_q) // block + b if call.packed else 0
+        for h in range(call.num_heads_q):
+            for tile, row_classes in enumerate(classes[h]):
+                row = (0 if call.packed else b * by_batch) + h * by_head + first_slot + tile
+                fulls = ((row_classes == FULL) & whole).nonzero()[:, 0].tolist()
+                partials = ((row_classes != EMPTY) & ~((row_classes == FULL) & whole)).nonzero()[:, 0].tolist()
+                assert full[row, : full_count[row]].tolist() == fulls
+                assert partial[row, : partial_count[row]].tolist() == partials
+
+
+@pytest.mark.parametrize("shape", [(1,), (31,), (32,), (33,), (3, 64), (2, 4, 100)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_block_extrema_are_pytorchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randint(-1000, 1000, shape, dtype=dtype)
+    blocks = -(-shape[-1] // 32)
+    low, high = (torch.empty(*shape[:-1], blocks, dtype=dtype) for _ in range(2))
+    block_extrema[(low.numel(),)](x, low, high, shape[-1], blocks, 32)
+    dims = ("keep",) * (len(shape) - 1) + ("j",)
+    want = build_tables([Extremum(0, "min", dims), Extremum(0, "max", dims)], [x], 16, 32)
+    assert torch.equal(low, want[0])
+    assert torch.equal(high, want[1])
+
+
+def test_extrema_of_a_call_are_pytorchs() -> None:
+    """By the kernel where it can, by PyTorch elsewhere: the same tables."""
+    for case in LISTED:
+        call = call_of(case)
+        assert call.mask is not None
+        rule: TileRule = tile_rule(call.mask.text)
+        cfg, _ = triton_attention._forward_plan(call).extra
+        got = triton_attention._tables(rule, call.mask.tensors, cfg)
+        for table, want in zip(got, build_tables(rule.tables, call.mask.tensors, cfg.block_m, cfg.block_n), strict=True):
+            assert torch.equal(table, want)
+
+
+@triton.jit
+def located(CU, OUT, batch, slots, BLOCK: tl.constexpr):
+    for slot in range(0, slots):
+        b, tile = locate(slot, CU, batch, BLOCK)
+        tl.store(OUT + slot * 2, b)
+        tl.store(OUT + slot * 2 + 1, tile)
+
+
+def test_every_packed_tile_has_one_slot() -> None:
+    """Over random lengths, zeros among them: the located places are every tile of every sequence once, in order."""
+    draws = random.Random(0)
+    for _ in range(25):
+        lengths = [draws.choice([0, 0, 1, draws.randint(0, 100)]) for _ in range(draws.randint(1, 9))]
+        block = draws.choice([16, 32])
+        cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        slots = -(-sum(lengths) // block) + len(lengths)
+        out = torch.full((slots, 2), -1, dtype=torch.int32)
+        located[(1,)](cu, out, len(lengths), slots, block)
+        places = [(b, tile) for b, tile in out.tolist() if tile * block < lengths[b]]
+        assert places == [(b, tile) for b, length in enumerate(lengths) for tile in range(-(-length // block))]
+
+
+@triton.jit
+def given_runs(b, h, x0, x1, args, nums):
+    return nums[0], nums[1], nums[2], nums[3]
+
+
+@triton.jit
+def visited(OUT, PARTIAL, nums, low, size, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    begin, end, full_begin, full_end = span_tiles(0, 0, low * 0, low * 0, low, size, (), nums, TILES, BLOCK)
+    tl.store(OUT, begin)
+    tl.store(OUT + 1, end)
+    tl.store(OUT + 2, full_begin)
+    tl.store(OUT + 3, full_end)
+    for t in range(0, end - begin - (full_end - full_begin)):
+        tl.store(PARTIAL + t, partial_tile(t, begin, full_begin, full_end))
+
+
+def test_loop_bounds_visit_each_tile_once_and_call_full_what_is() -> None:
+    draws = random.Random(1)
+    for _ in range(60):
+        size, block, low = draws.randint(1, 90), 16, draws.randint(-50, 50)
+        any_ = (draws.randint(-40, 100), draws.randint(-40, 100))
+        all_ = (draws.randint(any_[0], any_[0] + 60), draws.randint(any_[1] - 60, any_[1]))
+        bounds, partial = torch.zeros(4, dtype=torch.int32), torch.full((9,), -1, dtype=torch.int32)
+        visited[(1,)](bounds, partial, tuple(low + x for x in (*any_, *all_)), low, size, given_runs, block)
+        begin, end, full_begin, full_end = bounds.tolist()
+        fulls = list(range(full_begin, full_end))
+        partials = [n for n in partial.tolist() if n >= 0]
+        assert sorted(fulls + partials) == list(range(begin, end))
+        for n in range(-(-size // block)):
+            cells = range(n * block, min(n * block + block, size))
+            if any(any_[0] <= j <= any_[1] for j in cells):
+                assert begin <= n < end
+            whole = len(cells) == block and all(all_[0] <= j <= all_[1] for j in cells)
+            assert not (n in fulls and not whole)
+
+
+@triton.jit
+def kept(OUT, SEED, row, first_i, start_j, dropout, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    offs_i = first_i + tl.arange(0, BLOCK_I)
+    keep = keep_tile(tl.load(SEED), row, offs_i, start_j, dropout, BLOCK_J, KEYS_FIRST)
+    offs_m = tl.arange(0, BLOCK_I)
+    offs_n = tl.arange(0, BLOCK_J)
+    if KEYS_FIRST:
+        out = OUT + offs_m[None, :] * BLOCK_J + offs_n[:, None]
+    else:
+        out = OUT + offs_m[:, None] * BLOCK_J + offs_n[None, :]
+    tl.store(out, keep.to(tl.int8))
+
+
+@pytest.mark.parametrize("keys_first", [False, True], ids=["by_query", "by_key"])
+@pytest.mark.parametrize(
+    ("seed", "dropout", "row", "first_i", "start_j"),
+    [(0, 0.5, 0, 0, 0), (1, 0.1, 7, 5, 16), (2**62 + 12345, 0.9, 2**31 - 5, -9, 32), (2**33, 0.999, 3, 2**20, 4 * 10**6)],
+)
+def test_dropout_bits_are_those_of_the_cpu(
+    keys_first: bool, seed: int, dropout: float, row: int, first_i: int, start_j: int
+) -> None:
+    out = torch.zeros(16, 32, dtype=torch.int8)
+    kept[(1,)](out, torch.tensor([seed]), row, first_i, start_j, dropout, 16, 32, keys_first)
+    i, j = torch.arange(first_i, first_i + 16)[:, None], torch.arange(start_j, start_j + 32)
+    assert torch.equal(out.bool(), keep_mask(seed, dropout, torch.tensor(row), i, j))
+
+
+def test_a_broken_list_would_show() -> None:
+    """Classes of a mask that is shifted by one key are other classes: the comparison above is not empty."""
+    call = call_of(CASES["document"])
+    assert call.mask is not None
+    ids = call.mask.tensors[0]
+    moved = dataclasses.replace(call, mask=call.mask._replace(tensors=(torch.roll(ids, 5, -1).contiguous(),)))
+    plan = triton_attention._forward_plan(call)
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(
+            triton_attention._lists(call, plan, False, None)[:3:2],
+            triton_attention._lists(moved, plan, False, None)[:3:2],
+            strict=True,
+        )
+    )
