@@ -17,6 +17,7 @@ import tilewise
 from tilewise.cli.app import build
 from tilewise.cli.expression import MAX_TEXT, NAMES, read_mask, read_score
 from tilewise.core.errors import FormulaError, InputError
+from tilewise.demo import TOLERANCE
 from tilewise.formula import library
 
 RUNNER = CliRunner()
@@ -200,19 +201,31 @@ def test_why_agrees_with_the_library() -> None:
     q, k, v = torch.empty(2, 5, 4, 16), torch.empty(2, 9, 2, 16), torch.empty(2, 9, 2, 8)
     expected = tilewise.why(q, k, v, mask=tilewise.causal, score=tilewise.softcap(2.0), dropout=0.1, seed=0)
     shape = ("-b2", "--seqlen-q=5", "--seqlen-k=9", "--heads-q=4", "--heads-kv=2", "--head-dim=16", "--head-dim-v=8")
-    rest = ("--device=cpu", "--mask=causal", "--score=softcap(2.0)", "--dropout=0.1", "--no-grad")
+    rest = ("--device=cpu", "--mask=causal", "--score=softcap(2.0)", "--with=dropout", "--with=no-grad")
     found = data("why", *shape, *rest)
     assert found["chosen"] == expected.chosen
     assert [(row["name"], row["summary"], row["verdict"]) for row in found["rows"]] == list(expected.rows)
 
 
 def test_why_packed_and_sink() -> None:
-    assert "q (12, 8, 128)" in call("why", "--device", "cpu", "--packed", "7,0,5", "--sink")
+    assert "q (12, 8, 128)" in call("why", "--device", "cpu", "--packed", "7,0,5", "--with", "sink")
     assert "--packed" in refusal("why", "--device", "cpu", "--packed", "7,x")
 
 
-def test_why_ends_with_1_where_nothing_can_run() -> None:
-    assert data("why", "--device", "cpu", "--impl", "triton", code=1)["chosen"] is None
+def test_why_passes_every_circumstance_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def why(q: torch.Tensor, *tensors: torch.Tensor, **arguments: Any) -> tilewise.Explanation:
+        seen.update(arguments, requires_grad=q.requires_grad)
+        return tilewise.Explanation(None, (("none", "nothing", "cannot"),))
+
+    monkeypatch.setattr(tilewise, "why", why)
+    call("why", "--device", "cpu", code=1)
+    assert (seen["sink"], seen["dropout"], seen["deterministic"], seen["requires_grad"]) == (None, 0.0, False, True)
+    every = [f"--with={name}" for name in ("sink", "dropout", "deterministic", "no-grad")]
+    assert data("why", "--device", "cpu", *every, code=1)["chosen"] is None
+    assert seen["sink"].shape == (8,)
+    assert (seen["dropout"] > 0, seen["deterministic"], seen["requires_grad"]) == (True, True, False)
 
 
 def test_errors_of_the_library_end_with_2() -> None:
@@ -329,7 +342,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_demo_prints_json_alone_on_stdout(text: Path) -> None:
     tiny = ("--size=tiny", "--steps=4", "--device=cpu", "--new-tokens=4", "--prompt=import ")
-    found = data("demo", *tiny, "--text", str(text), "--tolerance=0.01")
+    found = data("demo", *tiny, "--text", str(text))
     assert found["passed"] is True
     assert found["prompt"] == "import"
     assert len(found["losses"]["tilewise"]) == len(found["losses"]["torch"]) == 4
@@ -342,11 +355,17 @@ def test_demo_in_plain_text_shows_progress_and_code(text: Path) -> None:
     assert "class Reader:" in out
 
 
-def test_demo_ends_with_1_where_the_curves_leave_the_tolerance(text: Path) -> None:
-    options = ("--size=tiny", "--steps=20", "--device=cpu", "--new-tokens=0", "--impl=cpu_tiled", "--tolerance=0")
+def test_demo_ends_with_1_where_the_curves_leave_the_tolerance(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOLERANCE, "fp32", 0.0)
+    options = ("--size=tiny", "--steps=20", "--device=cpu", "--new-tokens=0", "--impl=cpu_tiled")
     found = data("demo", *options, "--text", str(text), code=1)
     assert found["passed"] is False
     assert 0 < found["max_difference"] < 1e-3
+
+
+def test_demo_s_help_states_the_tolerances() -> None:
+    text = " ".join(call("demo", "--help").split())
+    assert f"{TOLERANCE['fp32']:g} nats in fp32, {TOLERANCE['bf16']:g} in bf16" in text
 
 
 def test_demo_refuses_what_is_not_there(tmp_path: Path) -> None:

@@ -62,6 +62,19 @@ def test_the_result_is_json_and_text(result: tilewise.demo.Result) -> None:
     assert "the curves agree" in result.summary()
 
 
+def test_side_by_side_or_one_after_the_other_is_the_same(text: Path) -> None:
+    before = torch.get_num_threads()
+    curves = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            curves.append(run(replace(TINY, text=(text,), steps=6, new_tokens=0)).curves)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert curves[0] == curves[1]
+
+
 def test_the_same_seed_gives_the_same_run_and_another_another(text: Path, result: tilewise.demo.Result) -> None:
     options = replace(TINY, text=(text,), compare=False)
     again, other = run(options), run(replace(options, seed=1))

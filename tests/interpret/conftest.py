@@ -45,6 +45,11 @@ def _quick_interpreter() -> Iterator[None]:
     builder.options = options
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Triton's interpreter turns arrays of one element into indices, which NumPy will forbid some day
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning")
+
+
 @pytest.fixture(autouse=True)
 def _wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tiles(monkeypatch, "wide")

@@ -8,10 +8,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given
+from hypothesis import Phase, given
 from hypothesis import settings as hypothesis_settings
 
-from tilewise.formula.emit import Captured, number_arguments, tensor_arguments
+from tilewise.formula.emit import Captured, encoded, number_arguments, tensor_arguments
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import Formula, as_mask, as_score
 from tilewise.ops.attention.variant import mask_functions, score_functions
@@ -22,7 +22,7 @@ from tilewise.testing.strategies import Tree, as_mask_function, as_score_functio
 
 ROWS, COLS = 16, 32  # positions of queries and keys
 FIRST = 3  # the first query's position
-EXAMPLES = hypothesis_settings(max_examples=25)
+EXAMPLES = hypothesis_settings(max_examples=25, phases=[Phase.generate])
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def _emitted_score_is_the_formula(score: Any, wanted: tuple[bool, ...], b: int, 
         side = functions.keys if by_key else functions.queries
         out, slopes = torch.zeros(ROWS, COLS), torch.zeros(ROWS, COLS)
         buffers = [torch.zeros(t.shape) for t, w in zip(score.tensors, wanted, strict=True) if w]
-        grads = tuple(x for buffer in buffers for x in (buffer, *buffer.stride()))
+        grads = tuple(x for buffer in buffers for x in (buffer, *map(encoded, buffer.stride())))
         arguments = (*_arguments(score), grads)
         apply_score[(1,)](
             out, slopes, s.float(), g.float(), b, h, FIRST, *arguments, side.once, side.apply, side.slope, side.accumulate,

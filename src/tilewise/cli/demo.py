@@ -48,17 +48,10 @@ def demo(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the likeliest token.", rich_help_panel=TEXT)
     ] = Options.temperature,
-    top_k: Annotated[int, typer.Option(min=1, help="Sample among this many.", rich_help_panel=TEXT)] = Options.top_k,
     compare: Annotated[
         bool,
         typer.Option("--compare/--no-compare", help="Train through PyTorch's attention too.", rich_help_panel=LEARNING),
     ] = True,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, help="Accepted difference of the loss curves, nats. Default: by type.", rich_help_panel=LEARNING
-        ),
-    ] = None,
     dtype: Annotated[
         Precision | None, typer.Option(help="Default: fp32, on a GPU bf16 (autocast).", rich_help_panel=shapes.MACHINE)
     ] = None,
@@ -69,7 +62,8 @@ def demo(
     """Train a small Llama on Python's standard library through tilewise.attention, then let it write code.
 
     A second model, equal at the start, learns from the same batches through PyTorch's own attention; the two loss
-    curves must agree within the tolerance, or the exit code is 1. Made to take under three minutes on two CPU cores.
+    curves must agree (within 0.002 nats in fp32, 0.1 in bf16), or the exit code is 1. Made to take under three minutes
+    on two CPU cores.
 
     Example: tilewise demo --prompt "def parse(" --text ~/src/project
     """
@@ -86,10 +80,8 @@ def demo(
         prompt=prompt,
         new_tokens=new_tokens,
         temperature=temperature,
-        top_k=top_k,
         impl=impl,
         compare=compare,
-        tolerance=tolerance,
     )
     result = run(options, Live(out) if out.is_terminal else Plain(out))
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -45,7 +44,6 @@ def roofline(
     heads_q: shapes.HeadsQ = 32,
     heads_kv: shapes.HeadsKV = None,
     head_dim: shapes.HeadDim = 128,
-    head_dim_v: shapes.HeadDimV = None,
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=shapes.FORMULA)] = False,
     window: Annotated[
         int | None,
@@ -57,9 +55,6 @@ def roofline(
     measured: Annotated[
         float | None,
         typer.Option("--measured-ms", help="A time of yours in milliseconds: how close to the floor it comes."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Also draw the roofline into this .svg or .png file.")
     ] = None,
     as_json: shapes.Json = False,
 ) -> None:
@@ -84,7 +79,7 @@ def roofline(
         heads_q,
         heads_kv or heads_q,
         head_dim,
-        head_dim_v or head_dim,
+        head_dim,
         causal=causal or decode or window is not None,
         window=(window, None),
         dtype=dtype,
@@ -92,19 +87,12 @@ def roofline(
     )
     found = estimate(problem, row)
     seconds = None if measured is None else measured / 1e3
-    if out is not None:
-        from tilewise.explain import draw
-
-        label = f"{direction.value}, {problem.seqlen_q} × {problem.seqlen_k}"
-        draw.save(draw.roofline({label: found}, None if seconds is None else {label: seconds}), out)
     if as_json:
         say_json(_data(found, seconds))
         return
     say(str(found))
     if seconds is not None:
         say(f"{'measured':<24}{seconds * 1e6:,.2f} µs: {found.efficiency(seconds):.1%} of what is possible")
-    if out is not None:
-        say(f"{'drawn':<24}{out}")
 
 
 def _data(found: Roofline, seconds: float | None) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated
 
 import typer
@@ -10,6 +11,15 @@ import tilewise
 from tilewise.cli import shapes
 from tilewise.cli.expression import read_mask, read_score
 from tilewise.cli.output import FAILED, guarded, say, say_json, table
+
+
+class Extra(str, Enum):
+    """Circumstances of a call beside its shape and formula."""
+
+    sink = "sink"
+    dropout = "dropout"
+    deterministic = "deterministic"
+    no_grad = "no-grad"
 
 
 @guarded
@@ -32,15 +42,12 @@ def why(
     ] = None,
     mask: shapes.MaskText = None,
     score: shapes.ScoreText = None,
-    sink: Annotated[
-        bool, typer.Option("--sink", help="With attention sinks, one logit a head.", rich_help_panel=shapes.FORMULA)
-    ] = False,
-    dropout: Annotated[float, typer.Option(help="Dropout probability.", min=0.0, rich_help_panel=shapes.FORMULA)] = 0.0,
     dtype: Annotated[shapes.Dtype | None, typer.Option(help="Default: bf16 on a GPU, fp32 on a CPU.")] = None,
     device: shapes.Device = None,
-    grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Whether gradients are wanted.")] = True,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Ask for reproducible bits.")] = False,
-    impl: shapes.Impl = None,
+    extra: Annotated[
+        list[Extra] | None,
+        typer.Option("--with", help="A circumstance; may be repeated. Without no-grad, gradients are wanted."),
+    ] = None,
     as_json: shapes.Json = False,
 ) -> None:
     """Say which implementation runs a call, and the first unmet need of every other.
@@ -51,6 +58,7 @@ def why(
     """
     import torch
 
+    wanted = set(extra or ())
     where = shapes.device(device)
     kind = (dtype or (shapes.Dtype.bf16 if where.type == "cuda" else shapes.Dtype.fp32)).torch
     layout = None if packed is None else shapes.packed(packed, where)
@@ -61,18 +69,17 @@ def why(
     else:
         lead_q = lead_k = (int(layout.cu_seqlens_q[-1]),)
     heads, dims = (heads_q, heads_kv or heads_q), (head_dim, head_dim_v or head_dim)
-    q, k, v = shapes.tensors(lead_q, lead_k, heads, dims, dtype=kind, device=where, grad=grad)
+    q, k, v = shapes.tensors(lead_q, lead_k, heads, dims, dtype=kind, device=where, grad=Extra.no_grad not in wanted)
     explanation = tilewise.why(
         q,
         k,
         v,
         mask=read_mask(mask, where),
         score=read_score(score, where),
-        sink=torch.zeros(heads_q, device=where) if sink else None,
+        sink=torch.zeros(heads_q, device=where) if Extra.sink in wanted else None,
         layout=layout,
-        dropout=dropout,
-        deterministic=deterministic,
-        impl=impl,
+        dropout=0.1 if Extra.dropout in wanted else 0.0,
+        deterministic=Extra.deterministic in wanted,
     )
     if as_json:
         names = ("name", "summary", "verdict")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilewise.demo.model import ModelConfig
 
-PROMPT = "class Reader:\n    def __init__(self, path):"
+PROMPT = "class Reader:\n    def __init__(self, path):\n        self.path = path"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Options:
     seed: int = 0
     prompt: str = PROMPT
     new_tokens: int = 160
-    temperature: float = 0.7
+    temperature: float = 0.8
     top_k: int = 30
     impl: str | None = None
     compare: bool = True

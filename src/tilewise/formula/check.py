@@ -43,6 +43,12 @@ def check_indices(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> 
 
 
 @functools.lru_cache(maxsize=4096)
+def reads_values(text: str) -> bool:
+    """Whether an index of the formula is itself read from a tensor, so that it cannot be judged by sizes alone."""
+    return any(entering for *_, entering in _index_bounds(text))
+
+
+@functools.lru_cache(maxsize=4096)
 def _check(
     text: str,
     numbers: tuple[Any, ...],

@@ -1,4 +1,7 @@
-"""Compile Triton launches for a GPU that is not there: the real host code runs, and each launch compiles instead of running."""
+"""Compile Triton launches for a GPU that is not there.
+
+The real host code runs, and each launch compiles instead of running.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,30 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from tilewise.ops.attention.problem import Call
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of
+technical specifications)."""
+
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler reports of one kernel."""
+    """What the assembler gave one kernel, from the compiled binary."""
 
     kernel: str
     registers: int
-    spill_bytes: int
+    spill_bytes: int  # stack frame of a thread: registers that did not fit
     shared_bytes: int
     tensor_core: int  # matrix instructions in the PTX
 
 
 @contextmanager
 def compiling_for(sm: int) -> Iterator[list[Any]]:
-    """Inside, every Triton launch with CPU tensors compiles for compute capability `sm`; yields the list of compiled kernels."""
+    """Inside, every Triton launch with CPU tensors compiles for compute capability `sm`.
+
+    Yields the list of compiled kernels, which grows with each launch.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -54,7 +66,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
         compiled.append(kernel)
         return kernel
 
-    before = triton.runtime.driver._active if hasattr(triton.runtime.driver, "_active") else None
+    before = getattr(triton.runtime.driver, "_active", None)
     triton.runtime.driver.set_active(OfflineDriver())
     try:
         with (
@@ -66,27 +78,43 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
     finally:
         if before is not None:
             triton.runtime.driver.set_active(before)
+        else:
+            triton.runtime.driver._active = None
 
 
-def resources(kernel: Any, sm: int) -> Resources:
-    """Assemble a compiled kernel with ptxas and read its report."""
+def compile_call(call: Call, sm: int, row: str = "triton") -> list[Resources]:
+    """Compile every kernel that `call` launches through a row of the dispatch table, forward and backward.
+
+    Args:
+        call: with CPU tensors; only dtypes, shapes, strides and alignment matter.
+        sm: compute capability, 80, 90 or 100.
+        row: "triton" or "triton_decode".
+    """
+    import torch
+
+    from tilewise.ops.attention import triton_attention, triton_decode
+
+    with compiling_for(sm) as kernels:
+        if row == "triton_decode":
+            triton_decode.forward(call)
+        else:
+            o, lse = triton_attention.forward(call)
+            triton_attention.backward(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
+    return [resources(kernel) for kernel in kernels]
+
+
+def resources(kernel: Any, sm: int | None = None) -> Resources:
+    """Registers, spills and shared memory of a compiled kernel (`sm` is no longer needed: the binary knows)."""
     import triton
 
-    ptx = kernel.asm["ptx"]
-    suffix = "a" if sm >= 90 else ""
-    tool = "ptxas-blackwell" if sm >= 100 else "ptxas"
-    ptxas = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin", tool)
-    if not os.path.exists(ptxas):
-        ptxas = os.path.join(os.path.dirname(ptxas), "ptxas")
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
-        source = os.path.join(folder, "kernel.ptx")
-        with open(source, "w") as handle:
-            handle.write(ptx)
-        command = [ptxas, "-v", f"--gpu-name=sm_{sm}{suffix}", source, "-o", source + ".cubin"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", report)
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    assert registers is not None
-    matrix = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx))
-    spilled = sum(map(int, spills.groups())) if spills else 0
-    return Resources(kernel.metadata.name, int(registers.group(1)), spilled, kernel.metadata.shared, matrix)
+        binary = os.path.join(folder, "kernel.cubin")
+        with open(binary, "wb") as handle:
+            handle.write(kernel.asm["cubin"])
+        command = [tool, "--dump-resource-usage", binary]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    matrix = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", kernel.asm["ptx"]))
+    spilled = usage["STACK"] + usage["LOCAL"]
+    return Resources(kernel.metadata.name, usage["REG"], spilled, kernel.metadata.shared, matrix)

@@ -12,7 +12,7 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.core.readback import host_values
-from tilewise.formula.check import check_indices
+from tilewise.formula.check import check_indices, reads_values
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Dense, Packed, check_cu_seqlens
@@ -44,6 +44,7 @@ class Call:
     wants_grad: bool = False
     grad_sink: bool = False
     grad_captured: tuple[bool, ...] = ()  # by slot of the score's tensors
+    signature: Any = None  # sizes, strides and types of all tensors; None where they are symbolic
     first_batch: int = 0  # what `b` is for the first batch element (one sequence taken out of a packed call)
 
     @property
@@ -110,9 +111,19 @@ def make_call(
 ) -> Call:
     """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
     layout = _layout(layout)
-    _tensors(q, k, v, 3 if isinstance(layout, Packed) else 4)
-    _shapes(q, k, v, isinstance(layout, Packed))
-    if isinstance(layout, Packed):
+    packed = isinstance(layout, Packed)
+    bound_mask = None if mask is None else as_mask(mask).bound
+    bound_score = None if score is None else as_score(score).bound
+    signature = signature_of(q, k, v, bound_mask, bound_score, packed)
+    numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers)
+    checked = signature is not None and (signature, numbers) in _checked
+    if not checked:
+        _tensors(q, k, v, 3 if packed else 4)
+        _shapes(q, k, v, packed)
+        for what, bound in (("mask", bound_mask), ("score", bound_score)):
+            if bound is not None:
+                _captured(bound, what, q)
+    if packed:
         check_cu_seqlens("layout cu_seqlens_q", layout.cu_seqlens_q, q.shape[0], q.device)
         check_cu_seqlens("layout cu_seqlens_k", layout.keys, k.shape[0], q.device)
         if layout.keys.shape != layout.cu_seqlens_q.shape:
@@ -123,9 +134,6 @@ def make_call(
             )
     if sink is not None:
         _sink(sink, q)
-    packed = isinstance(layout, Packed)
-    bound_mask = None if mask is None else _captured(as_mask(mask).bound, "mask", q)
-    bound_score = None if score is None else _captured(as_score(score).bound, "score", q)
     dropout = _dropout(dropout)
     grad = torch.is_grad_enabled()
     grad_sink = grad and sink is not None and sink.requires_grad
@@ -146,10 +154,34 @@ def make_call(
         grad and (q.requires_grad or k.requires_grad or v.requires_grad or grad_sink or any(grad_captured)),
         grad_sink,
         grad_captured,
+        signature,
     )
-    if any(bound is not None and bound.tensors for bound in (bound_mask, bound_score)):
-        _indices(call)
+    if not checked:
+        bounds = [bound for bound in (bound_mask, bound_score) if bound is not None and bound.tensors]
+        if bounds:
+            _indices(call)
+        if signature is not None and not any(packed or reads_values(bound.text) for bound in bounds):
+            if len(_checked) > 4096:
+                _checked.clear()
+            _checked.add((signature, numbers))
     return call
+
+
+_checked: set[Any] = set()  # signatures and numbers of calls whose tensors were found in order
+
+
+def signature_of(q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None, packed: bool) -> Any:
+    """What the checks of tensors look at, as one hashable value; None while compiling, or for what is no tensor."""
+    if torch.compiler.is_compiling() or not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+        return None
+    parts: list[Any] = [packed]
+    for x in (q, k, v):
+        parts += (x.dtype, x.device, x.shape, x.stride())
+    for bound in (mask, score):
+        parts.append(bound and bound.text)
+        for x in bound.tensors if bound is not None else ():
+            parts += (x.dtype, x.device, x.shape, x.stride())
+    return tuple(parts)
 
 
 def _indices(call: Call) -> None:
@@ -249,7 +281,7 @@ def _sink(sink: Any, q: torch.Tensor) -> None:
         raise InputError("sink", got=got, expected=expected)
 
 
-def _captured(bound: Bound, what: str, q: torch.Tensor) -> Bound:
+def _captured(bound: Bound, what: str, q: torch.Tensor) -> None:
     for slot, tensor in enumerate(bound.tensors):
         if tensor.device != q.device:
             raise InputError(
@@ -257,7 +289,6 @@ def _captured(bound: Bound, what: str, q: torch.Tensor) -> Bound:
                 got=f"device {tensor.device}",
                 expected=f"{q.device}, the device of q",
             )
-    return bound
 
 
 def _scale(scale: Any, head_dim: int) -> float:

@@ -12,7 +12,7 @@ import torch
 
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
-from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.problem import Call, signature_of
 from tilewise.ops.attention.table import ROWS, Row
 
 _BY_NAME = {row.name: row for row in ROWS}
@@ -130,6 +130,7 @@ def _call(
         wants,
         grad_sink,
         tuple(grad_captured),
+        signature_of(q, k, v, mask, score, cu_seqlens_q is not None),
     )
 
 

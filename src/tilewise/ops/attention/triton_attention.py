@@ -31,7 +31,7 @@ from tilewise.ops.attention.variant import (
 )
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
 
-_NO_LISTS = (None, None, None, None, 0, 0, 0)
+_NO_LISTS = (None, 0, 0, 0)
 _PLANS = Plans()
 
 
@@ -41,7 +41,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     plan = _PLANS.get(("forward", key)) or _PLANS.put(key and ("forward", key), _forward_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
-        lists = _lists(call, plan, False, key)
+        lists = _lists(call, plan, False, key, {})
         pointers = (call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.seed)
         plan.launch((*pointers, *lists), formula_arguments(call), _scalars(call))
     return o, lse
@@ -53,9 +53,11 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     if key is not None:
         aligned = (do.data_ptr() | o.data_ptr()) % 16 == 0
         key = ("backward", key, do.stride(), o.stride(), dlse is None) if aligned else None
+    plans = _PLANS.get(key) or _PLANS.put(key, _backward_plans(call, o, do))
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    dq, dk, dv = torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
-    plans = _PLANS.get(key) or _PLANS.put(key, _backward_plans(call, o, do, dlse, dq, dk, dv))
+    with on_device(call.q):  # first, so that the GPU is at work while the rest is prepared
+        plans[0].launch((o, do, lse, None if dlse is None else dlse.contiguous(), delta, lse2), ())
+    dq, dk, dv = call.q.new_empty(call.q.shape), call.k.new_empty(call.k.shape), call.v.new_empty(call.v.shape)
     captured = captured_buffers(call)
     grads = tuple(
         value for buffer in captured if buffer is not None for value in (buffer, *map(encoded, buffer.stride()))
@@ -64,10 +66,10 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     shared = (call.q, call.k, call.v, do, lse2, delta)
     places = (call.cu_seqlens_q, call.cu_seqlens_k, call.seed)
     with on_device(call.q):
-        plans[0].launch((o, do, lse, None if dlse is None else dlse.contiguous(), delta, lse2), ())
-        lists = _lists(call, plans[1], True, key)
+        tables: dict[Any, Any] = {}
+        lists = _lists(call, plans[1], True, key, tables)
         plans[1].launch((*shared, dk, dv, *places, *lists), arguments, scalars)
-        lists = _lists(call, plans[2], False, key)
+        lists = _lists(call, plans[2], False, key, tables)
         plans[2].launch((*shared, dq, *places, *lists), (*arguments, grads), scalars)
     if call.score is not None:
         captured = [None if g is None else g.to(t.dtype) for g, t in zip(captured, call.score.tensors, strict=True)]
@@ -101,15 +103,7 @@ def _forward_plan(call: Call) -> Plan:
     )
 
 
-def _backward_plans(
-    call: Call,
-    o: torch.Tensor,
-    do: torch.Tensor,
-    dlse: torch.Tensor | None,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> tuple[Plan, Plan, Plan]:
+def _backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan, Plan]:
     mask, score = functions(call)
     rows = call.rows_q * call.num_heads_q * _batches(call)
     block_dv = padded(call.head_dim_v)
@@ -133,7 +127,8 @@ def _backward_plans(
         *_modes(call, cfg),
     )
     keys = Plan(
-        attention_bwd_keys, slots * call.num_heads_kv * _batches(call), (*strides, *strides_of(dk), *strides_of(dv)),
+        attention_bwd_keys, slots * call.num_heads_kv * _batches(call),
+        (*strides, *_contiguous(call.k), *_contiguous(call.v)),
         (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask), constants[-1],
     )  # fmt: skip
 
@@ -147,7 +142,7 @@ def _backward_plans(
         side and side.accumulate, *_modes(call, cfg),
     )  # fmt: skip
     queries = Plan(
-        attention_bwd_queries, slots * call.num_heads_q * _batches(call), (*strides, *strides_of(dq)),
+        attention_bwd_queries, slots * call.num_heads_q * _batches(call), (*strides, *_contiguous(call.q)),
         (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask), constants[-1],
     )  # fmt: skip
     return delta, keys, queries
@@ -223,6 +218,12 @@ def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
     return (0, strides[0], strides[1]) if len(strides) == 3 else strides[:3]
 
 
+def _contiguous(x: torch.Tensor) -> tuple[int, int, int]:
+    """`strides_of` a contiguous tensor of this shape."""
+    row = x.shape[-2] * x.shape[-1]
+    return (x.shape[-3] * row if x.ndim == 4 else 0, row, x.shape[-1])
+
+
 def functions(call: Call) -> tuple[MaskFunctions | None, ScoreFunctions | None]:
     """The device functions of a call's formula."""
     mask = score = None
@@ -254,51 +255,62 @@ def _arguments(bound: Bound | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 # tile lists ----------------------------------------------------------------------------------------------------------
 
 
-def _lists(call: Call, plan: Plan, for_keys: bool, key: Any) -> tuple[Any, ...]:
-    """(partial_count, partial, full_count, full, three strides), or nothing where loop bounds do."""
+def _lists(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any]) -> tuple[Any, ...]:
+    """The tile lists and their strides by batch, head and row, or nothing where loop bounds do.
+
+    A row is (number of partial tiles, number of full tiles, the partial ones, the full ones). `tables` keeps block
+    extrema that several lists of one call share.
+    """
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
         return _NO_LISTS
-    rule = tile_rule(call.mask.text)
     slots = _slots(call, cfg.block_n if for_keys else cfg.block_m, for_keys)
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch
     rows = batches * heads * slots
-    capacity = -(-_longest(call, not for_keys) // (cfg.block_m if for_keys else cfg.block_n))
-    counts = torch.empty((2, rows), dtype=torch.int32, device=call.q.device)
-    lists = torch.empty((2, rows, capacity), dtype=torch.int32, device=call.q.device)
+    width = 2 + 2 * -(-_longest(call, not for_keys) // (cfg.block_m if for_keys else cfg.block_n))
+    listed = torch.empty((rows, width), dtype=torch.int32, device=call.q.device)
     list_key = key and ("lists", key, for_keys, cfg)
     lister = _PLANS.get(list_key)
     if lister is None:
         constants = (heads, cfg.block_m, cfg.block_n, 128, mask.classify, call.packed, for_keys)
         lister = _PLANS.put(list_key, Plan(tile_lists, rows, (), (*_lengths(call)[:3], slots), constants, 1, 1))
     args, nums = _arguments(call.mask)
-    tables = _tables(rule, call.mask.tensors, cfg)
-    places = (call.cu_seqlens_q, call.cu_seqlens_k)
-    lister.launch((*counts, *lists, *places), (args + tensor_arguments(tables), nums, capacity))
-    strides = (heads * slots if batches > 1 else 0, slots if heads > 1 else 0, capacity)
-    return counts[0], lists[0], counts[1], lists[1], *strides
+    blocks = (cfg.block_m, cfg.block_n)
+    if blocks not in tables:
+        tables[blocks] = tensor_arguments(_tables(tile_rule(call.mask.text), call.mask.tensors, cfg))
+    lister.launch((listed, call.cu_seqlens_q, call.cu_seqlens_k), (args + tables[blocks], nums, width))
+    return listed, (heads * slots if batches > 1 else 0), (slots if heads > 1 else 0), width
 
 
 def _tables(rule: TileRule, tensors: Sequence[torch.Tensor], cfg: Config) -> tuple[torch.Tensor, ...]:
     """The rule's block extrema: by one kernel where only the last dimension is blocked, else by PyTorch."""
-    done: dict[tuple[int, int], torch.Tensor] = {}
+    done: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
     result = []
     for table in rule.tables:
         tensor = tensors[table.slot]
         block = {"i": cfg.block_m, "j": cfg.block_n}.get(table.dims[-1] if table.dims else "")
-        simple = (
-            set(table.dims[:-1]) <= {"keep"} and tensor.is_contiguous() and tensor.dtype in (torch.int32, torch.int64)
-        )
-        if block is None or not simple:
+        simple = set(table.dims[:-1]) <= {"keep"} and tensor.is_contiguous()
+        if block is None or not simple or tensor.dtype not in (torch.int32, torch.int64):
             return tuple(t.contiguous() for t in build_tables(rule.tables, tensors, cfg.block_m, cfg.block_n))
         extrema = done.get((table.slot, block))
         if extrema is None:
             size = tensor.shape[-1]
             blocks = -(-size // block)
-            extrema = tensor.new_empty((2, *tensor.shape[:-1], blocks))
-            block_extrema[(extrema[0].numel(),)](tensor, extrema[0], extrema[1], size, blocks, block, num_warps=1)
-            done[table.slot, block] = extrema
+            extrema = done[table.slot, block] = tensor.new_empty((2, *tensor.shape[:-1], blocks)).unbind()
+            extrema_key = (
+                "extrema",
+                tensor.dtype,
+                tensor.shape,
+                block,
+                tensor.data_ptr() % 16,
+                extrema[1].data_ptr() % 16,
+            )
+            plan = _PLANS.get(extrema_key)
+            if plan is None:
+                grid = extrema[0].numel()
+                plan = _PLANS.put(extrema_key, Plan(block_extrema, grid, (), (size, blocks), (block,), 1, 1))
+            plan.launch((tensor, *extrema), ())
         result.append(extrema[0 if table.kind == "min" else 1])
     return tuple(result)
 

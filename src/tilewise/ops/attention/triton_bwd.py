@@ -118,7 +118,7 @@ def keys_tile(
 )
 def attention_bwd_keys(
     Q, K, V, DO, LSE2, DELTA, DK, DV, CU_Q, CU_K, SEED,
-    PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, list_stride_b, list_stride_h, list_stride_r,
+    LISTED, list_stride_b, list_stride_h, list_stride_r,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_db,
     stride_ds, stride_dh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
@@ -182,13 +182,13 @@ def attention_bwd_keys(
         first_i, last_i = row_ends(b, h, offs_j, shift, seqlen_k, mask_args, mask_nums, ROWS)
         mask_once = call_once(b, h, offs_j[:, None], mask_args, mask_nums, MASK_ONCE)
         score_once = call_once(b, h, offs_j[:, None], score_args, score_nums, SCORE_ONCE)
-        list_row = b64 * 0
+        listed = LISTED
         begin = b * 0
         if LISTS:
-            list_row = b64 * list_stride_b + h64 * list_stride_h + slot
+            listed = LISTED + (b64 * list_stride_b + h64 * list_stride_h + slot) * list_stride_r
             full_begin = b * 0
-            full_end = tl.load(FULL_COUNT + list_row)
-            num_partial = tl.load(PARTIAL_COUNT + list_row)
+            num_partial = tl.load(listed)
+            full_end = tl.load(listed + 1)
         else:
             j1 = tl.minimum(start_n + BLOCK_N, seqlen_k) - 1
             begin, end, full_begin, full_end = span_tiles(
@@ -196,7 +196,7 @@ def attention_bwd_keys(
             )
             num_partial = end - begin - (full_end - full_begin)
         for t in range(full_begin, full_end):
-            m = tl.load(FULL + list_row * list_stride_r + t) if LISTS else t
+            m = tl.load(listed + 1 + list_stride_r // 2 + t) if LISTS else t
             dk, dv = keys_tile(
                 dk, dv, k, v, m, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
                 seqlen_q, seqlen_k,
@@ -207,11 +207,7 @@ def attention_bwd_keys(
                 PRECISION, TMA,
             )  # fmt: skip
         for t in range(num_partial):
-            m = (
-                tl.load(PARTIAL + list_row * list_stride_r + t)
-                if LISTS
-                else partial_tile(t, begin, full_begin, full_end)
-            )
+            m = tl.load(listed + 2 + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
             dk, dv = keys_tile(
                 dk, dv, k, v, m, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
                 seqlen_q, seqlen_k,
@@ -292,7 +288,7 @@ def query_tile(
 )
 def attention_bwd_queries(
     Q, K, V, DO, LSE2, DELTA, DQ, CU_Q, CU_K, SEED,
-    PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, list_stride_b, list_stride_h, list_stride_r,
+    LISTED, list_stride_b, list_stride_h, list_stride_r,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_db,
     stride_ds, stride_dh,
     stride_dqb, stride_dqs, stride_dqh,
@@ -354,13 +350,13 @@ def attention_bwd_queries(
     score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, SCORE_ONCE)
 
     # main loop
-    list_row = b64 * 0
+    listed = LISTED
     begin = b * 0
     if LISTS:
-        list_row = b64 * list_stride_b + h64 * list_stride_h + slot
+        listed = LISTED + (b64 * list_stride_b + h64 * list_stride_h + slot) * list_stride_r
         full_begin = b * 0
-        full_end = tl.load(FULL_COUNT + list_row)
-        num_partial = tl.load(PARTIAL_COUNT + list_row)
+        num_partial = tl.load(listed)
+        full_end = tl.load(listed + 1)
     else:
         i1 = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + shift
         begin, end, full_begin, full_end = span_tiles(
@@ -368,7 +364,7 @@ def attention_bwd_queries(
         )
         num_partial = end - begin - (full_end - full_begin)
     for t in range(full_begin, full_end):
-        n = tl.load(FULL + list_row * list_stride_r + t) if LISTS else t
+        n = tl.load(listed + 1 + list_stride_r // 2 + t) if LISTS else t
         dq = query_tile(
             dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
             c, scale,
@@ -378,7 +374,7 @@ def attention_bwd_queries(
             PRECISION, TMA,
         )  # fmt: skip
     for t in range(num_partial):
-        n = tl.load(PARTIAL + list_row * list_stride_r + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
+        n = tl.load(listed + 2 + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
         dq = query_tile(
             dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
             c, scale,

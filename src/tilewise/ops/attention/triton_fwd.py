@@ -61,7 +61,7 @@ def fold_tile(
     ]
 )  # fmt: skip
 def attention_fwd(
-    Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, PARTIAL_COUNT, PARTIAL, FULL_COUNT, FULL, list_stride_b, list_stride_h,
+    Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, LISTED, list_stride_b, list_stride_h,
     list_stride_r,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, mask_args, mask_nums, score_args, score_nums,
@@ -118,13 +118,13 @@ def attention_fwd(
     score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, SCORE_ONCE)
 
     # main loop: tiles without a hidden pair, then those that need the mask or the sequence's end
-    list_row = b64 * 0
+    listed = LISTED
     begin = b * 0
     if LISTS:
-        list_row = b64 * list_stride_b + h64 * list_stride_h + slot
+        listed = LISTED + (b64 * list_stride_b + h64 * list_stride_h + slot) * list_stride_r
         full_begin = b * 0
-        full_end = tl.load(FULL_COUNT + list_row)
-        num_partial = tl.load(PARTIAL_COUNT + list_row)
+        num_partial = tl.load(listed)
+        full_end = tl.load(listed + 1)
     else:
         i1 = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + shift
         begin, end, full_begin, full_end = span_tiles(
@@ -132,7 +132,7 @@ def attention_fwd(
         )
         num_partial = end - begin - (full_end - full_begin)
     for t in range(full_begin, full_end):
-        n = tl.load(FULL + list_row * list_stride_r + t) if LISTS else t
+        n = tl.load(listed + 1 + list_stride_r // 2 + t) if LISTS else t
         acc, l_i, m_i = fold_tile(
             acc, l_i, m_i, q, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
             c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
@@ -140,7 +140,7 @@ def attention_fwd(
             TMA,
         )  # fmt: skip
     for t in range(num_partial):
-        n = tl.load(PARTIAL + list_row * list_stride_r + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
+        n = tl.load(listed + 2 + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
         acc, l_i, m_i = fold_tile(
             acc, l_i, m_i, q, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
             c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,

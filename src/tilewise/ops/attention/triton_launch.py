@@ -74,25 +74,19 @@ def call_key(call: Call) -> Hashable:
     """Everything of a call that may change which kernel runs or how; None where pointers or numbers would need a
     variant of their own.
     """
-    q, k, v = call.q, call.k, call.v
-    pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    parts: list[Any] = [q.dtype, q.device, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()]
+    pointers = call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()
     for bound in (call.mask, call.score):
-        if bound is None:
-            parts.append(None)
-            continue
-        parts.append(bound.text)
-        for tensor in bound.tensors:
-            pointers |= tensor.data_ptr()
-            parts += (tensor.dtype, tensor.shape, tensor.stride())
-        if not _small(bound):
-            return None
-    if pointers % 16:
+        if bound is not None:
+            for tensor in bound.tensors:
+                pointers |= tensor.data_ptr()
+            if not _small(bound):
+                return None
+    if pointers % 16 or call.signature is None:
         return None
     sink = None if call.sink is None else call.sink.dtype
     packed = None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0]
-    precision = torch.get_float32_matmul_precision() if q.dtype == torch.float32 else None
-    return (*parts, sink, packed, call.dropout > 0.0, call.scale > 0.0, call.grad_captured, precision)
+    precision = torch.get_float32_matmul_precision() if call.q.dtype == torch.float32 else None
+    return (call.signature, sink, packed, call.dropout > 0.0, call.scale > 0.0, call.grad_captured, precision)
 
 
 def _small(bound: Bound) -> bool:

@@ -19,9 +19,9 @@ def block_extrema(X, LOW, HIGH, size, blocks, BLOCK: tl.constexpr):
     tl.store(HIGH + pid, tl.max(x, 0))
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "slots", "capacity", "nums"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "slots", "width", "nums"])
 def tile_lists(
-    PARTIAL_COUNT, FULL_COUNT, PARTIAL, FULL, CU_Q, CU_K, args, nums, capacity, batch, seqlen_q, seqlen_k, slots,
+    LISTED, CU_Q, CU_K, args, nums, width, batch, seqlen_q, seqlen_k, slots,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def tile_lists(
     slot = pid % slots
     h = (pid // slots) % HEADS
     b = pid // slots // HEADS
-    row = pid.to(tl.int64)
+    listed = LISTED + pid.to(tl.int64) * width
     tile = slot
     if PACKED:
         if FOR_KEYS:
@@ -79,9 +79,9 @@ def tile_lists(
         partial = visited & (full == 0)
         full_at = num_full + tl.cumsum(full.to(tl.int32), 0) - 1
         partial_at = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
-        tl.store(FULL + row * capacity + full_at, other, mask=full)
-        tl.store(PARTIAL + row * capacity + partial_at, other, mask=partial)
+        tl.store(listed + 1 + width // 2 + full_at, other, mask=full)
+        tl.store(listed + 2 + partial_at, other, mask=partial)
         num_full += tl.sum(full.to(tl.int32), 0)
         num_partial += tl.sum(partial.to(tl.int32), 0)
-    tl.store(FULL_COUNT + row, num_full)
-    tl.store(PARTIAL_COUNT + row, num_partial)
+    tl.store(listed, num_partial)
+    tl.store(listed + 1, num_full)

@@ -1,0 +1,146 @@
+"""Registers, spills, shared memory and matrix instructions of every kernel, by compiling without a GPU.
+
+`python -m tools.kernel_resources --write` compiles all variants for all architectures and rewrites
+tests/compile/resources.json; `--sm 90 --only d128` narrows it (other entries are kept); without --write it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tilewise as tw
+import torch
+from tilewise.ops.attention.problem import Call, make_call
+from tilewise.testing.offline import Resources, compile_call
+
+TABLE = Path(__file__).resolve().parent.parent / "tests" / "compile" / "resources.json"
+ARCHITECTURES = (80, 90, 100)
+SEQLEN, HEADS, HEADS_KV = 256, 4, 2
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _packed() -> tw.Packed:
+    return tw.Packed(torch.tensor([0, 100, 100, 256], dtype=torch.int32))
+
+
+FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "causal": lambda: {"mask": tw.causal},
+    "window": lambda: {"mask": tw.window(100)},
+    "alibi": lambda: {"mask": tw.causal, "score": tw.alibi(torch.ones(HEADS, requires_grad=True))},
+    "softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0)},
+    "document": lambda: {"mask": tw.causal & tw.document(torch.arange(SEQLEN) // 30)},
+    "packed": lambda: {"mask": tw.causal, "layout": _packed()},
+    "dropout": lambda: {"mask": tw.causal, "dropout": 0.1, "seed": 0},
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call to compile. `quick` ones are compiled by the compile tier, all of them by the tool."""
+
+    sm: int
+    row: str
+    dtype: str
+    head_dim: int
+    formula: str
+    quick: bool = False
+
+    def __str__(self) -> str:
+        return f"sm_{self.sm} {self.row} {self.dtype} d{self.head_dim} {self.formula}"
+
+    def call(self) -> Call:
+        arguments = FORMULAS[self.formula]()
+        lead = (SEQLEN,) if "layout" in arguments else (2, SEQLEN)
+        rows = (2, 4) if self.row == "triton_decode" else lead
+        grad = self.row == "triton"
+        q = torch.zeros(*rows, HEADS, self.head_dim, dtype=DTYPES[self.dtype], requires_grad=grad)
+        k, v = (torch.zeros(*lead, HEADS_KV, self.head_dim, dtype=q.dtype, requires_grad=grad) for _ in range(2))
+        return make_call(q, k, v, **arguments)
+
+    def compile(self) -> dict[str, Resources]:
+        """Resources by kernel name."""
+        return {found.kernel: found for found in compile_call(self.call(), self.sm, self.row)}
+
+
+_QUICK = {
+    80: {"bf16 d64 causal", "bf16 d128 causal", "bf16 d128 softcap", "bf16 d128 document", "bf16 d128 alibi",
+         "bf16 d256 causal", "bf16 d512 plain", "fp16 d64 plain", "fp32 d64 causal", "fp32 d128 alibi"},
+    90: {"bf16 d64 causal", "bf16 d64 window", "bf16 d64 alibi", "bf16 d64 document", "bf16 d128 plain",
+         "bf16 d128 causal", "bf16 d128 window", "bf16 d128 alibi", "bf16 d128 softcap", "bf16 d128 document",
+         "bf16 d128 packed", "bf16 d128 dropout", "bf16 d256 causal", "bf16 d512 plain", "fp16 d64 plain",
+         "fp32 d64 causal", "fp32 d128 alibi"},
+    100: {"bf16 d64 causal", "bf16 d128 causal", "bf16 d128 softcap", "bf16 d128 document", "bf16 d128 alibi",
+          "bf16 d256 causal", "bf16 d512 plain", "fp16 d64 plain", "fp32 d64 causal", "fp32 d128 alibi"},
+}  # fmt: skip
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant: each configuration row of each kernel is reached by several."""
+    for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256, 512)):
+        by_dtype = {"bf16": tuple(FORMULAS), "fp16": ("plain",), "fp32": ("causal", "alibi")}
+        for dtype, formulas in by_dtype.items():
+            for formula in formulas:
+                quick = f"{dtype} d{head_dim} {formula}" in _QUICK[sm]
+                yield Variant(sm, "triton", dtype, head_dim, formula, quick)
+        for dtype, formula in (("bf16", "causal"), ("bf16", "alibi"), ("fp32", "causal")):
+            quick = head_dim == 128 and formula == "causal"
+            yield Variant(sm, "triton_decode", dtype, head_dim, formula, quick)
+
+
+def as_entry(found: Resources) -> dict[str, int]:
+    """One line of the table."""
+    return {"registers": found.registers, "spill": found.spill_bytes, "shared": found.shared_bytes,
+            "tensor_core": found.tensor_core}  # fmt: skip
+
+
+def read_table() -> dict[str, Any]:
+    """The committed table: {"triton": version, "kernels": {"variant: kernel": entry}}."""
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {"triton": "", "kernels": {}}
+
+
+def _compile(variant: Variant) -> tuple[Variant, dict[str, Resources]]:
+    torch.set_num_threads(1)
+    return variant, variant.compile()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile, print a line a kernel, and with --write update the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--write", action="store_true", help="update tests/compile/resources.json")
+    parser.add_argument("--sm", type=int, nargs="*", default=list(ARCHITECTURES), help="architectures")
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="only what the compile tier compiles")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    given = parser.parse_args(argv)
+    import triton
+
+    chosen = [v for v in variants() if v.sm in given.sm and given.only in str(v) and (v.quick or not given.quick)]
+    kernels: dict[str, dict[str, int]] = {}
+    with ProcessPoolExecutor(given.jobs) as pool:
+        for variant, found in pool.map(_compile, chosen):
+            for name, one in found.items():
+                kernels[f"{variant}: {name}"] = as_entry(one)
+                print(f"{variant}: {name:<24}", " ".join(f"{k} {n:>6}" for k, n in as_entry(one).items()), flush=True)
+    if given.write:
+        table = read_table()
+        known = {f"{variant}:" for variant in variants()}
+        redone = {f"{variant}:" for variant in chosen}
+        lead = {key: key.partition(":")[0] + ":" for key in table["kernels"]}
+        kept = {key: e for key, e in table["kernels"].items() if lead[key] in known and lead[key] not in redone}
+        lines = [f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted((kept | kernels).items())]
+        body = ",\n".join(lines)
+        TABLE.write_text(f'{{\n  "triton": {json.dumps(triton.__version__)},\n  "kernels": {{\n{body}\n  }}\n}}\n')
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
