@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tilewise as tw
 import torch
+
+import tilewise as tw
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.testing.offline import Resources, compile_call
 

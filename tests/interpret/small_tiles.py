@@ -7,7 +7,7 @@ import torch
 
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.walk import symbols
-from tilewise.ops.attention import triton_attention, triton_decode, triton_launch
+from tilewise.ops.attention import triton_attention, triton_launch
 from tilewise.ops.attention.configs import Config
 from tilewise.testing.case import Case
 from tilewise.testing.inputs import make_inputs

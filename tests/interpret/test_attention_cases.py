@@ -27,10 +27,11 @@ HALF = ("causal", "window", "document", "alibi_causal", "softcap_causal", "bias"
 MATRIX = [*runnable(IMPLS, SMALL, (torch.float32,)),
           *runnable(IMPLS, [case for case in SMALL if case.name in HALF], (torch.float16,))]  # fmt: skip
 RESHAPED = [
-    *(("narrow", name) for name in ("window_two_sided", "causal_more_keys", "explicit", "bias", "gqa_3", "packed_cross_causal",
-                                    "packed_document")),
+    *(("narrow", name) for name in ("window_two_sided", "causal_more_keys", "explicit", "bias", "gqa_3",
+                                    "packed_cross_causal", "packed_document")),
     *(("tall", name) for name in ("window", "document_window", "alibi_causal", "dropout_causal", "packed_window_sink")),
-    *(("described", name) for name in ("causal", "window_two_sided", "neighborhood_1d", "head_dim_40", "sliced", "packed_causal")),
+    *(("described", name) for name in ("causal", "window_two_sided", "neighborhood_1d", "head_dim_40", "sliced",
+                                       "packed_causal")),
 ]  # fmt: skip
 
 
@@ -54,7 +55,8 @@ def test_gradients_hold_for_other_tiles(tiles: str, name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "name", ["causal_more_queries", "window_empty_rows", "padding", "explicit", "sink_empty_rows", "packed_cross_causal"]
+    "name",
+    ["causal_more_queries", "window_empty_rows", "padding", "explicit", "sink_empty_rows", "packed_cross_causal"],
 )
 def test_empty_rows_are_exactly_zero(name: str) -> None:
     properties.equals_reference(Setting("triton"), single(CASES[name]))

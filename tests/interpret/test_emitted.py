@@ -1,4 +1,4 @@
-"""Emitted device functions against PyTorch's evaluation of the same formula: masks, scores, slopes, captured gradients."""
+"""Emitted device functions against PyTorch's evaluation of a formula: masks, scores, slopes, captured gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from tilewise.ops.attention.variant import mask_functions, score_functions
 from tilewise.schedule.rule import tile_rule
 from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
-from tilewise.testing.strategies import Tree, as_mask_function, as_score_function, bool_trees, captured_tensors, float_trees
+from tilewise.testing.strategies import (
+    Tree,
+    as_mask_function,
+    as_score_function,
+    bool_trees,
+    captured_tensors,
+    float_trees,
+)
 
 ROWS, COLS = 16, 32  # positions of queries and keys
 FIRST = 3  # the first query's position
@@ -101,7 +108,9 @@ def _emitted_mask_is_the_formula(mask: Any, b: int, h: int) -> None:
     tables = tuple(Captured(len(t.dims), True) for t in tile_rule(mask.text).tables)
     functions = mask_functions(mask.text, _captured(mask), tables)
     # float32 and float64 may disagree on a comparison of floats; there either is right
-    narrow, wide = (mask.evaluate(dtype=dtype, **_symbols(b, h)).expand(ROWS, COLS) for dtype in (torch.float32, torch.float64))
+    narrow, wide = (
+        mask.evaluate(dtype=dtype, **_symbols(b, h)).expand(ROWS, COLS) for dtype in (torch.float32, torch.float64)
+    )
     sure = narrow == wide
     for by_key in (False, True):
         side = functions.keys if by_key else functions.queries
@@ -112,8 +121,8 @@ def _emitted_mask_is_the_formula(mask: Any, b: int, h: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.mask and case.interpret])
 def test_every_named_mask(name: str) -> None:
-    inputs = make_inputs(CASES[name].with_(seqlen_q=65, seqlen_k=65) if "3d" not in name and "2d" not in name else CASES[name],
-                         torch.float32)  # fmt: skip
+    on_a_grid = name in ("neighborhood_2d", "neighborhood_3d")
+    inputs = make_inputs(CASES[name] if on_a_grid else CASES[name].with_(seqlen_q=65, seqlen_k=65), torch.float32)
     assert inputs.mask is not None
     _emitted_mask_is_the_formula(as_mask(inputs.mask.formula), len(CASES[name].lengths) - 1, CASES[name].heads_q - 1)
 
@@ -130,8 +139,11 @@ def _emitted_score_is_the_formula(score: Any, wanted: tuple[bool, ...], b: int, 
     s, g = (torch.randn(ROWS, COLS, generator=generator, dtype=torch.float64) for _ in range(2))
     exact = s.clone().requires_grad_()
     leaves = [t.detach().double().requires_grad_() if w else t for t, w in zip(score.tensors, wanted, strict=True)]
+
     def value(dtype: torch.dtype, at: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
-        return evaluate([score.structure.root], {**_symbols(b, h), "s": at}, tensors, score.numbers, dtype)[0].expand(ROWS, COLS)
+        return evaluate([score.structure.root], {**_symbols(b, h), "s": at}, tensors, score.numbers, dtype)[0].expand(
+            ROWS, COLS
+        )
 
     want = value(torch.float64, exact, leaves)
     want = want + 0.0 * exact  # a formula need not read s
@@ -149,8 +161,8 @@ def _emitted_score_is_the_formula(score: Any, wanted: tuple[bool, ...], b: int, 
         grads = tuple(x for buffer in buffers for x in (buffer, *map(encoded, buffer.stride())))
         arguments = (*_arguments(score), grads)
         apply_score[(1,)](
-            out, slopes, s.float(), g.float(), b, h, FIRST, *arguments, side.once, side.apply, side.slope, side.accumulate,
-            by_key, ROWS, COLS,
+            out, slopes, s.float(), g.float(), b, h, FIRST, *arguments, side.once, side.apply, side.slope,
+            side.accumulate, by_key, ROWS, COLS,
         )  # fmt: skip
         torch.testing.assert_close(out.double()[steady], want.detach()[steady], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(slopes.double()[steady], slope[steady], rtol=2e-3, atol=2e-3)

@@ -64,7 +64,9 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": cfg.block_m, "block_n": cfg.block_n}
         classes = classify(call.mask, batch=1, heads=call.num_heads_q, first_batch=b, **sizes)
         classes = classes.expand(1, call.num_heads_q, *classes.shape[2:])[0]
-        ends = (torch.arange(1, classes.shape[-1 if not for_keys else -2] + 1)) * (cfg.block_m if for_keys else cfg.block_n)
+        ends = (torch.arange(1, classes.shape[-1 if not for_keys else -2] + 1)) * (
+            cfg.block_m if for_keys else cfg.block_n
+        )
         whole = ends <= (seqlen_q if for_keys else seqlen_k)
         classes = classes.transpose(-1, -2) if for_keys else classes
         first_slot = (start_k if for_keys else start_q) // block + b if call.packed else 0
@@ -98,13 +100,15 @@ def test_extrema_of_a_call_are_pytorchs() -> None:
         rule: TileRule = tile_rule(call.mask.text)
         cfg, _ = triton_attention._forward_plan(call).extra
         got = triton_attention._tables(rule, call.mask.tensors, cfg)
-        for table, want in zip(got, build_tables(rule.tables, call.mask.tensors, cfg.block_m, cfg.block_n), strict=True):
+        for table, want in zip(
+            got, build_tables(rule.tables, call.mask.tensors, cfg.block_m, cfg.block_n), strict=True
+        ):
             assert torch.equal(table, want)
 
 
 @triton.jit
 def located(CU, OUT, batch, slots, BLOCK: tl.constexpr):
-    for slot in range(0, slots):
+    for slot in range(slots):
         b, tile = locate(slot, CU, batch, BLOCK)
         tl.store(OUT + slot * 2, b)
         tl.store(OUT + slot * 2 + 1, tile)
@@ -136,7 +140,7 @@ def visited(OUT, PARTIAL, nums, low, size, TILES: tl.constexpr, BLOCK: tl.conste
     tl.store(OUT + 1, end)
     tl.store(OUT + 2, full_begin)
     tl.store(OUT + 3, full_end)
-    for t in range(0, end - begin - (full_end - full_begin)):
+    for t in range(end - begin - (full_end - full_begin)):
         tl.store(PARTIAL + t, partial_tile(t, begin, full_begin, full_end))
 
 
@@ -161,7 +165,9 @@ def test_loop_bounds_visit_each_tile_once_and_call_full_what_is() -> None:
 
 
 @triton.jit
-def kept(OUT, SEED, row, first_i, start_j, dropout, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def kept(
+    OUT, SEED, row, first_i, start_j, dropout, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, KEYS_FIRST: tl.constexpr
+):
     offs_i = first_i + tl.arange(0, BLOCK_I)
     keep = keep_tile(tl.load(SEED), row, offs_i, start_j, dropout, BLOCK_J, KEYS_FIRST)
     offs_m = tl.arange(0, BLOCK_I)
@@ -176,7 +182,12 @@ def kept(OUT, SEED, row, first_i, start_j, dropout, BLOCK_I: tl.constexpr, BLOCK
 @pytest.mark.parametrize("keys_first", [False, True], ids=["by_query", "by_key"])
 @pytest.mark.parametrize(
     ("seed", "dropout", "row", "first_i", "start_j"),
-    [(0, 0.5, 0, 0, 0), (1, 0.1, 7, 5, 16), (2**62 + 12345, 0.9, 2**31 - 5, -9, 32), (2**33, 0.999, 3, 2**20, 4 * 10**6)],
+    [
+        (0, 0.5, 0, 0, 0),
+        (1, 0.1, 7, 5, 16),
+        (2**62 + 12345, 0.9, 2**31 - 5, -9, 32),
+        (2**33, 0.999, 3, 2**20, 4 * 10**6),
+    ],
 )
 def test_dropout_bits_are_those_of_the_cpu(
     keys_first: bool, seed: int, dropout: float, row: int, first_i: int, start_j: int

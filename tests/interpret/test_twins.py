@@ -54,7 +54,12 @@ class Twin(NamedTuple):
 
 
 FORWARD, BACKWARD = properties.equals_reference, properties.gradients_equal_reference
-FWD, KEYS, QUERIES, DELTA = ("attention_fwd",), ("attention_bwd_keys",), ("attention_bwd_queries",), ("attention_delta",)
+FWD, KEYS, QUERIES, DELTA = (
+    ("attention_fwd",),
+    ("attention_bwd_keys",),
+    ("attention_bwd_queries",),
+    ("attention_delta",),
+)
 SPLIT, MERGE = ("attention_split",), ("attention_merge",)
 SHIFT = ("shift = seqlen_k - seqlen_q", "shift = 0")
 ONE = {name: single(case) for name, case in CASES.items() if not case.gpu}
@@ -127,7 +132,11 @@ def test_a_broken_twin_is_caught(twin: Any, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_copy_with_no_mistake_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails the twins is their mistake and not the copying."""
-    for module, kernels in ((triton_fwd, FWD), (triton_bwd, (*KEYS, *QUERIES, *DELTA)), (triton_lists, ("tile_lists",))):
+    for module, kernels in (
+        (triton_fwd, FWD),
+        (triton_bwd, (*KEYS, *QUERIES, *DELTA)),
+        (triton_lists, ("tile_lists",)),
+    ):
         copy = broken_copy(module, "import triton\n", "import triton\n", tmp_path)
         for kernel in kernels:
             monkeypatch.setattr(triton_attention, kernel, getattr(copy, kernel))

@@ -71,7 +71,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
     try:
         with (
             mock.patch.object(JITFunction, "run", run),
-            mock.patch.object(triton_attention, "capability", lambda device: sm),
+            mock.patch.object(triton_attention, "capability", return_value=sm),
             mock.patch.object(triton_launch, "remember", False),
         ):
             yield compiled

@@ -1,0 +1,91 @@
+"""Determinism, independence and equivalences of the Triton rows on a GPU; races; dropout's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.gpu.matrix import DEVICE, properties_matrix
+from tilewise.testing import cases as build
+from tilewise.testing import properties
+from tilewise.testing.case import Case
+from tilewise.testing.cases import CASES
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.matrix import PROPERTIES, Check, name_of
+from tilewise.testing.properties import Setting
+
+MATRIX = properties_matrix((torch.bfloat16, torch.float32))
+
+
+@pytest.mark.parametrize(("check", "setting", "case"), MATRIX, ids=name_of)
+def test_property(check: Check, setting: Setting, case: Case) -> None:
+    check(setting, case)
+
+
+def test_every_property_is_checked() -> None:
+    assert {check for check, setting, _ in MATRIX if setting.impl == "triton"} == set(PROPERTIES)
+    assert {setting.impl for _, setting, _ in MATRIX} == {"triton", "triton_decode"}
+
+
+RACES = [
+    Case("race_causal", 2, 1000, 1000, 8, 2, 64, 64, mask=build.causal, lse_gradient=True),
+    Case("race_wide", 1, 1000, 1500, 4, 4, 128, 128, mask=build.window(400), score=build.softcap),
+    Case("race_lists", 2, 900, 900, 4, 2, 64, 64, mask=build.document_window, sink=True),
+    Case("race_packed", packed=((700, 700), (0, 0), (333, 333), (1, 1)), heads_q=4, heads_kv=1, head_dim=128,
+         head_dim_v=128, mask=build.causal, dropout=0.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RACES, ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_fifty_runs_give_the_same_bits(case: Case, dtype: torch.dtype) -> None:
+    """o, lse and all gradients; a kernel that reads what another program still writes would differ now and then."""
+    properties.repeats_are_equal(Setting("triton", dtype, DEVICE), case, times=50)
+
+
+def test_fifty_decodes_give_the_same_bits() -> None:
+    case = Case("race_decode", 4, 2, 4000, 16, 2, 128, 128, mask=build.causal)
+    properties.repeats_are_equal(Setting("triton_decode", torch.bfloat16, DEVICE), case, times=50)
+
+
+@pytest.mark.parametrize("name", ["dropout", "dropout_causal", "packed_dropout"])
+def test_dropout_drops_what_the_cpu_drops(name: str) -> None:
+    """One-hot values show each weight in o: the zeros are where the CPU's are."""
+    keys = sum(k for _, k in CASES[name].lengths) if CASES[name].packed else CASES[name].seqlen_k
+    case = CASES[name].with_(head_dim_v=keys)
+    zeros = []
+    for impl, device in (("triton", DEVICE), ("cpu_tiled", "cpu")):
+        inputs = make_inputs(case, torch.float32, device)
+        eye = torch.eye(keys, device=device)[:, None].expand(keys, case.heads_kv, keys)
+        inputs.v = eye.contiguous() if case.packed else eye[None].expand(case.batch, -1, -1, -1).contiguous()
+        zeros.append((properties.run(Setting(impl, torch.float32, device), inputs, backward=False)["o"] == 0).cpu())
+    assert torch.equal(*zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_views_that_start_anywhere(dtype: torch.dtype, first: int) -> None:
+    """Pointers aligned to one element only, rows padded to an odd stride: the bits of contiguous copies."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    wide = [torch.randn(2, 150, 2, 71, generator=generator, device=DEVICE, dtype=dtype) for _ in range(3)]
+    views = [x[..., first : first + 64] for x in wide]
+    copies = [x.contiguous() for x in views]
+    found = []
+    for q, k, v in (views, copies):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        o, lse = tw.attention_with_lse(*leaves, mask=tw.causal, impl="triton")
+        found.append([o, lse, *torch.autograd.grad(o.sum() + lse.sum(), leaves)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("impl", ["triton", "triton_decode"])
+def test_empty_inputs(impl: str) -> None:
+    for batch, seqlen_q, seqlen_k in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
+        q = torch.randn(batch, seqlen_q, 2, 16, device=DEVICE)
+        k = torch.randn(batch, seqlen_k, 2, 16, device=DEVICE)
+        o, lse = tw.attention_with_lse(q, k, k, mask=tw.causal, impl=impl)
+        assert o.shape == q.shape
+        assert not o.any()
+        assert bool((lse == -torch.inf).all())

@@ -1,0 +1,273 @@
+"""Launching: CUDA graphs, streams, devices, torch.compile, autocast, and how often kernels are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.gpu.matrix import DEVICE
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE, dtype=dtype)
+
+
+def leaves(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [draw(*shape, seed=n, dtype=dtype).requires_grad_() for n in range(3)]
+
+
+def forward_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, **arguments: Any) -> Tensors:
+    o, lse = tw.attention_with_lse(q, k, v, impl="triton", **arguments)
+    return (o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), do))
+
+
+# CUDA graphs -------------------------------------------------------------------------------------------------------
+
+
+def captured(step: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+    """A graph of `step`, warmed up on a stream of its own as PyTorch asks."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def same(got: Tensors, want: Tensors) -> None:
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_graph_replays_with_other_inputs_and_other_captured_values() -> None:
+    q, k, v = leaves(2, 300, 4, 64)
+    do, ids = draw(2, 300, 4, 64, seed=9), torch.arange(300, device=DEVICE) // 50
+    slopes = torch.rand(4, device=DEVICE)
+
+    def step() -> Tensors:
+        return forward_backward(q, k, v, do, mask=tw.causal & tw.document(ids), score=tw.alibi(slopes))
+
+    graph, results = captured(step)
+    for round_ in range(3):
+        with torch.no_grad():
+            for n, x in enumerate((q, k, v, do)):
+                x.copy_(draw(*x.shape, seed=100 * round_ + n))
+            ids.copy_(torch.arange(300, device=DEVICE) // (20 + 30 * round_))
+            slopes.mul_(0.5)
+        graph.replay()
+        torch.cuda.synchronize()
+        got = tuple(x.clone() for x in results)
+        same(got, step())
+
+
+def test_a_packed_graph_replays_with_other_lengths() -> None:
+    q, k, v = leaves(512, 2, 64)
+    do = draw(512, 2, 64, seed=9)
+    cu = torch.tensor([0, 100, 300, 512], dtype=torch.int32, device=DEVICE)
+    step = lambda: forward_backward(q, k, v, do, mask=tw.causal, layout=tw.Packed(cu))  # noqa: E731
+    graph, results = captured(step)
+    for ends in ([0, 1, 2, 512], [0, 256, 256, 512], [0, 511, 511, 512]):
+        cu.copy_(torch.tensor(ends, dtype=torch.int32))
+        graph.replay()
+        torch.cuda.synchronize()
+        got = tuple(x.clone() for x in results)
+        same(got, step())
+
+
+def test_a_decode_graph_replays_with_other_inputs() -> None:
+    q, k = draw(4, 1, 8, 128), draw(4, 3000, 2, 128, seed=1)
+    lengths = torch.full((4,), 3000, device=DEVICE)
+
+    def step() -> Tensors:
+        with torch.no_grad():
+            return tw.attention_with_lse(q, k, k, mask=tw.lengths(lengths), impl="triton_decode")
+
+    graph, results = captured(step)
+    for used in (2999, 64, 1):
+        q.copy_(draw(4, 1, 8, 128, seed=used))
+        lengths.fill_(used)
+        graph.replay()
+        torch.cuda.synchronize()
+        got = tuple(x.clone() for x in results)
+        same(got, step())
+
+
+def test_dropout_in_a_graph_draws_anew_and_its_backward_drops_the_same() -> None:
+    """With one-hot values o is the matrix of weights, so dv = o^T do tells which weights the backward dropped."""
+    q, k, _ = leaves(1, 64, 2, 64, dtype=torch.float32)
+    v = torch.eye(64, device=DEVICE)[None, :, None].expand(1, 64, 2, 64).contiguous().requires_grad_()
+    do = draw(1, 64, 2, 64, seed=9, dtype=torch.float32)
+    graph, results = captured(lambda: forward_backward(q, k, v, do, dropout=0.5))
+    zeros = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        o, dv = results[0].clone(), results[4].clone()
+        zeros.append(o == 0)
+        assert 0.3 < float(zeros[-1].float().mean()) < 0.7
+        torch.testing.assert_close(dv, torch.einsum("bihj,bihd->bjhd", o, do), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(zeros[0], zeros[1])
+    assert not torch.equal(zeros[1], zeros[2])
+
+
+# streams and devices -----------------------------------------------------------------------------------------------
+
+
+def test_work_is_ordered_with_the_current_stream() -> None:
+    q, k, v = leaves(2, 700, 4, 64)
+    do = draw(2, 700, 4, 64, seed=9)
+    ids = torch.arange(700, device=DEVICE) // 90
+    want = forward_backward(q, k, v, do, mask=tw.document(ids))
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            late = [torch.zeros_like(x).requires_grad_() for x in (q, k, v)]
+            torch.cuda._sleep(20_000_000)  # inputs come late: a launch on another stream would read zeros
+            with torch.no_grad():
+                for empty, full in zip(late, (q, k, v), strict=True):
+                    empty.copy_(full)
+            got = forward_backward(*late, do, mask=tw.document(ids))
+        stream.synchronize()
+        same(got, want)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_tensors_decide_the_device() -> None:
+    q, k, v = leaves(1, 200, 2, 64)
+    do = draw(1, 200, 2, 64, seed=9)
+    want = forward_backward(q, k, v, do, mask=tw.causal)
+    assert torch.cuda.current_device() == 0
+    there = [x.detach().to("cuda:1").requires_grad_() for x in (q, k, v)]
+    got = forward_backward(*there, do.to("cuda:1"), mask=tw.causal)
+    assert torch.cuda.current_device() == 0
+    same(tuple(x.to("cuda:0") for x in got), want)
+
+
+# torch.compile and autocast ----------------------------------------------------------------------------------------
+
+MODELS: dict[str, Callable[..., torch.Tensor]] = {
+    "causal": lambda q, k, v, slopes, ids: tw.attention(q * 2.0, k, v, mask=tw.causal).sin(),
+    "alibi": lambda q, k, v, slopes, ids: tw.attention(q, k + 1.0, v, mask=tw.window(40), score=tw.alibi(slopes)) * 3.0,
+    "document": lambda q, k, v, slopes, ids: tw.attention(
+        q, k, v, mask=lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+    ),
+    "dropout": lambda q, k, v, slopes, ids: tw.attention(q, k, v, dropout=0.25, seed=3, score=tw.softcap(20.0)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inductor_compiles_it_whole(name: str) -> None:
+    torch._dynamo.reset()
+    q, k, v = leaves(2, 130, 4, 64)
+    slopes = torch.rand(4, device=DEVICE, requires_grad=True)
+    ids = torch.arange(130, device=DEVICE) // 30
+    model = MODELS[name]
+    compiled = torch.compile(model, fullgraph=True)
+    got, want = compiled(q, k, v, slopes, ids), model(q, k, v, slopes, ids)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    wanted = (q, k, v, slopes) if name == "alibi" else (q, k, v)
+    for one, other in zip(*(torch.autograd.grad(o.float().square().sum(), wanted) for o in (got, want)), strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
+
+
+def test_inductor_with_cuda_graphs() -> None:
+    torch._dynamo.reset()
+    model = lambda q, k, v: tw.attention(q, k, v, mask=tw.causal) + 1.0  # noqa: E731
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for seed in range(4):
+            q, k, v = (draw(1, 200, 2, 64, seed=10 * seed + n) for n in range(3))
+            torch.testing.assert_close(compiled(q, k, v).clone(), model(q, k, v), rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_leaves_dtypes_alone_and_gradients_reach_float32_weights() -> None:
+    x, weight = draw(2, 100, 128, dtype=torch.float32), draw(384, 128, seed=1, dtype=torch.float32).requires_grad_()
+    found = []
+    for cast in (True, False):
+        with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+            joint = torch.nn.functional.linear(x if cast else x.bfloat16(), weight if cast else weight.bfloat16())
+            q, k, v = joint.view(2, 100, 3, 2, 64).unbind(2)
+            o = tw.attention(q, k, v, mask=tw.causal, impl="triton")
+        assert o.dtype == torch.bfloat16
+        found.append((o, *torch.autograd.grad(o.float().square().sum(), weight)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+# compilations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[Any]]:
+    """A list that grows with every kernel variant that Triton makes, from its disk cache or not."""
+    import triton
+
+    found: list[Any] = []
+
+    def count(**facts: Any) -> None:
+        found.append(facts.get("repr"))
+
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = count
+    yield found
+    triton.knobs.runtime.jit_post_compile_hook = before
+
+
+def test_other_numbers_tensors_and_lengths_compile_nothing(compilations: list[Any]) -> None:
+    def step(
+        width: int, cap: float, seqlen_q: int, seqlen_k: int, batch: int, scale: float, dropout: float, size: int
+    ) -> None:
+        q = draw(batch, seqlen_q, 4, 64).requires_grad_()
+        k, v = (draw(batch, seqlen_k, 2, 64, seed=n).requires_grad_() for n in (1, 2))
+        ids = torch.arange(seqlen_k, device=DEVICE).expand(batch, -1).contiguous() // size
+        slopes = torch.rand(batch, 4, device=DEVICE).requires_grad_()
+        arguments = {"scale": scale, "dropout": dropout, "seed": width}
+        score = tw.alibi(slopes) >> tw.softcap(cap)
+        for mask in (
+            tw.window(width),
+            tw.causal & tw.document(ids),
+            tw.lengths(torch.full((batch,), width, device=DEVICE)),
+        ):
+            o = tw.attention(q, k, v, mask=mask, score=score, impl="triton", **arguments)
+            torch.autograd.grad(o, (q, k, v, slopes), torch.ones_like(o))
+        with torch.no_grad():
+            tw.attention(q[:, -3:], k, v, mask=tw.window(width), score=score, scale=scale, impl="triton_decode")
+
+    step(100, 30.0, 256, 256, 2, 0.125, 0.1, 50)
+    assert compilations, "the hook counts nothing: this test could not fail"
+    compilations.clear()
+    for width in (1, 2, 16, 17, 4096):
+        step(width, 30.0, 256, 256, 2, 0.125, 0.1, 50)
+    step(100, 1.0, 256, 256, 2, 0.125, 0.1, 50)
+    step(100, 30.0, 256, 256, 2, 1.0, 0.5, 16)
+    for seqlen_q, seqlen_k in ((255, 256), (16, 1024), (300, 301), (1000, 37)):
+        step(100, 30.0, seqlen_q, seqlen_k, 2, 0.125, 0.1, 50)
+    for batch in (1, 3, 16):
+        step(100, 30.0, 256, 256, batch, 0.125, 0.1, 50)
+    assert not compilations
+
+
+def test_other_packed_lengths_compile_nothing(compilations: list[Any]) -> None:
+    def step(lengths: list[int]) -> None:
+        cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+        q, k, v = leaves(sum(lengths), 2, 64)
+        o = tw.attention(q, k, v, mask=tw.causal, layout=tw.Packed(cu), impl="triton")
+        torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+
+    step([100, 28])
+    assert compilations
+    compilations.clear()
+    for lengths in ([128], [1] * 16, [0, 5, 0], [300, 2, 77, 512]):
+        step(lengths)
+    assert not compilations
