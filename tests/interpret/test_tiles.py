@@ -49,7 +49,6 @@ def _tile_ranges(call: Call) -> Iterator[tuple[int, int, int, int, int]]:
 def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
     """Each tile of one side lists, in order, what `TileMap` calls FULL and PARTIAL of the other side."""
     call = call_of(case)
-    q = call.q
     plan = triton_attention._forward_plan(call)
     if for_keys:
         o, do = call.new_output(), call.new_output()

@@ -1,4 +1,4 @@
-"""Deliberately broken kernels: one classic mistake in a copy of the source, caught by the properties of the whole ones."""
+"""Deliberately broken kernels: one classic mistake in a copy of the source, caught by a property."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ SPLIT, MERGE = ("attention_split",), ("attention_merge",)
 SHIFT = ("shift = seqlen_k - seqlen_q", "shift = 0")
 ONE = {name: single(case) for name, case in CASES.items() if not case.gpu}
 MANY_KEYS = Case("many_keys", 1, 2, 64 * 5 + 9, 4, 2, mask=build.window(250), score=build.softcap, sink=True)
+GRID = Case("grid", 1, 63, 63, mask=build.neighborhood((7, 9), (5, 5)))
 RISING = ONE["plain"].with_(scale=2.0)  # large scores, so that the running maximum moves
 
 
@@ -95,16 +96,16 @@ TWINS = [
     Twin(triton_bwd, (*KEYS, *QUERIES), "seed = tl.load(SEED)", "seed = tl.load(SEED) + 1", BACKWARD, ONE["dropout"]),
     # decode
     Twin(triton_decode, SPLIT, "+ tiles_per_split)", "+ tiles_per_split - 1)", FORWARD, MANY_KEYS, "triton_decode"),
-    Twin(triton_decode, SPLIT, "alpha[:, None]", "1.0", FORWARD, RISING.with_(heads_q=8, heads_kv=8, seqlen_q=2, seqlen_k=400),
-         "triton_decode"),
+    Twin(triton_decode, SPLIT, "alpha[:, None]", "1.0", FORWARD,
+         RISING.with_(heads_q=8, heads_kv=8, seqlen_q=2, seqlen_k=400), "triton_decode"),
     Twin(triton_decode, SPLIT, "offs_i = offs_m + shift", "offs_i = offs_m", FORWARD, MANY_KEYS, "triton_decode"),
     Twin(triton_decode, MERGE, "total = total * alpha", "total = total", FORWARD, MANY_KEYS.with_(sink=True, scale=3.0),
          "triton_decode"),
     # lists
     Twin(triton_lists, ("tile_lists",), *SHIFT, FORWARD, ONE["document_window"].with_(seqlen_q=20)),
-    Twin(triton_lists, ("tile_lists",), "visited & sure & whole", "visited & whole", FORWARD, ONE["neighborhood_1d"].with_(
-        name="grid", seqlen_q=63, seqlen_k=63, mask=build.neighborhood((7, 9), (5, 5)))),
-    Twin(triton_lists, ("tile_lists",), "exists & maybe", "exists & maybe & (other > 0)", FORWARD, ONE["dilated_window"]),
+    Twin(triton_lists, ("tile_lists",), "visited & sure & whole", "visited & whole", FORWARD, GRID),
+    Twin(triton_lists, ("tile_lists",), "exists & maybe", "exists & maybe & (other > 0)", FORWARD,
+         ONE["dilated_window"]),
     Twin(triton_lists, ("block_extrema",), "tl.max(x, 0)", "tl.min(x, 0)", FORWARD, ONE["document_window"]),
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from tilewise.demo.data import Tokenizer
 from tilewise.demo.model import Attend, ModelConfig, generate
 from tilewise.demo.options import SIZES, TOLERANCE, Options, Size
 from tilewise.demo.result import OURS, TORCH, Curves, Result
-from tilewise.demo.train import Learner, held_out_loss, torch_attention, train
+from tilewise.demo.train import Learner, held_out_loss, threads, torch_attention, train
 from tilewise.demo.view import View
 
 __all__ = ["SIZES", "TOLERANCE", "Options", "Result", "Size", "run", "tilewise_attention"]
@@ -95,15 +95,16 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
 
     held_out = held_out_loss(learners[0], valid_stream, batch=size.batch)
     prompt = tokenizer.encode(options.prompt.rstrip()) or [tokenizer.end]
-    tokens = generate(
-        learners[0].model,
-        prompt,
-        max_new_tokens=options.new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
-        stop=tokenizer.end,
-    )
+    with threads(1):  # one token at a time is too little work to share
+        tokens = generate(
+            learners[0].model,
+            prompt,
+            max_new_tokens=options.new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=options.seed,
+            stop=tokenizer.end,
+        )
     done = time.perf_counter()
     return Result(
         options=replace(

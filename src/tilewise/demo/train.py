@@ -95,9 +95,9 @@ def train(
             if step < learner.steps:
                 learner.step(inputs, targets, schedule(step, steps))
 
-    threads = torch.get_num_threads()
-    beside = learners[0].device.type == "cpu" and len(learners) > 1 and threads > 1
-    with ThreadPoolExecutor(1) as pool, _threads(threads // 2 if beside else threads):
+    number = torch.get_num_threads()
+    beside = learners[0].device.type == "cpu" and len(learners) > 1 and number > 1
+    with ThreadPoolExecutor(1) as pool, threads(number // 2 if beside else number):
         for step, (inputs, targets) in enumerate(data):
             if beside:
                 other = pool.submit(advance, learners[1::2], step, inputs, targets)
@@ -109,7 +109,7 @@ def train(
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def threads(number: int) -> Iterator[None]:
     """PyTorch's CPU threads, `number` for each thread of Python, and as many as before afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)

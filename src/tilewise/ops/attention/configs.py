@@ -41,9 +41,9 @@ _TABLE: dict[tuple[str, int, int], tuple[Row, ...]] = {
     ("forward", 90, 2): (
         Row(64, Config(64, 64, 4, 3, True), ("band", "curved")),
         Row(64, Config(64, 128, 4, 3, True)),
-        Row(128, Config(64, 64, 4, 3, True), ("band", "curved", "additive")),
+        Row(128, Config(128, 128, 8, 3), ("plain",)),
         Row(128, Config(64, 64, 4, 2, True), ("lists",)),
-        Row(128, Config(128, 128, 8, 3)),
+        Row(128, Config(64, 64, 4, 3, True)),
         Row(256, Config(128, 64, 8, 2, True)),
         Row(512, Config(64, 32, 8, 2)),
     ),

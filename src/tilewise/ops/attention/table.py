@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,17 +79,9 @@ def _few_queries(call: Call) -> str | None:
     return None if rows <= 64 else f"{rows} (seqlen_q {call.rows_q} times group {call.group})"
 
 
-@functools.lru_cache(maxsize=1)
-def triton_missing() -> str | None:
-    """None if Triton can be imported, else why not."""
-    try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        return str(error)
-    return None
-
-
-_TRITON = Need("Triton installed", lambda c: triton_missing())
+# looked up without importing it, and once: torch.compile traces through the choice of a row
+_TRITON_MISSING = None if importlib.util.find_spec("triton") else "no package named triton"
+_TRITON = Need("Triton installed", lambda c: _TRITON_MISSING)
 _GPU = Need("an NVIDIA GPU (sm_80 or newer) or Triton's interpreter", lambda c: _no_gpu(c))
 
 
@@ -99,13 +92,20 @@ def _no_gpu(call: Call) -> str | None:
     return None if interpreting() else call.q.device.type
 
 
-@functools.lru_cache(maxsize=16)
 def capability(device: torch.device) -> int:
     """Compute capability of a CUDA device: 80, 90, 100, ...; 80 stands for the interpreter."""
-    if device.type != "cuda":
-        return 80
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return 80 if device.type != "cuda" else _capability(device.index or 0)
+
+
+_CAPABILITIES: dict[int, int] = {}
+
+
+@torch.compiler.assume_constant_result
+def _capability(index: int) -> int:
+    if index not in _CAPABILITIES:
+        major, minor = torch.cuda.get_device_capability(index)
+        _CAPABILITIES[index] = 10 * major + minor
+    return _CAPABILITIES[index]
 
 
 def interpreting() -> bool:

@@ -150,6 +150,8 @@ def _backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan
 
 def _config(kernel: str, call: Call) -> Config:
     kind = formula_kind(call.mask and call.mask.text, call.score and call.score.text)
+    if call.dropout > 0.0:
+        kind = "dropout"  # its random bits take shared memory
     return config(kernel, capability(call.q.device), call.head_dim, call.head_dim_v, call.q.element_size(), kind)
 
 

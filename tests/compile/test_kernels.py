@@ -1,0 +1,89 @@
+"""Every kernel compiles for sm_80, sm_90 and sm_100 with no GPU, uses tensor cores, and fits as the table records.
+
+`python -m tools.kernel_resources --write` makes the table (tests/compile/resources.json); here a part of it is
+compiled again. Compilers differ, so the exact comparison holds for the Triton that made the table; any other must
+compile, use tensor cores, fit, and spill no more than `NEWER_SPILL` bytes where the table has no spill.
+"""
+
+from __future__ import annotations
+
+import pytest
+import triton
+
+from tilewise.testing.offline import SHARED_LIMIT, Resources
+from tools.kernel_resources import DTYPES, Variant, as_entry, read_table, variants
+
+TABLE = read_table()
+SAME_TRITON = TABLE["triton"] == triton.__version__
+MATMUL = ("attention_fwd", "attention_bwd_keys", "attention_bwd_queries", "attention_split")
+REGISTERS, SPILL, SHARED = 16, 32, 1024  # slack: how much more than the table an unrelated change may cost
+NEWER_SPILL = 512
+
+
+def quick(sm: int) -> list[Variant]:
+    return [variant for variant in variants() if variant.quick and variant.sm == sm]
+
+
+def check(variant: Variant) -> None:
+    for name, found in variant.compile().items():
+        where = f"{variant}: {name}"
+        assert found.shared_bytes <= SHARED_LIMIT[variant.sm], f"{where}: {found.shared_bytes} bytes of shared memory"
+        if name in MATMUL and variant.dtype != "fp32":
+            assert found.tensor_core > 0, f"{where}: no tensor-core instruction"
+        known = TABLE["kernels"].get(where)
+        assert known is not None, f"{where} is not in the table: run `python -m tools.kernel_resources --write`"
+        compare(where, found, known)
+
+
+def compare(where: str, found: Resources, known: dict[str, int]) -> None:
+    """Not much worse than the table says."""
+    got = as_entry(found)
+    slack = {"registers": REGISTERS, "spill": SPILL, "shared": SHARED} if SAME_TRITON else {"spill": NEWER_SPILL}
+    for key, more in slack.items():
+        assert got[key] <= known[key] + more, f"{where}: {key} {got[key]}, table {known[key]} (slack {more})"
+
+
+# A class each, so that pytest-xdist may give them to different processes.
+class TestSm80:
+    @pytest.mark.parametrize("variant", quick(80), ids=str)
+    def test_kernels_fit(self, variant: Variant) -> None:
+        check(variant)
+
+
+class TestSm90:
+    @pytest.mark.parametrize("variant", quick(90), ids=str)
+    def test_kernels_fit(self, variant: Variant) -> None:
+        check(variant)
+
+
+class TestSm100:
+    @pytest.mark.parametrize("variant", quick(100), ids=str)
+    def test_kernels_fit(self, variant: Variant) -> None:
+        check(variant)
+
+
+class TestTable:
+    def test_it_holds_every_variant(self) -> None:
+        held = {key.partition(":")[0] for key in TABLE["kernels"]}
+        assert held == {str(variant) for variant in variants()}
+
+    def test_the_quick_variants_reach_every_dtype_width_and_formula(self) -> None:
+        for sm in SHARED_LIMIT:
+            chosen = quick(sm)
+            assert {v.dtype for v in chosen} == set(DTYPES)
+            assert {v.head_dim for v in chosen} == {64, 128, 256, 512}
+            assert {v.row for v in chosen} == {"triton", "triton_decode"}
+
+    def test_every_16_bit_kernel_uses_tensor_cores_and_fits(self) -> None:
+        for key, entry in TABLE["kernels"].items():
+            variant, _, name = key.partition(": ")
+            sm = int(variant.split()[0].removeprefix("sm_"))
+            assert entry["shared"] <= SHARED_LIMIT[sm], key
+            if name in MATMUL and "fp32" not in variant:
+                assert entry["tensor_core"] > 0, key
+
+    def test_a_worse_kernel_would_show(self) -> None:
+        known = {"registers": 100, "spill": 0, "shared": 1000, "tensor_core": 4}
+        compare("same", Resources("k", 100, 0, 1000, 4), known)
+        with pytest.raises(AssertionError, match="spill"):
+            compare("spills", Resources("k", 100, max(SPILL, NEWER_SPILL) + 1, 1000, 4), known)
