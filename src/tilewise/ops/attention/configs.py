@@ -45,14 +45,14 @@ _TABLE: dict[tuple[str, int, int], tuple[Row, ...]] = {
         Row(128, Config(64, 64, 4, 2, True), ("lists",)),
         Row(128, Config(64, 64, 4, 3, True)),
         Row(256, Config(128, 64, 8, 2, True)),
-        Row(512, Config(64, 32, 8, 2)),
+        Row(512, Config(32, 32, 8, 2)),
     ),
     ("keys", 90, 2): (
         Row(64, Config(64, 64, 4, 3, True)),
         Row(128, Config(32, 64, 4, 4), ("curved",)),
         Row(128, Config(64, 64, 4, 2, True)),
         Row(256, Config(64, 64, 8, 1, True)),
-        Row(512, Config(16, 32, 8, 1)),
+        Row(512, Config(16, 16, 8, 1)),
     ),
     ("queries", 90, 2): (
         Row(64, Config(64, 64, 4, 3, True)),
@@ -61,32 +61,52 @@ _TABLE: dict[tuple[str, int, int], tuple[Row, ...]] = {
         Row(256, Config(128, 32, 8, 2, True)),
         Row(512, Config(32, 16, 8, 1)),
     ),
+    ("forward", 100, 2): (
+        Row(64, Config(64, 64, 4, 3), ("lists",)),
+        Row(64, Config(128, 64, 8, 3)),
+        Row(128, Config(128, 64, 8, 2)),
+        Row(256, Config(128, 64, 8, 2, True)),
+        Row(512, Config(64, 16, 8, 2)),
+    ),
+    ("keys", 100, 2): (
+        Row(64, Config(64, 64, 8, 1)),
+        Row(128, Config(32, 64, 8, 1)),
+        Row(256, Config(32, 32, 8, 1)),
+        Row(512, Config(16, 16, 8, 1)),
+    ),
+    ("queries", 100, 2): (
+        Row(64, Config(64, 64, 8, 2)),
+        Row(128, Config(64, 64, 8, 2)),
+        Row(256, Config(64, 32, 8, 1)),
+        Row(512, Config(32, 16, 8, 1)),
+    ),
     ("forward", 80, 2): (
-        Row(64, Config(128, 64, 4, 3)),
-        Row(128, Config(128, 32, 4, 3)),
-        Row(256, Config(64, 32, 4, 2)),
-        Row(512, Config(32, 16, 4, 2)),
+        Row(64, Config(128, 64, 8, 3)),
+        Row(128, Config(128, 32, 8, 3)),
+        Row(256, Config(64, 32, 8, 2)),
+        Row(512, Config(32, 32, 8, 1)),
     ),
     ("keys", 80, 2): (
-        Row(64, Config(32, 64, 4, 3)),
-        Row(128, Config(32, 64, 4, 2)),
-        Row(256, Config(16, 32, 4, 1)),
-        Row(512, Config(16, 16, 4, 1)),
+        Row(64, Config(32, 32, 4, 3), ("dropout",)),
+        Row(64, Config(32, 64, 8, 2)),
+        Row(128, Config(32, 64, 8, 2)),
+        Row(256, Config(32, 32, 8, 1)),
+        Row(512, Config(16, 16, 8, 1)),
     ),
     ("queries", 80, 2): (
-        Row(64, Config(64, 32, 4, 3)),
-        Row(128, Config(64, 32, 4, 2)),
-        Row(256, Config(32, 16, 4, 1)),
+        Row(64, Config(64, 64, 8, 2)),
+        Row(128, Config(64, 64, 8, 2)),
+        Row(256, Config(64, 32, 8, 1)),
         Row(512, Config(16, 16, 4, 1)),
     ),
     ("forward", 80, 4): (
-        Row(64, Config(64, 32, 4, 2)),
-        Row(128, Config(64, 32, 8, 1)),
+        Row(64, Config(64, 32, 8, 2)),
+        Row(128, Config(32, 32, 8, 1)),
         Row(256, Config(32, 16, 8, 1)),
         Row(512, Config(16, 16, 8, 1)),
     ),
     ("keys", 80, 4): (
-        Row(64, Config(32, 32, 4, 1)),
+        Row(64, Config(32, 32, 8, 1)),
         Row(128, Config(16, 32, 8, 1)),
         Row(512, Config(16, 16, 8, 1)),
     ),
@@ -104,6 +124,8 @@ def config(kernel: str, sm: int, head_dim: int, head_dim_v: int, itemsize: int, 
     kind of formula
     (see `variant.formula_kind`)."""
     width = max(padded(head_dim), padded(head_dim_v))
+    if sm >= 120:
+        sm = 80  # 99 KB of shared memory, as sm_86 and sm_89 have, which the rows of sm_80 leave room for
     arch = max((a for k, a, size in _TABLE if k == kernel and size == itemsize and a <= sm), default=80)
     rows = _TABLE[kernel, arch, itemsize]
     return next(row.config for row in rows if width <= row.width and (not row.kinds or kind in row.kinds))

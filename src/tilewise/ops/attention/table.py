@@ -100,7 +100,7 @@ def capability(device: torch.device) -> int:
 _CAPABILITIES: dict[int, int] = {}
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _capability(index: int) -> int:
     if index not in _CAPABILITIES:
         major, minor = torch.cuda.get_device_capability(index)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from tilewise.formula.emit import Captured, encoded, number_arguments, tensor_ar
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.configs import Config, config, padded
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
-from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.problem import Call, signature_of
 from tilewise.ops.attention.table import capability, interpreting
 from tilewise.ops.attention.triton_bwd import attention_bwd_keys, attention_bwd_queries, attention_delta
 from tilewise.ops.attention.triton_fwd import attention_fwd
@@ -37,6 +38,10 @@ _PLANS = Plans()
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Triton forward."""
+    aligned = _aligned(call)
+    if aligned is not call:
+        o, lse = forward(aligned)
+        return o[..., : call.head_dim_v], lse
     key = call_key(call)
     plan = _PLANS.get(("forward", key)) or _PLANS.put(key and ("forward", key), _forward_plan(call))
     o, lse = call.new_output(), call.new_lse()
@@ -49,6 +54,12 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients by the Triton backward: delta, then dK and dV, then dQ with the captured tensors' gradients."""
+    aligned = _aligned(call)
+    if aligned is not call:
+        grads = backward(aligned, _padded_rows(o), lse, _padded_rows(do), dlse)
+        d, d_v = call.head_dim, call.head_dim_v
+        grads.dq, grads.dk, grads.dv = grads.dq[..., :d], grads.dk[..., :d], grads.dv[..., :d_v]
+        return grads
     key = call_key(call)
     if key is not None:
         aligned = (do.data_ptr() | o.data_ptr()) % 16 == 0
@@ -74,6 +85,22 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     if call.score is not None:
         captured = [None if g is None else g.to(t.dtype) for g, t in zip(captured, call.score.tensors, strict=True)]
     return Gradients(dq, dk, dv, sink_gradient(call, lse, delta), captured)
+
+
+def _aligned(call: Call) -> Call:
+    """The call itself, or for 16-bit rows that no 16-byte copy can fetch, the same call on padded copies.
+
+    Mixing such rows with others in one kernel gave wrong results on sm_90 (Triton 3.6; head_dim 40 with head_dim_v 5).
+    """
+    if call.q.element_size() != 2 or _describable(call.q, call.k, call.v):
+        return call
+    q, k, v = _padded_rows(call.q), _padded_rows(call.k), _padded_rows(call.v)
+    return replace(call, q=q, k=k, v=v, signature=signature_of(q, k, v, call.mask, call.score, call.packed))
+
+
+def _padded_rows(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy whose rows are padded with zeros to a multiple of 16 bytes."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).contiguous().clone()
 
 
 # plans -------------------------------------------------------------------------------------------------------------
