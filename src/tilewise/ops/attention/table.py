@@ -79,8 +79,15 @@ def _few_queries(call: Call) -> str | None:
     return None if rows <= 64 else f"{rows} (seqlen_q {call.rows_q} times group {call.group})"
 
 
+def _find_triton() -> str | None:
+    try:
+        return None if importlib.util.find_spec("triton") else "no package named triton"
+    except (ImportError, ValueError) as error:
+        return str(error)
+
+
 # looked up without importing it, and once: torch.compile traces through the choice of a row
-_TRITON_MISSING = None if importlib.util.find_spec("triton") else "no package named triton"
+_TRITON_MISSING = _find_triton()
 _TRITON = Need("Triton installed", lambda c: _TRITON_MISSING)
 _GPU = Need("an NVIDIA GPU (sm_80 or newer) or Triton's interpreter", lambda c: _no_gpu(c))
 
