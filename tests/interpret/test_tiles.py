@@ -21,7 +21,7 @@ from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.matrix import name_of
 from tilewise.tiles.dropout import keep_tile
-from tilewise.tiles.visit import locate, partial_tile, span_tiles
+from tilewise.tiles.visit import locate, visit, visits
 
 LISTED = [CASES[name] for name in ("document", "document_window", "tree", "dilated_window", "neighborhood_2d",
           "neighborhood_3d", "head_blocks", "explicit", "packed_document")]  # fmt: skip
@@ -55,9 +55,7 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
         plan = triton_attention._backward_plans(call, o, do)[1]
     cfg, mask = plan.extra
     assert mask.classify is not None, "this mask has loop bounds and needs no lists"
-    listed, by_batch, by_head, width = triton_attention._lists(call, plan, for_keys, None, {})
-    partial_count, full_count = listed[:, 0], listed[:, 1]
-    partial, full = listed[:, 2 : 1 + width // 2], listed[:, 1 + width // 2 :]
+    listed, by_batch, by_head, _ = triton_attention._lists(call, plan, for_keys, None, {})
     block = cfg.block_n if for_keys else cfg.block_m
     for b, start_q, start_k, seqlen_q, seqlen_k in _tile_ranges(call):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": cfg.block_m, "block_n": cfg.block_n}
@@ -72,10 +70,10 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
         for h in range(call.num_heads_q):
             for tile, row_classes in enumerate(classes[h]):
                 row = (0 if call.packed else b * by_batch) + h * by_head + first_slot + tile
-                fulls = ((row_classes == FULL) & whole).nonzero()[:, 0].tolist()
-                partials = ((row_classes != EMPTY) & ~((row_classes == FULL) & whole)).nonzero()[:, 0].tolist()
-                assert full[row, : full_count[row]].tolist() == fulls
-                assert partial[row, : partial_count[row]].tolist() == partials
+                count, *entries = listed[row].tolist()
+                full = (row_classes == FULL) & whole
+                seen = (row_classes != EMPTY).nonzero()[:, 0].tolist()
+                assert entries[:count] == [2 * other + (not full[other]) for other in seen]
 
 
 @pytest.mark.parametrize("shape", [(1,), (31,), (32,), (33,), (3, 64), (2, 4, 100)])
@@ -133,14 +131,14 @@ def given_runs(b, h, x0, x1, args, nums):
 
 
 @triton.jit
-def visited(OUT, PARTIAL, nums, low, size, TILES: tl.constexpr, BLOCK: tl.constexpr):
-    begin, end, full_begin, full_end = span_tiles(0, 0, low * 0, low * 0, low, size, (), nums, TILES, BLOCK)
-    tl.store(OUT, begin)
-    tl.store(OUT + 1, end)
-    tl.store(OUT + 2, full_begin)
-    tl.store(OUT + 3, full_end)
-    for t in range(end - begin - (full_end - full_begin)):
-        tl.store(PARTIAL + t, partial_tile(t, begin, full_begin, full_end))
+def visited(OUT, nums, low, size, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """For each visited tile, in order: 2 if it is masked, else 1."""
+    begin, end, full_begin, full_end = visits(
+        low * 0, 0, low * 0, low * 0, low, size, (), nums, OUT, False, TILES, BLOCK
+    )
+    for t in range(begin, end):
+        tile, masked = visit(t, OUT, full_begin, full_end, False)
+        tl.store(OUT + tile, tl.load(OUT + tile) + tl.where(masked, 2, 1))
 
 
 def test_loop_bounds_visit_each_tile_once_and_call_full_what_is() -> None:
@@ -149,18 +147,13 @@ def test_loop_bounds_visit_each_tile_once_and_call_full_what_is() -> None:
         size, block, low = draws.randint(1, 90), 16, draws.randint(-50, 50)
         any_ = (draws.randint(-40, 100), draws.randint(-40, 100))
         all_ = (draws.randint(any_[0], any_[0] + 60), draws.randint(any_[1] - 60, any_[1]))
-        bounds, partial = torch.zeros(4, dtype=torch.int32), torch.full((9,), -1, dtype=torch.int32)
-        visited[(1,)](bounds, partial, tuple(low + x for x in (*any_, *all_)), low, size, given_runs, block)
-        begin, end, full_begin, full_end = bounds.tolist()
-        fulls = list(range(full_begin, full_end))
-        partials = [n for n in partial.tolist() if n >= 0]
-        assert sorted(fulls + partials) == list(range(begin, end))
-        for n in range(-(-size // block)):
+        found = torch.zeros(-(-size // block), dtype=torch.int32)
+        visited[(1,)](found, tuple(low + x for x in (*any_, *all_)), low, size, given_runs, block)
+        for n, times in enumerate(found.tolist()):
             cells = range(n * block, min(n * block + block, size))
-            if any(any_[0] <= j <= any_[1] for j in cells):
-                assert begin <= n < end
+            seen = any(any_[0] <= j <= any_[1] for j in cells)
             whole = len(cells) == block and all(all_[0] <= j <= all_[1] for j in cells)
-            assert not (n in fulls and not whole)
+            assert times == (1 if seen and whole else 2 if seen else 0)
 
 
 @triton.jit

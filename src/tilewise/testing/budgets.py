@@ -4,12 +4,11 @@ floor.
 The floor has three parts, each from what any tiled implementation must do, none tuned:
 
 - order: sums taken in another order in float32 (float64 for float64): `ORDER` units of roundoff of the sum of absolute
-values,
-  times 1 + the largest score that has any weight, because an error in a score multiplies its weight;
+  values, times 1 + the largest score that has any weight, because an error in a score multiplies its weight;
 - rounding: half a unit in the last place of the stored result;
-- recomputation (gradients): a backward that keeps o and lse reads them rounded, so delta = rowsum(do o) is off by the
-rounding of o. It
-  is measured: the float64 gradient with o and lse rounded to their dtypes, against the gradient without.
+- recomputation (gradients): a backward that keeps o and lse reads them as the forward rounded them, so
+  delta = rowsum(dO * O) is off by the error of o. It is measured: the float64 gradient with o off by the rounding of
+  its weights and of itself, drawn at random `DRAWS` times, and lse rounded, against the gradient without.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracles import Dense, gradients, joined, parts
 
 ORDER = 4
+DRAWS = 4
 FACTOR = 2.0
 
 
@@ -83,8 +83,7 @@ def _floors(
         finite = torch.where(value.isfinite(), value, 0.0)
         order = ORDER * _unit(wide) * (1.0 + scores) * sizes[name]
         floors[name] = order + _unit(stored[name]) * _largest(finite)
-        if name in recomputed:
-            floors[name] += error(recomputed[name], value)
+        floors[name] += max((error(again[name], value) for again in recomputed if name in again), default=0.0)
     return floors
 
 
@@ -100,48 +99,71 @@ def _into_captured(inputs: Inputs, one: Dense, weight: torch.Tensor) -> tuple[to
 
 def _second_look(
     inputs: Inputs, found: list[tuple[Dense, slice, slice]], dtype: torch.dtype, wide: torch.dtype
-) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """(largest sum of absolute terms of every result, gradients recomputed in float64 from rounded o and lse)."""
+) -> tuple[dict[str, float], list[dict[str, torch.Tensor]]]:
+    """(largest sum of absolute terms of every result, gradients recomputed in float64 from draws of o and from lse)."""
     leaves = inputs.leaves()
-    sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}  # of absolute terms
-    again = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    sums, *again = ({name: torch.zeros_like(leaf) for name, leaf in leaves.items()} for _ in range(1 + DRAWS))
     sizes = {"o": 0.0, "lse": 1.0}
-    case, scale = inputs.case, inputs.q.shape[-1] ** -0.5 if inputs.case.scale is None else inputs.case.scale
+    noise = torch.Generator(inputs.q.device).manual_seed(0)
     for one, rows, keys in found:
         if not one.o.numel():
             continue
-        q, do = (_rows(inputs, x, rows).transpose(1, 2) for x in (inputs.q, inputs.do))
-        k, v = (_rows(inputs, x, keys).repeat_interleave(case.group, 2).transpose(1, 2) for x in (inputs.k, inputs.v))
-        lse, o = one.lse.to(wide).double(), one.o.to(dtype).double().transpose(1, 2)
-        lse = torch.where(lse == -torch.inf, torch.inf, lse)
-        p = torch.where(one.visible, torch.exp(one.final - lse[..., None]), 0.0)
-        dp = torch.matmul(do, v.transpose(-1, -2)) * one.keep
-        delta = (do * o).sum(-1, keepdim=True)
+        look = _Look(inputs, one, rows, keys, wide)
+        sizes["o"] = max(sizes["o"], _largest(look.size_o))
+        sizes["lse"] = max(sizes["lse"], _largest(torch.where(one.lse.isfinite(), one.lse, 0.0)) + 1.0)
+        exact = one.o.double().transpose(1, 2)
+        look.add(sums, exact, absolute=True)
+        for target in again:
+            drawn = torch.rand(exact.shape, generator=noise, device=exact.device, dtype=exact.dtype) * 2.0 - 1.0
+            look.add(target, (exact + drawn * _unit(dtype) * look.size_o).to(dtype).double(), absolute=False)
+    return sizes | {name: _largest(value) for name, value in sums.items()}, again
+
+
+class _Look:
+    """The gradients of one sequence in float64, from its lse rounded to `wide` and any o."""
+
+    def __init__(self, inputs: Inputs, one: Dense, rows: slice, keys: slice, wide: torch.dtype) -> None:
+        self.inputs, self.one, self.cuts = inputs, one, (rows, keys)
+        case = inputs.case
+        self.scale = inputs.q.shape[-1] ** -0.5 if case.scale is None else case.scale
+        self.q, self.do = (_rows(inputs, x, rows).transpose(1, 2) for x in (inputs.q, inputs.do))
+        self.k, self.v = (
+            _rows(inputs, x, keys).repeat_interleave(case.group, 2).transpose(1, 2) for x in (inputs.k, inputs.v)
+        )
+        lse = one.lse.to(wide).double()
+        self.lse = torch.where(lse == -torch.inf, torch.inf, lse)
+        self.p = torch.where(one.visible, torch.exp(one.final - self.lse[..., None]), 0.0)
+        self.dp = torch.matmul(self.do, self.v.transpose(-1, -2)) * one.keep
+        self.slope = torch.ones_like(self.p)
+        if one.final is not one.raw:
+            (self.slope,) = torch.autograd.grad(one.final.sum(), one.raw, retain_graph=True)
+        self.size_o = torch.matmul(self.p * one.keep, self.v.abs()).detach()
+
+    def add(self, target: dict[str, torch.Tensor], o: torch.Tensor, absolute: bool) -> None:
+        """Add every gradient for this o to `target`; with `absolute`, the sums of their terms' absolute values."""
+        inputs, case, (rows, keys) = self.inputs, self.inputs.case, self.cuts
+        size_of = torch.abs if absolute else torch.clone
+        delta = (self.do * o).sum(-1, keepdim=True)
         if inputs.dlse is not None:
             dlse = inputs.dlse if case.packed is None else inputs.dlse[None, :, rows]
             delta = delta - dlse.double()[..., None]
-        ds, size = p * (dp - delta), p * (dp.abs() + delta.abs())
-        slope = torch.ones_like(ds)
-        if one.final is not one.raw:
-            (slope,) = torch.autograd.grad(one.final.sum(), one.raw, retain_graph=True)
-        sizes["o"] = max(sizes["o"], _largest(torch.matmul(p * one.keep, v.abs())))
-        sizes["lse"] = max(sizes["lse"], _largest(torch.where(one.lse.isfinite(), one.lse, 0.0)) + 1.0)
-        for target, weight, flat in ((again, ds, False), (sums, size, True)):
-            size_of = torch.abs if flat else torch.clone
-            d_raw = weight * size_of(slope) * abs(scale) if flat else weight * slope * scale
-            parts_q = torch.matmul(d_raw, size_of(k)).transpose(1, 2)
-            parts_k = torch.matmul(d_raw.transpose(-1, -2), size_of(q)).transpose(1, 2)
-            parts_v = torch.matmul((p * one.keep).transpose(-1, -2), size_of(do)).transpose(1, 2)
-            for name, part, cut in (("dq", parts_q, rows), ("dk", parts_k, keys), ("dv", parts_v, keys)):
-                if name != "dq":
-                    part = part.reshape(*part.shape[:2], case.heads_kv, case.group, part.shape[-1]).sum(3)
-                _rows(inputs, target[name], cut).add_(part.detach())
-            if inputs.sink is not None:
-                share = torch.exp(inputs.sink[:, None] - lse) * (size_of(delta[..., 0]))
-                target["dsink"] -= share.sum((0, 2)).detach()
-            if inputs.captured:
-                for n, grad in enumerate(_into_captured(inputs, one, weight)):
-                    # The terms' signs are not at hand; those of the scores find sums of the form sum(weight * |s|).
-                    signed = _into_captured(inputs, one, weight * one.final.sign())[n] if flat else grad
-                    target[f"dcaptured{n}"] += torch.maximum(grad.abs(), signed.abs()) if flat else grad
-    return sizes | {name: _largest(value) for name, value in sums.items()}, again
+        ds = self.p * (self.dp.abs() + delta.abs() if absolute else self.dp - delta)
+        d_raw = ds * size_of(self.slope) * (abs(self.scale) if absolute else self.scale)
+        parts_q = torch.matmul(d_raw, size_of(self.k)).transpose(1, 2)
+        parts_k = torch.matmul(d_raw.transpose(-1, -2), size_of(self.q)).transpose(1, 2)
+        parts_v = torch.matmul((self.p * self.one.keep).transpose(-1, -2), size_of(self.do)).transpose(1, 2)
+        for name, part, cut in (("dq", parts_q, rows), ("dk", parts_k, keys), ("dv", parts_v, keys)):
+            if name != "dq":
+                part = part.reshape(*part.shape[:2], case.heads_kv, case.group, part.shape[-1]).sum(3)
+            _rows(inputs, target[name], cut).add_(part.detach())
+        if inputs.sink is not None:
+            share = torch.exp(inputs.sink[:, None] - self.lse) * size_of(delta[..., 0])
+            target["dsink"] -= share.sum((0, 2)).detach()
+        if inputs.captured:
+            grads = _into_captured(inputs, self.one, ds)
+            if absolute:
+                # The terms' signs are not at hand; those of the scores find sums of the form sum(weight * |s|).
+                signed = _into_captured(inputs, self.one, ds * self.one.final.sign())
+                grads = tuple(torch.maximum(g.abs(), s.abs()) for g, s in zip(grads, signed, strict=True))
+            for n, grad in enumerate(grads):
+                target[f"dcaptured{n}"] += grad

@@ -9,8 +9,7 @@ def locate(slot, CU_SEQLENS, batch, BLOCK: tl.constexpr):
     """(sequence, tile inside it) of a packed slot.
 
     Sequence b owns the slots from cu[b] // BLOCK + b on: enough for its tiles whatever the lengths, so no prefix sum
-    and
-    no longest length is needed. A slot beyond its sequence's last tile has nothing to do.
+    and no longest length is needed. A slot beyond its sequence's last tile has nothing to do.
     """
     low = 0
     high = batch
@@ -29,9 +28,8 @@ def span_tiles(b, h, x0, x1, low, size, args, nums, TILES: tl.constexpr, BLOCK: 
     """Loop bounds for the rows x0 .. x1 of a mask whose visible positions are one run (everything, if TILES is None).
 
     Positions of the other axis begin at `low` and number `size`. Returns (begin, end) of the visited tiles and
-    (full_begin, full_end) of
-    those without a hidden pair; a tile that reaches beyond the last position is not full, since its bounds need
-    checking.
+    (full_begin, full_end) of those without a hidden pair; a tile that reaches beyond the last position is not full,
+    since its bounds need checking.
     """
     first_any = 0 * x0
     last_any = first_any + (size - 1)
@@ -45,17 +43,33 @@ def span_tiles(b, h, x0, x1, low, size, args, nums, TILES: tl.constexpr, BLOCK: 
         last_all = tl.minimum(last_all - low, size - 1).to(tl.int32)
     begin = first_any // BLOCK
     end = tl.where(last_any >= first_any, last_any // BLOCK + 1, begin)
-    full_begin = tl.maximum((first_all + BLOCK - 1) // BLOCK, begin)
-    full_end = tl.minimum((last_all + 1) // BLOCK, end)
-    none = full_end <= full_begin
-    return begin, end, tl.where(none, end, full_begin), tl.where(none, end, full_end)
+    return begin, end, (first_all + BLOCK - 1) // BLOCK, (last_all + 1) // BLOCK
 
 
 @triton.jit
-def partial_tile(t, begin, full_begin, full_end):
-    """The t-th visited tile outside the full run."""
-    n = begin + t
-    return tl.where(n < full_begin, n, n + (full_end - full_begin))
+def visits(b, h, x0, x1, low, size, args, nums, listed, LISTS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """Bounds of the loop over visited tiles, for `visit`: from the row's list, or as `span_tiles`."""
+    if LISTS:
+        begin = b * 0
+        end = tl.load(listed)
+        full_begin = begin
+        full_end = begin
+    else:
+        begin, end, full_begin, full_end = span_tiles(b, h, x0, x1, low, size, args, nums, TILES, BLOCK)
+    return begin, end, full_begin, full_end
+
+
+@triton.jit
+def visit(t, listed, full_begin, full_end, LISTS: tl.constexpr):
+    """(tile, whether it needs the mask) of step t; a list holds 2 * tile + 1 for a tile that does, else 2 * tile."""
+    if LISTS:
+        entry = tl.load(listed + 1 + t)
+        tile = entry >> 1
+        masked = (entry & 1) != 0
+    else:
+        tile = t
+        masked = (t < full_begin) | (t >= full_end)
+    return tile, masked
 
 
 @triton.jit

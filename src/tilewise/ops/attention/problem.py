@@ -20,7 +20,14 @@ from tilewise.layouts import Dense, Packed, check_cu_seqlens
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
+class Signature:
+    """Sizes, strides and types of a call's tensors and the structure of its formula.
+
+    Equal ones are one object, so that whatever is remembered for a kind of call is found without hashing these parts.
+    """
+
+
+@dataclass(eq=False, slots=True)  # not frozen: that would triple the time it takes to make one
 class Call:
     """One call of attention: its tensors, its formula and its sizes. Implementations read this and nothing else.
 
@@ -44,7 +51,7 @@ class Call:
     wants_grad: bool = False
     grad_sink: bool = False
     grad_captured: tuple[bool, ...] = ()  # by slot of the score's tensors
-    signature: Any = None  # sizes, strides and types of all tensors; None where they are symbolic
+    signature: Signature | None = None  # None where sizes are symbolic
     first_batch: int = 0  # what `b` is for the first batch element (one sequence taken out of a packed call)
 
     @property
@@ -86,13 +93,16 @@ class Call:
         return self.v.shape[-1]
 
     def new_output(self) -> torch.Tensor:
-        return self.q.new_empty((*self.q.shape[:-1], self.v.shape[-1]))
+        q = self.q
+        if q.shape[-1] == self.v.shape[-1]:
+            return torch.empty_like(q, memory_format=torch.contiguous_format)
+        return torch.empty(*q.shape[:-1], self.v.shape[-1], dtype=q.dtype, device=q.device)
 
     def new_lse(self) -> torch.Tensor:
-        dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
-        if self.packed:
-            return self.q.new_empty((self.num_heads_q, self.rows_q), dtype=dtype)
-        return self.q.new_empty((self.q.shape[0], self.num_heads_q, self.rows_q), dtype=dtype)
+        q = self.q
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        *batch, rows, heads, _ = q.shape
+        return torch.empty(*batch, heads, rows, dtype=dtype, device=q.device)
 
 
 def make_call(
@@ -115,7 +125,8 @@ def make_call(
     bound_mask = None if mask is None else as_mask(mask).bound
     bound_score = None if score is None else as_score(score).bound
     signature = signature_of(q, k, v, bound_mask, bound_score, packed)
-    numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers)
+    captures = bool((bound_mask and bound_mask.tensors) or (bound_score and bound_score.tensors))
+    numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if captures else None
     checked = signature is not None and (signature, numbers) in _checked
     if not checked:
         _tensors(q, k, v, 3 if packed else 4)
@@ -157,10 +168,10 @@ def make_call(
         signature,
     )
     if not checked:
-        bounds = [bound for bound in (bound_mask, bound_score) if bound is not None and bound.tensors]
-        if bounds:
+        if captures:
             _indices(call)
-        if signature is not None and not any(packed or reads_values(bound.text) for bound in bounds):
+        formulas = [bound.text for bound in (bound_mask, bound_score) if bound is not None]
+        if signature is not None and not (captures and (packed or any(map(reads_values, formulas)))):
             if len(_checked) > 4096:
                 _checked.clear()
             _checked.add((signature, numbers))
@@ -170,18 +181,31 @@ def make_call(
 _checked: set[Any] = set()  # signatures and numbers of calls whose tensors were found in order
 
 
-def signature_of(q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None, packed: bool) -> Any:
-    """What the checks of tensors look at, as one hashable value; None while compiling, or for what is no tensor."""
-    if torch.compiler.is_compiling() or not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+def signature_of(q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None, packed: bool) -> Signature | None:
+    """The signature of these arguments; None while compiling, or for what is no tensor."""
+    tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    if torch.compiler.is_compiling() or not tensors or not q.ndim == k.ndim == v.ndim == 4 - packed:
         return None
     parts: list[Any] = [packed]
     for x in (q, k, v):
         parts += (x.dtype, x.device, x.shape, x.stride())
     for bound in (mask, score):
-        parts.append(bound and bound.text)
-        for x in bound.tensors if bound is not None else ():
+        if bound is None:
+            parts.append(None)
+            continue
+        parts.append(bound.text)
+        for x in bound.tensors:
             parts += (x.dtype, x.device, x.shape, x.stride())
-    return tuple(parts)
+    key = tuple(parts)
+    known = _signatures.get(key)
+    if known is None:
+        if len(_signatures) > 16384:
+            _signatures.clear()
+        known = _signatures[key] = Signature()
+    return known
+
+
+_signatures: dict[tuple[Any, ...], Signature] = {}
 
 
 def _indices(call: Call) -> None:

@@ -107,12 +107,15 @@ def capability(device: torch.device) -> int:
 _CAPABILITIES: dict[int, int] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _capability(index: int) -> int:
     if index not in _CAPABILITIES:
         major, minor = torch.cuda.get_device_capability(index)
         _CAPABILITIES[index] = 10 * major + minor
     return _CAPABILITIES[index]
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import Dynamo, and with it Triton, here.
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def interpreting() -> bool:
@@ -200,6 +203,25 @@ ROWS: tuple[Row, ...] = (
 
 def choose(call: Call, impl: str | None) -> Row:
     """The row that runs a call: the named one, or the first whose needs all hold; raises UnsupportedError."""
+    if call.signature is None:
+        return _choose(call, impl)
+    key = (
+        call.signature, impl, call.sink is None, call.dropout == 0.0, call.deterministic, call.wants_grad,
+        call.grad_captured, interpreting(),
+    )  # fmt: skip
+    row = _chosen.get(key)
+    if row is None:
+        row = _choose(call, impl)
+        if len(_chosen) > 4096:
+            _chosen.clear()
+        _chosen[key] = row
+    return row
+
+
+_chosen: dict[tuple[Any, ...], Row] = {}  # by everything that a need may look at
+
+
+def _choose(call: Call, impl: str | None) -> Row:
     if impl is not None:
         row = next((row for row in ROWS if row.name == impl), None)
         if row is None:

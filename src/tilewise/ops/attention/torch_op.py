@@ -111,6 +111,9 @@ def _call(
     scale: float,
     dropout: float,
     flags: str,
+    impl: str,
+    *,
+    symbolic: bool = False,
 ) -> Call:
     wants, deterministic, grad_sink, *grad_captured = (c == "1" for c in flags)
     mask, score = _bound(mask_text, mask_tensors, mask_numbers), _bound(score_text, score_tensors, score_numbers)
@@ -130,7 +133,7 @@ def _call(
         wants,
         grad_sink,
         tuple(grad_captured),
-        signature_of(q, k, v, mask, score, cu_seqlens_q is not None),
+        None if symbolic else signature_of(q, k, v, mask, score, cu_seqlens_q is not None),
     )
 
 
@@ -142,13 +145,13 @@ _SCHEMA = (
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call(*args[:-1])
+    call = _call(*args)
     o, lse = run_forward(_BY_NAME[args[-1]], call)
     return o.contiguous(), lse.contiguous()
 
 
 def _backward(do: torch.Tensor, dlse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor, *args: Any) -> Tensors:
-    call = _call(*args[:-1])
+    call = _call(*args)
     grads = run_backward(_BY_NAME[args[-1]], call, o, lse, _unit_stride(do), dlse)
     found = [grads.dq, grads.dk, grads.dv, grads.dsink, *grads.captured]
     return [g.contiguous() for g in found if g is not None]
@@ -167,13 +170,13 @@ attention_backward = torch.library.custom_op(
 
 @attention_forward.register_fake
 def _forward_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call(*args[:-1])
+    call = _call(*args, symbolic=True)
     return call.new_output(), call.new_lse()
 
 
 @attention_backward.register_fake
 def _backward_fake(do: torch.Tensor, dlse: Any, o: torch.Tensor, lse: torch.Tensor, *args: Any) -> Tensors:
-    call = _call(*args[:-1])
+    call = _call(*args, symbolic=True)
     shapes = [call.q, call.k, call.v, *([call.sink] if call.grad_sink and call.sink is not None else [])]
     if call.score is not None:
         shapes += [t for t, wanted in zip(call.score.tensors, call.grad_captured, strict=True) if wanted]

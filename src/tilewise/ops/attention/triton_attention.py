@@ -19,7 +19,7 @@ from tilewise.ops.attention.configs import Config, config, padded
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
 from tilewise.ops.attention.problem import Call, signature_of
 from tilewise.ops.attention.table import capability, interpreting
-from tilewise.ops.attention.triton_bwd import attention_bwd_keys, attention_bwd_queries, attention_delta
+from tilewise.ops.attention.triton_bwd import attention_bwd_keys, attention_bwd_queries
 from tilewise.ops.attention.triton_fwd import attention_fwd
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key
 from tilewise.ops.attention.triton_lists import block_extrema, tile_lists
@@ -38,12 +38,13 @@ _PLANS = Plans()
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Triton forward."""
-    aligned = _aligned(call)
-    if aligned is not call:
-        o, lse = forward(aligned)
-        return o[..., : call.head_dim_v], lse
     key = call_key(call)
-    plan = _PLANS.get(("forward", key)) or _PLANS.put(key and ("forward", key), _forward_plan(call))
+    plan = _PLANS.get(("forward", key))
+    if plan is None:
+        if not _fetchable(call.q, call.k, call.v):
+            o, lse = forward(_padded(call))
+            return o[..., : call.head_dim_v], lse
+        plan = _PLANS.put(key and ("forward", key), _forward_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
         lists = _lists(call, plan, False, key, {})
@@ -53,54 +54,66 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-    """Gradients by the Triton backward: delta, then dK and dV, then dQ with the captured tensors' gradients."""
-    aligned = _aligned(call)
-    if aligned is not call:
-        grads = backward(aligned, _padded_rows(o), lse, _padded_rows(do), dlse)
-        d, d_v = call.head_dim, call.head_dim_v
-        grads.dq, grads.dk, grads.dv = grads.dq[..., :d], grads.dk[..., :d], grads.dv[..., :d_v]
-        return grads
+    """Gradients by the Triton backward: dQ with delta and the captured tensors' gradients, then dK and dV."""
     key = call_key(call)
     if key is not None:
-        aligned = (do.data_ptr() | o.data_ptr()) % 16 == 0
-        key = ("backward", key, do.stride(), o.stride(), dlse is None) if aligned else None
-    plans = _PLANS.get(key) or _PLANS.put(key, _backward_plans(call, o, do))
+        fetched = (o.data_ptr() | do.data_ptr()) % 16 == 0
+        key = ("backward", key, do.stride(), o.stride(), dlse is None) if fetched else None
+    plans = _PLANS.get(key)
+    if plans is None:
+        if not _fetchable(call.q, call.k, call.v):
+            grads = backward(_padded(call), _padded_rows(o), lse, _padded_rows(do), dlse)
+            d, d_v = call.head_dim, call.head_dim_v
+            grads.dq, grads.dk, grads.dv = grads.dq[..., :d], grads.dk[..., :d], grads.dv[..., :d_v]
+            return grads
+        if not _fetchable(o, do):
+            return backward(call, _padded_rows(o), lse, _padded_rows(do), dlse)
+        plans = _PLANS.put(key, _backward_plans(call, o, do))
+    queries, keys = plans
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    with on_device(call.q):  # first, so that the GPU is at work while the rest is prepared
-        plans[0].launch((o, do, lse, None if dlse is None else dlse.contiguous(), delta, lse2), ())
-    dq, dk, dv = call.q.new_empty(call.q.shape), call.k.new_empty(call.k.shape), call.v.new_empty(call.v.shape)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
     grads = tuple(
         value for buffer in captured if buffer is not None for value in (buffer, *map(encoded, buffer.stride()))
     )
     arguments, scalars = formula_arguments(call), _scalars(call)
-    shared = (call.q, call.k, call.v, do, lse2, delta)
-    places = (call.cu_seqlens_q, call.cu_seqlens_k, call.seed)
-    with on_device(call.q):
+    q, k, v, cu_q, cu_k, seed = call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.seed
+    dlse = None if dlse is None else dlse.contiguous()
+    with on_device(q):
         tables: dict[Any, Any] = {}
-        lists = _lists(call, plans[1], True, key, tables)
-        plans[1].launch((*shared, dk, dv, *places, *lists), arguments, scalars)
-        lists = _lists(call, plans[2], False, key, tables)
-        plans[2].launch((*shared, dq, *places, *lists), (*arguments, grads), scalars)
+        lists = _lists(call, queries, False, key, tables)
+        pointers = (q, k, v, o, do, lse, dlse, lse2, delta, dq, cu_q, cu_k, seed, *lists)
+        queries.launch(pointers, (*arguments, grads), scalars)
+        lists = _lists(call, keys, True, key, tables)
+        keys.launch((q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, seed, *lists), arguments, scalars)
     if call.score is not None:
         captured = [None if g is None else g.to(t.dtype) for g, t in zip(captured, call.score.tensors, strict=True)]
     return Gradients(dq, dk, dv, sink_gradient(call, lse, delta), captured)
 
 
-def _aligned(call: Call) -> Call:
-    """The call itself, or for 16-bit rows that no 16-byte copy can fetch, the same call on padded copies.
+def _fetchable(*tensors: torch.Tensor) -> bool:
+    """Whether 16-byte copies and tensor descriptors can fetch rows; float32 kernels need neither.
 
-    Mixing such rows with others in one kernel gave wrong results on sm_90 (Triton 3.6; head_dim 40 with head_dim_v 5).
+    Mixing such 16-bit rows with others in one kernel gave wrong results on sm_90 (Triton 3.6; head_dim 40 with
+    head_dim_v 5), so calls with others run on padded copies.
     """
-    if call.q.element_size() != 2 or _describable(call.q, call.k, call.v):
-        return call
-    q, k, v = _padded_rows(call.q), _padded_rows(call.k), _padded_rows(call.v)
+    return all(
+        x.element_size() != 2 or not (x.data_ptr() % 16 or any(n % 8 for n in (*x.stride()[:-1], x.shape[-1])))
+        for x in tensors
+    )
+
+
+def _padded(call: Call) -> Call:
+    """The same call on fetchable copies of q, k and v."""
+    q, k, v = (_padded_rows(x) for x in (call.q, call.k, call.v))
     return replace(call, q=q, k=k, v=v, signature=signature_of(q, k, v, call.mask, call.score, call.packed))
 
 
 def _padded_rows(x: torch.Tensor) -> torch.Tensor:
     """A contiguous copy whose rows are padded with zeros to a multiple of 16 bytes."""
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).contiguous().clone()
+    padded_x = x.new_zeros((*x.shape[:-1], -(-x.shape[-1] // 8) * 8))
+    padded_x[..., : x.shape[-1]] = x
+    return padded_x
 
 
 # plans -------------------------------------------------------------------------------------------------------------
@@ -111,68 +124,36 @@ def _forward_plan(call: Call) -> Plan:
     mask, score = functions(call)
     slots = _slots(call, cfg.block_m, False)
     strides = (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *strides_of(call.new_output()))
+    scoring = (score and score.queries.once, score and score.queries.apply)
     constants = (
-        *_sizes(call), cfg.block_m, cfg.block_n, padded(call.head_dim), padded(call.head_dim_v), *_visibility(mask,
-        "queries"),
-        score and score.queries.once, score and score.queries.apply, *_modes(call, cfg),
+        *_sizes(call), *_blocks(call, cfg), *_visibility(mask, "queries"), *scoring, *_modes(call, cfg)
     )  # fmt: skip
-    grid = slots * call.num_heads_q * _batches(call)
-    return Plan(
-        attention_fwd,
-        grid,
-        strides,
-        (*_lengths(call), slots),
-        constants,
-        cfg.warps,
-        cfg.stages,
-        (cfg, mask),
-        constants[-1],
-    )
+    grid, lengths = slots * call.num_heads_q * _batches(call), (*_lengths(call), slots)
+    return Plan(attention_fwd, grid, strides, lengths, constants, cfg.warps, cfg.stages, (cfg, mask), cfg.tma)
 
 
-def _backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan, Plan]:
+def _backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan]:
+    """The plans of `attention_bwd_queries` and of `attention_bwd_keys`."""
     mask, score = functions(call)
-    rows = call.rows_q * call.num_heads_q * _batches(call)
-    block_dv = padded(call.head_dim_v)
-    delta = Plan(
-        attention_delta, -(-rows // 32), (*strides_of(o), *strides_of(do)), (call.rows_q, rows),
-        (call.num_heads_q, call.head_dim_v, 32, block_dv), 4, 1,
-    )  # fmt: skip
-    strides = (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *strides_of(do))
-
-    cfg = _config("keys", call)
-    slots = _slots(call, cfg.block_n, True)
-    tiles = (cfg.block_m, cfg.block_n, padded(call.head_dim), block_dv)
-    side = score and score.keys
-    constants = (
-        *_sizes(call),
-        *tiles,
-        *_visibility(mask, "keys"),
-        side and side.once,
-        side and side.apply,
-        side and side.slope,
-        *_modes(call, cfg),
-    )
-    keys = Plan(
-        attention_bwd_keys, slots * call.num_heads_kv * _batches(call),
-        (*strides, *_contiguous(call.k), *_contiguous(call.v)),
-        (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask), constants[-1],
-    )  # fmt: skip
-
-    cfg = _config("queries", call)
-    slots = _slots(call, cfg.block_m, False)
-    tiles = (cfg.block_m, cfg.block_n, padded(call.head_dim), block_dv)
-    side = score and score.queries
-    constants = (
-        *_sizes(call), *tiles, *_visibility(mask, "queries"), side and side.once, side and side.apply,
-        side and side.slope,
-        side and side.accumulate, *_modes(call, cfg),
-    )  # fmt: skip
-    queries = Plan(
-        attention_bwd_queries, slots * call.num_heads_q * _batches(call), (*strides, *_contiguous(call.q)),
-        (*_lengths(call), slots), constants, cfg.warps, cfg.stages, (cfg, mask), constants[-1],
-    )  # fmt: skip
-    return delta, keys, queries
+    inputs = (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *strides_of(do))
+    plans = []
+    for kernel, name, owner, heads, outputs in (
+        (attention_bwd_queries, "queries", "queries", call.num_heads_q, (*strides_of(o), *_contiguous(call.q))),
+        (attention_bwd_keys, "keys", "keys", call.num_heads_kv, (*_contiguous(call.k), *_contiguous(call.v))),
+    ):
+        cfg = _config(name, call)
+        slots = _slots(call, cfg.block_n if name == "keys" else cfg.block_m, name == "keys")
+        side = score and getattr(score, owner)
+        scoring = (side and side.once, side and side.apply, side and side.slope)
+        constants = (
+            *_sizes(call), *_blocks(call, cfg), *_visibility(mask, owner), *scoring,
+            *((side and side.accumulate,) if name == "queries" else ()), *_modes(call, cfg),
+        )  # fmt: skip
+        grid, lengths = slots * heads * _batches(call), (*_lengths(call), slots)
+        plans.append(
+            Plan(kernel, grid, (*inputs, *outputs), lengths, constants, cfg.warps, cfg.stages, (cfg, mask), cfg.tma)
+        )
+    return plans[0], plans[1]
 
 
 def _config(kernel: str, call: Call) -> Config:
@@ -184,6 +165,11 @@ def _config(kernel: str, call: Call) -> Config:
 
 def _sizes(call: Call) -> tuple[int, ...]:
     return (call.num_heads_q, call.group, call.head_dim, call.head_dim_v)
+
+
+def _blocks(call: Call, cfg: Config) -> tuple[int, ...]:
+    """BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV"""
+    return (cfg.block_m, cfg.block_n, padded(call.head_dim), padded(call.head_dim_v))
 
 
 def _lengths(call: Call) -> tuple[int, ...]:
@@ -203,22 +189,10 @@ def _visibility(mask: MaskFunctions | None, owner: str) -> tuple[Any, ...]:
     return (mask.classify is not None, side.tiles, side.rows, side.once, side.visible)
 
 
-def _modes(call: Call, cfg: Config, *others: torch.Tensor) -> tuple[Any, ...]:
+def _modes(call: Call, cfg: Config) -> tuple[Any, ...]:
     """SCALE_FIRST, PACKED, DROPOUT, PRECISION, TMA"""
     scale_first = call.score is not None or call.scale <= 0.0
-    return (
-        scale_first,
-        call.packed,
-        call.dropout > 0.0,
-        matmul_precision(call),
-        cfg.tma and _describable(call.q, call.k, call.v, *others),
-    )
-
-
-def _describable(*tensors: torch.Tensor) -> bool:
-    """Whether rows can be read through tensor descriptors: 16-byte aligned pointers and strides."""
-    step = 16 // tensors[0].element_size()
-    return all(x.data_ptr() % 16 == 0 and not any(s % step for s in x.stride()[:-1]) for x in tensors)
+    return (scale_first, call.packed, call.dropout > 0.0, matmul_precision(call), cfg.tma)
 
 
 def _scalars(call: Call) -> tuple[float, float, float]:
@@ -287,8 +261,7 @@ def _arguments(bound: Bound | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 def _lists(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any]) -> tuple[Any, ...]:
     """The tile lists and their strides by batch, head and row, or nothing where loop bounds do.
 
-    A row is (number of partial tiles, number of full tiles, the partial ones, the full ones). `tables` keeps block
-    extrema that several lists of one call share.
+    A row is laid out as `tile_lists` says. `tables` keeps block extrema that several lists of one call share.
     """
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
@@ -297,7 +270,7 @@ def _lists(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, A
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch
     rows = batches * heads * slots
-    width = 2 + 2 * -(-_longest(call, not for_keys) // (cfg.block_m if for_keys else cfg.block_n))
+    width = 1 + -(-_longest(call, not for_keys) // (cfg.block_m if for_keys else cfg.block_n))
     listed = torch.empty((rows, width), dtype=torch.int32, device=call.q.device)
     list_key = key and ("lists", key, for_keys, cfg)
     lister = _PLANS.get(list_key)

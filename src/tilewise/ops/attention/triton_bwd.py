@@ -1,9 +1,8 @@
-"""FlashAttention-2's backward as portable Triton kernels: delta, then dK and dV by tile of keys, and dQ by tile of
-queries.
+"""FlashAttention-2's backward as two portable Triton kernels: dQ by tile of queries, then dK and dV by tile of keys.
 
-Scores are recomputed from lse in both; each gradient row is written once by one program, so nothing depends on the
-order in which programs
-run. The GQA group is looped inside the program that owns the keys.
+Scores are recomputed from lse in both. The first also finds delta = rowsum(dO * O), which the second reads. Each
+gradient row is written once by one program, so nothing depends on the order in which programs run; the GQA group is
+looped inside the program that owns the keys.
 """
 
 import triton
@@ -12,244 +11,33 @@ import triton.language as tl
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.load import load_rows, rows_of, store_rows
-from tilewise.tiles.visit import call_once, locate, partial_tile, row_ends, span_tiles
-
-
-@triton.jit(do_not_specialize=["rows_q", "rows"])
-def attention_delta(
-    O, DO, LSE, DLSE, DELTA, LSE2, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh, rows_q, rows,
-    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """delta = rowsum(do * o) - dlse, and lse in base 2 with empty rows at 0; a row is one (batch, query, head)."""
-    offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    offs_d = tl.arange(0, BLOCK_DV)
-    in_r = offs_r < rows
-    h = offs_r % HEADS
-    s = offs_r // HEADS % rows_q
-    b = offs_r // HEADS // rows_q
-    keep = in_r[:, None] & (offs_d[None, :] < HEAD_DIM_V)
-    o = tl.load(O + (b * stride_ob + s * stride_os + h * stride_oh)[:, None] + offs_d[None, :], mask=keep, other=0.0)
-    do = tl.load(DO + (b * stride_db + s * stride_ds + h * stride_dh)[:, None] + offs_d[None, :], mask=keep, other=0.0)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    at = (b * HEADS + h) * rows_q + s
-    if DLSE is not None:
-        delta -= tl.load(DLSE + at, mask=in_r, other=0.0)
-    lse = tl.load(LSE + at, mask=in_r, other=0.0)
-    tl.store(DELTA + at, delta, mask=in_r)
-    tl.store(LSE2 + at, tl.where(lse == float("-inf"), 0.0, lse * LOG2E), mask=in_r)
-
-
-@triton.jit
-def keys_tile(
-    dk, dv, k, v, m, Q_rows, DO_rows, LSE_base, DELTA_base, stride_qs, stride_ds, seqlen_q, seqlen_k, shift, b, h,
-    offs_j, first_i, last_i,
-    start_n, c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args,
-    score_nums,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Add query tile m to dk and dv of this program's keys. Scores are held transposed, so p and ds feed the
-    products as they are.
-    """
-    start_m = m * BLOCK_M
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    in_q = offs_m < seqlen_q
-    q = load_rows(Q_rows, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, MASKED, TMA)  # [BLOCK_M, D]
-    if MASKED:
-        lse2 = tl.load(LSE_base + offs_m, mask=in_q, other=float("inf"))  # rows beyond the end get p = 0
-        delta = tl.load(DELTA_base + offs_m, mask=in_q, other=0.0)
-    else:
-        lse2 = tl.load(LSE_base + offs_m)
-        delta = tl.load(DELTA_base + offs_m)
-    st = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-    if SCALE_FIRST:
-        st = st * scale
-    raw = st
-    offs_i = offs_m + shift
-    if MASKED:
-        offs_i = tl.minimum(offs_m, seqlen_q - 1) + shift
-    if SCORE is not None:
-        st = SCORE(st, b, h, offs_i[None, :], offs_j[:, None], score_once, score_args, score_nums)
-    pt = tl.math.exp2(st * c - lse2[None, :])
-    if MASKED:
-        # rows beyond the last query have lse = inf and p = 0; keys beyond the last are never stored
-        if VISIBLE is not None:
-            seen = VISIBLE(b, h, offs_i[None, :], offs_j[:, None], mask_once, mask_args, mask_nums)
-        else:
-            seen = (offs_i[None, :] >= first_i[:, None]) & (offs_i[None, :] <= last_i[:, None])
-        pt = tl.where(seen, pt, 0.0)
-    do = load_rows(DO_rows, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, MASKED, TMA)  # [BLOCK_M, DV]
-    if DROPOUT:
-        keep = keep_tile(seed, row, offs_m + shift, start_n, dropout, BLOCK_N, True)
-        dropped = tl.where(keep, pt * keep_scale, 0.0)
-    else:
-        dropped = pt
-    dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
-    dpt = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    if DROPOUT:
-        dpt = tl.where(keep, dpt * keep_scale, 0.0)
-    dst = pt * (dpt - delta[None, :])
-    if SLOPE is not None:
-        dst = SLOPE(dst, raw, b, h, offs_i[None, :], offs_j[:, None], score_once, score_args, score_nums)
-        if MASKED:
-            dst = tl.where(pt == 0.0, 0.0, dst)  # a hidden score may have no finite derivative
-    dk = tl.dot(dst.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
-
-
-@triton.jit(
-    do_not_specialize=[
-        "batch",
-        "seqlen_q",
-        "seqlen_k",
-        "rows_q",
-        "slots",
-        "list_stride_b",
-        "list_stride_h",
-        "list_stride_r",
-        "mask_nums",
-        "score_nums",
-        "scale",
-        "dropout",
-        "keep_scale",
-    ]
-)
-def attention_bwd_keys(
-    Q, K, V, DO, LSE2, DELTA, DK, DV, CU_Q, CU_K, SEED,
-    LISTED, list_stride_b, list_stride_h, list_stride_r,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_db,
-    stride_ds, stride_dh,
-    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, scale, dropout, keep_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
-    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
-    # who am I: the first keys, which most queries see under a causal mask, go first
-    pid = tl.program_id(0)
-    slot = pid % slots
-    HEADS_KV: tl.constexpr = HEADS // GROUP
-    hk = (pid // slots) % HEADS_KV
-    b = pid // slots // HEADS_KV
-    row0_q = b * 0
-    row0_k = b * 0
-    n = slot
-    if PACKED:
-        b, n = locate(slot, CU_K, batch, BLOCK_N)
-        row0_q = tl.load(CU_Q + b)
-        row0_k = tl.load(CU_K + b)
-        seqlen_q = tl.load(CU_Q + b + 1) - row0_q
-        seqlen_k = tl.load(CU_K + b + 1) - row0_k
-    start_n = n * BLOCK_N
-    if start_n >= seqlen_k:
-        return
-    shift = seqlen_k - seqlen_q
-    offs_n = start_n + tl.arange(0, BLOCK_N)
-    offs_j = tl.minimum(offs_n, seqlen_k - 1)
-    in_k = offs_n < seqlen_k
-
-    # pointers
-    b64, hk64, q64, k64 = b.to(tl.int64), hk.to(tl.int64), row0_q.to(tl.int64), row0_k.to(tl.int64)
-    K_base = K + b64 * stride_kb + k64 * stride_ks + hk64 * stride_kh
-    V_base = V + b64 * stride_vb + k64 * stride_vs + hk64 * stride_vh
-    DK_base = DK + b64 * stride_dkb + k64 * stride_dks + hk64 * stride_dkh
-    DV_base = DV + b64 * stride_dvb + k64 * stride_dvs + hk64 * stride_dvh
-
-    # prologue
-    k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, True, False)  # [BLOCK_N, D]
-    v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False)  # [BLOCK_N, DV]
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    c = LOG2E if SCALE_FIRST else scale * LOG2E
-    seed = tl.load(SEED) if DROPOUT else 0
-
-    # main loop: the query heads of the group, one after another
-    for g in range(GROUP):
-        h = hk * GROUP + g
-        h64 = h.to(tl.int64)
-        row = b * HEADS + h
-        Q_base = Q + b64 * stride_qb + q64 * stride_qs + h64 * stride_qh
-        DO_base = DO + b64 * stride_db + q64 * stride_ds + h64 * stride_dh
-        Q_rows = rows_of(Q_base, seqlen_q, stride_qs, HEAD_DIM, BLOCK_M, BLOCK_D, TMA)
-        DO_rows = rows_of(DO_base, seqlen_q, stride_ds, HEAD_DIM_V, BLOCK_M, BLOCK_DV, TMA)
-        rows_base = h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q
-        first_i, last_i = row_ends(b, h, offs_j, shift, seqlen_k, mask_args, mask_nums, ROWS)
-        mask_once = call_once(b, h, offs_j[:, None], mask_args, mask_nums, MASK_ONCE)
-        score_once = call_once(b, h, offs_j[:, None], score_args, score_nums, SCORE_ONCE)
-        listed = LISTED
-        begin = b * 0
-        if LISTS:
-            listed = LISTED + (b64 * list_stride_b + h64 * list_stride_h + slot) * list_stride_r
-            full_begin = b * 0
-            num_partial = tl.load(listed)
-            full_end = tl.load(listed + 1)
-        else:
-            j1 = tl.minimum(start_n + BLOCK_N, seqlen_k) - 1
-            begin, end, full_begin, full_end = span_tiles(
-                b, h, start_n, j1, shift, seqlen_q, mask_args, mask_nums, TILES, BLOCK_M
-            )
-            num_partial = end - begin - (full_end - full_begin)
-        for t in range(full_begin, full_end):
-            m = tl.load(listed + 1 + list_stride_r // 2 + t) if LISTS else t
-            dk, dv = keys_tile(
-                dk, dv, k, v, m, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
-                seqlen_q, seqlen_k,
-                shift, b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale, seed, row,
-                mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, VISIBLE, SCORE, SLOPE, SCALE_FIRST,
-                DROPOUT,
-                PRECISION, TMA,
-            )  # fmt: skip
-        for t in range(num_partial):
-            m = tl.load(listed + 2 + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
-            dk, dv = keys_tile(
-                dk, dv, k, v, m, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
-                seqlen_q, seqlen_k,
-                shift, b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale, seed, row,
-                mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, VISIBLE, SCORE, SLOPE, SCALE_FIRST,
-                DROPOUT,
-                PRECISION, TMA,
-            )  # fmt: skip
-
-    # epilogue
-    store_rows(DK_base, start_n, stride_dks, dk * scale, in_k, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_rows(DV_base, start_n, stride_dvs, dv, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+from tilewise.tiles.visit import call_once, locate, row_ends, visit, visits
 
 
 @triton.jit
 def query_tile(
-    dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c,
-    scale, dropout,
-    keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums, grads,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    dq, q, do, lse2, delta, n, masked, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
+    c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
+    grads, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
+    ACCUMULATE: tl.constexpr, SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Add key tile n to dq; captured tensors take their gradients here."""
     start_n = n * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
     in_k = offs_n < seqlen_k
-    k = load_rows(K_rows, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, TMA)  # [BLOCK_N, D]
-    v = load_rows(V_rows, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, TMA)  # [BLOCK_N, DV]
+    k = load_rows(K_rows, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)  # [BLOCK_N, D]
+    v = load_rows(V_rows, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)  # [BLOCK_N, DV]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if SCALE_FIRST:
         s = s * scale
     raw = s
-    offs_j = offs_n
-    if MASKED:
-        offs_j = tl.minimum(offs_n, seqlen_k - 1)
+    offs_j = tl.minimum(offs_n, seqlen_k - 1)  # formulas see valid positions only
     if SCORE is not None:
         s = SCORE(s, b, h, offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
     p = tl.math.exp2(s * c - lse2[:, None])
-    if MASKED:
+    if masked:
         if VISIBLE is not None:
             seen = VISIBLE(b, h, offs_i[:, None], offs_j[None, :], mask_once, mask_args, mask_nums) & in_k[None, :]
         else:
@@ -264,43 +52,31 @@ def query_tile(
         ACCUMULATE(ds, raw, b, h, offs_i[:, None], offs_j[None, :], score_once, ds, grads, score_args, score_nums)
     if SLOPE is not None:
         ds = SLOPE(ds, raw, b, h, offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
-        if MASKED:
-            ds = tl.where(p == 0.0, 0.0, ds)
+        if masked:
+            ds = tl.where(p == 0.0, 0.0, ds)  # a hidden score may have no finite derivative
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit(
     do_not_specialize=[
-        "batch",
-        "seqlen_q",
-        "seqlen_k",
-        "rows_q",
-        "slots",
-        "list_stride_b",
-        "list_stride_h",
-        "list_stride_r",
-        "mask_nums",
-        "score_nums",
-        "scale",
-        "dropout",
-        "keep_scale",
+        "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "list_stride_b", "list_stride_h", "list_stride_r",
+        "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
     ]
-)
+)  # fmt: skip
 def attention_bwd_queries(
-    Q, K, V, DO, LSE2, DELTA, DQ, CU_Q, CU_K, SEED,
-    LISTED, list_stride_b, list_stride_h, list_stride_r,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_db,
-    stride_ds, stride_dh,
-    stride_dqb, stride_dqs, stride_dqh,
+    Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, CU_Q, CU_K, SEED, LISTED, list_stride_b, list_stride_h, list_stride_r,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_db, stride_ds, stride_dh, stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
     mask_args, mask_nums, score_args, score_nums, grads,
     batch, seqlen_q, seqlen_k, rows_q, slots, scale, dropout, keep_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
-    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
-    ACCUMULATE: tl.constexpr, SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
+    """dQ, and for the keys' kernel delta - dlse and lse in base 2, with empty rows at 0."""
     # who am I
     pid = tl.program_id(0)
     slot = slots - 1 - pid % slots
@@ -328,20 +104,26 @@ def attention_bwd_queries(
     b64, h64, hk64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
     q64, k64 = row0_q.to(tl.int64), row0_k.to(tl.int64)
     Q_base = Q + b64 * stride_qb + q64 * stride_qs + h64 * stride_qh
+    O_base = O + b64 * stride_ob + q64 * stride_os + h64 * stride_oh
     DO_base = DO + b64 * stride_db + q64 * stride_ds + h64 * stride_dh
     DQ_base = DQ + b64 * stride_dqb + q64 * stride_dqs + h64 * stride_dqh
     K_base = K + b64 * stride_kb + k64 * stride_ks + hk64 * stride_kh
     V_base = V + b64 * stride_vb + k64 * stride_vs + hk64 * stride_vh
-    rows_base = h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q
-
+    at = (h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q) + offs_m
     K_rows = rows_of(K_base, seqlen_k, stride_ks, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
     V_rows = rows_of(V_base, seqlen_k, stride_vs, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)
 
     # prologue
-    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True, False)  # [BLOCK_M, D]
-    do = load_rows(DO_base, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, False)  # [BLOCK_M, DV]
-    lse2 = tl.load(LSE2 + rows_base + offs_m, mask=in_q, other=float("inf"))
-    delta = tl.load(DELTA + rows_base + offs_m, mask=in_q, other=0.0)
+    do = load_rows(DO_base, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, False)  # [BLOCK_M, DV]
+    o = load_rows(O_base, start_m, stride_os, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, False)  # [BLOCK_M, DV]
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if DLSE is not None:
+        delta -= tl.load(DLSE + at, mask=in_q, other=0.0)
+    lse = tl.load(LSE + at, mask=in_q, other=float("inf"))
+    lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
+    tl.store(DELTA + at, delta, mask=in_q)
+    tl.store(LSE2 + at, lse2, mask=in_q)
+    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, False)  # [BLOCK_M, D]
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     c = LOG2E if SCALE_FIRST else scale * LOG2E
     seed = tl.load(SEED) if DROPOUT else 0
@@ -350,39 +132,163 @@ def attention_bwd_queries(
     score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, SCORE_ONCE)
 
     # main loop
+    i1 = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + shift
     listed = LISTED
-    begin = b * 0
     if LISTS:
         listed = LISTED + (b64 * list_stride_b + h64 * list_stride_h + slot) * list_stride_r
-        full_begin = b * 0
-        num_partial = tl.load(listed)
-        full_end = tl.load(listed + 1)
-    else:
-        i1 = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + shift
-        begin, end, full_begin, full_end = span_tiles(
-            b, h, start_m + shift, i1, 0, seqlen_k, mask_args, mask_nums, TILES, BLOCK_N
-        )
-        num_partial = end - begin - (full_end - full_begin)
-    for t in range(full_begin, full_end):
-        n = tl.load(listed + 1 + list_stride_r // 2 + t) if LISTS else t
+    begin, end, full_begin, full_end = visits(
+        b, h, start_m + shift, i1, 0, seqlen_k, mask_args, mask_nums, listed, LISTS, TILES, BLOCK_N
+    )
+    for t in range(begin, end):
+        n, masked = visit(t, listed, full_begin, full_end, LISTS)
         dq = query_tile(
-            dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
-            c, scale,
-            dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums, grads,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, False, VISIBLE, SCORE, SLOPE, ACCUMULATE, SCALE_FIRST,
-            DROPOUT,
-            PRECISION, TMA,
-        )  # fmt: skip
-    for t in range(num_partial):
-        n = tl.load(listed + 2 + t) if LISTS else partial_tile(t, begin, full_begin, full_end)
-        dq = query_tile(
-            dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
-            c, scale,
-            dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums, grads,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, True, VISIBLE, SCORE, SLOPE, ACCUMULATE, SCALE_FIRST,
-            DROPOUT,
-            PRECISION, TMA,
+            dq, q, do, lse2, delta, n, masked, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j,
+            last_j, c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args,
+            score_nums, grads, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, VISIBLE, SCORE, SLOPE, ACCUMULATE,
+            SCALE_FIRST, DROPOUT, PRECISION, TMA,
         )  # fmt: skip
 
     # epilogue
     store_rows(DQ_base, start_m, stride_dqs, dq * scale, in_q, HEAD_DIM, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def keys_tile(
+    dk, dv, k, v, m, masked, Q_rows, DO_rows, LSE2_base, DELTA_base, stride_qs, stride_ds, seqlen_q, seqlen_k, shift,
+    b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums,
+    score_once, score_args, score_nums,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Add query tile m to dk and dv of this program's keys. Scores are held transposed, so p and ds feed the
+    products as they are.
+    """
+    start_m = m * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    in_q = offs_m < seqlen_q
+    q = load_rows(Q_rows, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, TMA)  # [BLOCK_M, D]
+    lse2 = tl.load(LSE2_base + offs_m, mask=in_q, other=float("inf"))  # rows beyond the end get p = 0
+    delta = tl.load(DELTA_base + offs_m, mask=in_q, other=0.0)
+    st = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+    if SCALE_FIRST:
+        st = st * scale
+    raw = st
+    offs_i = tl.minimum(offs_m, seqlen_q - 1) + shift
+    if SCORE is not None:
+        st = SCORE(st, b, h, offs_i[None, :], offs_j[:, None], score_once, score_args, score_nums)
+    pt = tl.math.exp2(st * c - lse2[None, :])
+    if masked:  # keys beyond the last are never stored
+        if VISIBLE is not None:
+            seen = VISIBLE(b, h, offs_i[None, :], offs_j[:, None], mask_once, mask_args, mask_nums)
+        else:
+            seen = (offs_i[None, :] >= first_i[:, None]) & (offs_i[None, :] <= last_i[:, None])
+        pt = tl.where(seen, pt, 0.0)
+    do = load_rows(DO_rows, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, TMA)  # [BLOCK_M, DV]
+    if DROPOUT:
+        keep = keep_tile(seed, row, offs_m + shift, start_n, dropout, BLOCK_N, True)
+        dropped = tl.where(keep, pt * keep_scale, 0.0)
+    else:
+        dropped = pt
+    dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
+    dpt = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    if DROPOUT:
+        dpt = tl.where(keep, dpt * keep_scale, 0.0)
+    dst = pt * (dpt - delta[None, :])
+    if SLOPE is not None:
+        dst = SLOPE(dst, raw, b, h, offs_i[None, :], offs_j[:, None], score_once, score_args, score_nums)
+        if masked:
+            dst = tl.where(pt == 0.0, 0.0, dst)  # a hidden score may have no finite derivative
+    dk = tl.dot(dst.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "list_stride_b", "list_stride_h", "list_stride_r",
+        "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
+    ]
+)  # fmt: skip
+def attention_bwd_keys(
+    Q, K, V, DO, LSE2, DELTA, DK, DV, CU_Q, CU_K, SEED, LISTED, list_stride_b, list_stride_h, list_stride_r,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_db, stride_ds, stride_dh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    mask_args, mask_nums, score_args, score_nums,
+    batch, seqlen_q, seqlen_k, rows_q, slots, scale, dropout, keep_scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
+    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    # who am I: the first keys, which most queries see under a causal mask, go first
+    pid = tl.program_id(0)
+    slot = pid % slots
+    HEADS_KV: tl.constexpr = HEADS // GROUP
+    hk = (pid // slots) % HEADS_KV
+    b = pid // slots // HEADS_KV
+    row0_q = b * 0
+    row0_k = b * 0
+    n = slot
+    if PACKED:
+        b, n = locate(slot, CU_K, batch, BLOCK_N)
+        row0_q = tl.load(CU_Q + b)
+        row0_k = tl.load(CU_K + b)
+        seqlen_q = tl.load(CU_Q + b + 1) - row0_q
+        seqlen_k = tl.load(CU_K + b + 1) - row0_k
+    start_n = n * BLOCK_N
+    if start_n >= seqlen_k:
+        return
+    shift = seqlen_k - seqlen_q
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    offs_j = tl.minimum(offs_n, seqlen_k - 1)
+    in_k = offs_n < seqlen_k
+    j1 = tl.minimum(start_n + BLOCK_N, seqlen_k) - 1
+
+    # pointers
+    b64, hk64, q64, k64 = b.to(tl.int64), hk.to(tl.int64), row0_q.to(tl.int64), row0_k.to(tl.int64)
+    K_base = K + b64 * stride_kb + k64 * stride_ks + hk64 * stride_kh
+    V_base = V + b64 * stride_vb + k64 * stride_vs + hk64 * stride_vh
+    DK_base = DK + b64 * stride_dkb + k64 * stride_dks + hk64 * stride_dkh
+    DV_base = DV + b64 * stride_dvb + k64 * stride_dvs + hk64 * stride_dvh
+
+    # prologue
+    k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, False)  # [BLOCK_N, D]
+    v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, False)  # [BLOCK_N, DV]
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    c = LOG2E if SCALE_FIRST else scale * LOG2E
+    seed = tl.load(SEED) if DROPOUT else 0
+
+    # main loop: the query heads of the group, one after another
+    for g in range(GROUP):
+        h = hk * GROUP + g
+        h64 = h.to(tl.int64)
+        row = b * HEADS + h
+        Q_base = Q + b64 * stride_qb + q64 * stride_qs + h64 * stride_qh
+        DO_base = DO + b64 * stride_db + q64 * stride_ds + h64 * stride_dh
+        Q_rows = rows_of(Q_base, seqlen_q, stride_qs, HEAD_DIM, BLOCK_M, BLOCK_D, TMA)
+        DO_rows = rows_of(DO_base, seqlen_q, stride_ds, HEAD_DIM_V, BLOCK_M, BLOCK_DV, TMA)
+        rows_base = h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q
+        first_i, last_i = row_ends(b, h, offs_j, shift, seqlen_k, mask_args, mask_nums, ROWS)
+        mask_once = call_once(b, h, offs_j[:, None], mask_args, mask_nums, MASK_ONCE)
+        score_once = call_once(b, h, offs_j[:, None], score_args, score_nums, SCORE_ONCE)
+        listed = LISTED
+        if LISTS:
+            listed = LISTED + (b64 * list_stride_b + h64 * list_stride_h + slot) * list_stride_r
+        begin, end, full_begin, full_end = visits(
+            b, h, start_n, j1, shift, seqlen_q, mask_args, mask_nums, listed, LISTS, TILES, BLOCK_M
+        )
+        for t in range(begin, end):
+            m, masked = visit(t, listed, full_begin, full_end, LISTS)
+            dk, dv = keys_tile(
+                dk, dv, k, v, m, masked, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
+                seqlen_q, seqlen_k, shift, b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale,
+                seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, VISIBLE, SCORE, SLOPE, SCALE_FIRST,
+                DROPOUT, PRECISION, TMA,
+            )  # fmt: skip
+
+    # epilogue
+    store_rows(DK_base, start_n, stride_dks, dk * scale, in_k, HEAD_DIM, BLOCK_N, BLOCK_D)
+    store_rows(DV_base, start_n, stride_dvs, dv, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)

@@ -17,8 +17,20 @@ from tilewise.ops.attention.problem import Call
 remember = True  # whether compiled kernels are called directly on later launches; off while compiling without a GPU
 
 
+_buffers: dict[tuple[int, int | None], torch.Tensor] = {}
+
+
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    """Memory for the tensor descriptors that a kernel writes for itself: kernels of one stream share a buffer, since
+    they run one after another. A CUDA graph keeps its own, as it may be replayed beside anything.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.empty(size, dtype=torch.int8, device="cuda")
+    key = (torch.cuda.current_device(), stream)
+    buffer = _buffers.get(key)
+    if buffer is None or buffer.numel() < size:
+        buffer = _buffers[key] = torch.empty(max(size, 2**20), dtype=torch.int8, device="cuda")
+    return buffer
 
 
 @dataclass
@@ -74,6 +86,8 @@ def call_key(call: Call) -> Hashable:
     """Everything of a call that may change which kernel runs or how; None where pointers or numbers would need a
     variant of their own.
     """
+    if call.signature is None:
+        return None
     pointers = call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()
     for bound in (call.mask, call.score):
         if bound is not None:
@@ -81,7 +95,7 @@ def call_key(call: Call) -> Hashable:
                 pointers |= tensor.data_ptr()
             if not _small(bound):
                 return None
-    if pointers % 16 or call.signature is None:
+    if pointers % 16:
         return None
     sink = None if call.sink is None else call.sink.dtype
     packed = None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0]
@@ -91,6 +105,10 @@ def call_key(call: Call) -> Hashable:
 
 def _small(bound: Bound) -> bool:
     """Whether every integer, encoded, fits the 32 bits it travels in."""
-    limit = 2**29
-    strides = (s for t in bound.tensors for s in t.stride())
-    return all(isinstance(n, float) or -limit <= n < limit for n in (*bound.numbers, *strides))
+    for number in bound.numbers:
+        if not isinstance(number, float) and not -_LIMIT <= number < _LIMIT:
+            return False
+    return all(stride < _LIMIT for tensor in bound.tensors for stride in tensor.stride())
+
+
+_LIMIT = 2**29
