@@ -70,10 +70,11 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
         for h in range(call.num_heads_q):
             for tile, row_classes in enumerate(classes[h]):
                 row = (0 if call.packed else b * by_batch) + h * by_head + first_slot + tile
-                count, *entries = listed[row].tolist()
                 full = (row_classes == FULL) & whole
-                seen = (row_classes != EMPTY).nonzero()[:, 0].tolist()
-                assert entries[:count] == [2 * other + (not full[other]) for other in seen]
+                partial = (row_classes != EMPTY) & ~full
+                num_partial, num_full, *tiles = listed[row].tolist()
+                assert tiles[:num_partial] == partial.nonzero()[:, 0].tolist()
+                assert tiles[::-1][:num_full] == full.nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("shape", [(1,), (31,), (32,), (33,), (3, 64), (2, 4, 100)])
@@ -132,13 +133,14 @@ def given_runs(b, h, x0, x1, args, nums):
 
 @triton.jit
 def visited(OUT, nums, low, size, TILES: tl.constexpr, BLOCK: tl.constexpr):
-    """For each visited tile, in order: 2 if it is masked, else 1."""
-    begin, end, full_begin, full_end = visits(
+    """For each visited tile 1 if it is FULL, else 2."""
+    begin, full_begin, num_full, num_partial = visits(
         low * 0, 0, low * 0, low * 0, low, size, (), nums, OUT, False, TILES, BLOCK
     )
-    for t in range(begin, end):
-        tile, masked = visit(t, OUT, full_begin, full_end, False)
-        tl.store(OUT + tile, tl.load(OUT + tile) + tl.where(masked, 2, 1))
+    for MASKED in tl.static_range(2):
+        for t in range(num_partial if MASKED else num_full):
+            tile = visit(t, begin, full_begin, num_full, OUT, 0, False, MASKED)
+            tl.store(OUT + tile, tl.load(OUT + tile) + 1 + MASKED)
 
 
 def test_loop_bounds_visit_each_tile_once_and_call_full_what_is() -> None:

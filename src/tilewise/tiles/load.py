@@ -16,9 +16,11 @@ def rows_of(base, size, stride, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.
 
 @triton.jit
 def load_rows(
-    source, start, stride, in_rows, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
-):
-    """Rows start .. start + ROWS of a matrix with unit column stride, as [ROWS, COLS]; zero outside.
+    source, start, stride, in_rows, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows start .. start + ROWS of a matrix with unit column stride, as [ROWS, COLS]; zero beyond DIM, and where not
+    in_rows if MASKED.
 
     The distance of the tile is taken in 64 bits, offsets inside it in 32.
     """
@@ -28,10 +30,16 @@ def load_rows(
         offs_r = tl.arange(0, ROWS)
         offs_c = tl.arange(0, COLS)
         pointers = source + start.to(tl.int64) * stride + offs_r[:, None] * stride + offs_c[None, :]
-        if COLS == DIM:
-            tile = tl.load(pointers, mask=in_rows[:, None], other=0.0)
+        if MASKED:
+            if COLS == DIM:
+                tile = tl.load(pointers, mask=in_rows[:, None], other=0.0)
+            else:
+                tile = tl.load(pointers, mask=in_rows[:, None] & (offs_c[None, :] < DIM), other=0.0)
         else:
-            tile = tl.load(pointers, mask=in_rows[:, None] & (offs_c[None, :] < DIM), other=0.0)
+            if COLS == DIM:
+                tile = tl.load(pointers)
+            else:
+                tile = tl.load(pointers, mask=offs_c[None, :] < DIM, other=0.0)
     return tile
 
 

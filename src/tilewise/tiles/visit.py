@@ -43,33 +43,45 @@ def span_tiles(b, h, x0, x1, low, size, args, nums, TILES: tl.constexpr, BLOCK: 
         last_all = tl.minimum(last_all - low, size - 1).to(tl.int32)
     begin = first_any // BLOCK
     end = tl.where(last_any >= first_any, last_any // BLOCK + 1, begin)
-    return begin, end, (first_all + BLOCK - 1) // BLOCK, (last_all + 1) // BLOCK
+    full_begin = tl.maximum((first_all + BLOCK - 1) // BLOCK, begin)
+    full_end = tl.minimum((last_all + 1) // BLOCK, end)
+    none = full_end <= full_begin
+    return begin, end, tl.where(none, end, full_begin), tl.where(none, end, full_end)
 
 
 @triton.jit
-def visits(b, h, x0, x1, low, size, args, nums, listed, LISTS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
-    """Bounds of the loop over visited tiles, for `visit`: from the row's list, or as `span_tiles`."""
+def visits(
+    b, h, x0, x1, low, size, args, nums, listed, LISTS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(first visited tile, first FULL tile, number of FULL ones, number of the others): from the row's list, whose
+    tiles `visit` finds, or as `span_tiles`.
+    """
     if LISTS:
         begin = b * 0
-        end = tl.load(listed)
         full_begin = begin
-        full_end = begin
+        num_partial = tl.load(listed)
+        num_full = tl.load(listed + 1)
     else:
         begin, end, full_begin, full_end = span_tiles(b, h, x0, x1, low, size, args, nums, TILES, BLOCK)
-    return begin, end, full_begin, full_end
+        num_full = full_end - full_begin
+        num_partial = end - begin - num_full
+    return begin, full_begin, num_full, num_partial
 
 
 @triton.jit
-def visit(t, listed, full_begin, full_end, LISTS: tl.constexpr):
-    """(tile, whether it needs the mask) of step t; a list holds 2 * tile + 1 for a tile that does, else 2 * tile."""
+def visit(t, begin, full_begin, num_full, listed, width, LISTS: tl.constexpr, MASKED: tl.constexpr):
+    """The t-th FULL tile, or with MASKED the t-th of the others. A list holds the others from its front, behind the
+    two numbers, and the FULL ones from its back.
+    """
     if LISTS:
-        entry = tl.load(listed + 1 + t)
-        tile = entry >> 1
-        masked = (entry & 1) != 0
+        at = 2 + t if MASKED else width - 1 - t
+        tile = tl.load(listed + at)
+    elif MASKED:
+        tile = begin + t
+        tile = tl.where(tile < full_begin, tile, tile + num_full)
     else:
-        tile = t
-        masked = (t < full_begin) | (t >= full_end)
-    return tile, masked
+        tile = full_begin + t
+    return tile
 
 
 @triton.jit

@@ -261,7 +261,7 @@ def _arguments(bound: Bound | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 def _lists(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any]) -> tuple[Any, ...]:
     """The tile lists and their strides by batch, head and row, or nothing where loop bounds do.
 
-    A row is laid out as `tile_lists` says. `tables` keeps block extrema that several lists of one call share.
+    A row is laid out as `tiles.visit.visit` says. `tables` keeps block extrema that several lists of one call share.
     """
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
@@ -270,7 +270,7 @@ def _lists(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, A
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch
     rows = batches * heads * slots
-    width = 1 + -(-_longest(call, not for_keys) // (cfg.block_m if for_keys else cfg.block_n))
+    width = 2 + -(-_longest(call, not for_keys) // (cfg.block_m if for_keys else cfg.block_n))
     listed = torch.empty((rows, width), dtype=torch.int32, device=call.q.device)
     list_key = key and ("lists", key, for_keys, cfg)
     lister = _PLANS.get(list_key)

@@ -16,10 +16,10 @@ from tilewise.tiles.visit import call_once, locate, row_ends, visit, visits
 
 @triton.jit
 def query_tile(
-    dq, q, do, lse2, delta, n, masked, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
+    dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
     c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
     grads, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
     ACCUMULATE: tl.constexpr, SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
@@ -27,17 +27,19 @@ def query_tile(
     start_n = n * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
     in_k = offs_n < seqlen_k
-    k = load_rows(K_rows, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)  # [BLOCK_N, D]
-    v = load_rows(V_rows, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)  # [BLOCK_N, DV]
+    k = load_rows(K_rows, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, TMA)  # [BLOCK_N, D]
+    v = load_rows(V_rows, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, TMA)  # [BLOCK_N, DV]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if SCALE_FIRST:
         s = s * scale
     raw = s
-    offs_j = tl.minimum(offs_n, seqlen_k - 1)  # formulas see valid positions only
+    offs_j = offs_n
+    if MASKED:
+        offs_j = tl.minimum(offs_n, seqlen_k - 1)  # formulas see valid positions only
     if SCORE is not None:
         s = SCORE(s, b, h, offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
     p = tl.math.exp2(s * c - lse2[:, None])
-    if masked:
+    if MASKED:
         if VISIBLE is not None:
             seen = VISIBLE(b, h, offs_i[:, None], offs_j[None, :], mask_once, mask_args, mask_nums) & in_k[None, :]
         else:
@@ -52,7 +54,7 @@ def query_tile(
         ACCUMULATE(ds, raw, b, h, offs_i[:, None], offs_j[None, :], score_once, ds, grads, score_args, score_nums)
     if SLOPE is not None:
         ds = SLOPE(ds, raw, b, h, offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
-        if masked:
+        if MASKED:
             ds = tl.where(p == 0.0, 0.0, ds)  # a hidden score may have no finite derivative
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
@@ -114,8 +116,8 @@ def attention_bwd_queries(
     V_rows = rows_of(V_base, seqlen_k, stride_vs, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)
 
     # prologue
-    do = load_rows(DO_base, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, False)  # [BLOCK_M, DV]
-    o = load_rows(O_base, start_m, stride_os, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, False)  # [BLOCK_M, DV]
+    do = load_rows(DO_base, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, False)  # [BLOCK_M, DV]
+    o = load_rows(O_base, start_m, stride_os, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, False)  # [BLOCK_M, DV]
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if DLSE is not None:
         delta -= tl.load(DLSE + at, mask=in_q, other=0.0)
@@ -123,7 +125,7 @@ def attention_bwd_queries(
     lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
     tl.store(DELTA + at, delta, mask=in_q)
     tl.store(LSE2 + at, lse2, mask=in_q)
-    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, False)  # [BLOCK_M, D]
+    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True, False)  # [BLOCK_M, D]
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     c = LOG2E if SCALE_FIRST else scale * LOG2E
     seed = tl.load(SEED) if DROPOUT else 0
@@ -136,17 +138,18 @@ def attention_bwd_queries(
     listed = LISTED
     if LISTS:
         listed = LISTED + (b64 * list_stride_b + h64 * list_stride_h + slot) * list_stride_r
-    begin, end, full_begin, full_end = visits(
+    begin, full_begin, num_full, num_partial = visits(
         b, h, start_m + shift, i1, 0, seqlen_k, mask_args, mask_nums, listed, LISTS, TILES, BLOCK_N
     )
-    for t in range(begin, end):
-        n, masked = visit(t, listed, full_begin, full_end, LISTS)
-        dq = query_tile(
-            dq, q, do, lse2, delta, n, masked, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j,
-            last_j, c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once, score_args,
-            score_nums, grads, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, VISIBLE, SCORE, SLOPE, ACCUMULATE,
-            SCALE_FIRST, DROPOUT, PRECISION, TMA,
-        )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        for t in range(num_partial if MASKED else num_full):
+            n = visit(t, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
+            dq = query_tile(
+                dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j,
+                last_j, c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once,
+                score_args, score_nums, grads, HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED, VISIBLE,
+                SCORE, SLOPE, ACCUMULATE, SCALE_FIRST, DROPOUT, PRECISION, TMA,
+            )  # fmt: skip
 
     # epilogue
     store_rows(DQ_base, start_m, stride_dqs, dq * scale, in_q, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -154,12 +157,12 @@ def attention_bwd_queries(
 
 @triton.jit
 def keys_tile(
-    dk, dv, k, v, m, masked, Q_rows, DO_rows, LSE2_base, DELTA_base, stride_qs, stride_ds, seqlen_q, seqlen_k, shift,
+    dk, dv, k, v, m, Q_rows, DO_rows, LSE2_base, DELTA_base, stride_qs, stride_ds, seqlen_q, seqlen_k, shift,
     b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums,
     score_once, score_args, score_nums,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SLOPE: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr,
+    SLOPE: tl.constexpr, SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add query tile m to dk and dv of this program's keys. Scores are held transposed, so p and ds feed the
     products as they are.
@@ -167,24 +170,30 @@ def keys_tile(
     start_m = m * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     in_q = offs_m < seqlen_q
-    q = load_rows(Q_rows, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, TMA)  # [BLOCK_M, D]
-    lse2 = tl.load(LSE2_base + offs_m, mask=in_q, other=float("inf"))  # rows beyond the end get p = 0
-    delta = tl.load(DELTA_base + offs_m, mask=in_q, other=0.0)
+    q = load_rows(Q_rows, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, MASKED, TMA)  # [BLOCK_M, D]
+    if MASKED:
+        lse2 = tl.load(LSE2_base + offs_m, mask=in_q, other=float("inf"))  # rows beyond the end get p = 0
+        delta = tl.load(DELTA_base + offs_m, mask=in_q, other=0.0)
+    else:
+        lse2 = tl.load(LSE2_base + offs_m)
+        delta = tl.load(DELTA_base + offs_m)
     st = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
     if SCALE_FIRST:
         st = st * scale
     raw = st
-    offs_i = tl.minimum(offs_m, seqlen_q - 1) + shift
+    offs_i = offs_m + shift
+    if MASKED:
+        offs_i = tl.minimum(offs_m, seqlen_q - 1) + shift
     if SCORE is not None:
         st = SCORE(st, b, h, offs_i[None, :], offs_j[:, None], score_once, score_args, score_nums)
     pt = tl.math.exp2(st * c - lse2[None, :])
-    if masked:  # keys beyond the last are never stored
+    if MASKED:  # keys beyond the last are never stored
         if VISIBLE is not None:
             seen = VISIBLE(b, h, offs_i[None, :], offs_j[:, None], mask_once, mask_args, mask_nums)
         else:
             seen = (offs_i[None, :] >= first_i[:, None]) & (offs_i[None, :] <= last_i[:, None])
         pt = tl.where(seen, pt, 0.0)
-    do = load_rows(DO_rows, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, TMA)  # [BLOCK_M, DV]
+    do = load_rows(DO_rows, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, MASKED, TMA)  # [BLOCK_M, DV]
     if DROPOUT:
         keep = keep_tile(seed, row, offs_m + shift, start_n, dropout, BLOCK_N, True)
         dropped = tl.where(keep, pt * keep_scale, 0.0)
@@ -197,7 +206,7 @@ def keys_tile(
     dst = pt * (dpt - delta[None, :])
     if SLOPE is not None:
         dst = SLOPE(dst, raw, b, h, offs_i[None, :], offs_j[:, None], score_once, score_args, score_nums)
-        if masked:
+        if MASKED:
             dst = tl.where(pt == 0.0, 0.0, dst)  # a hidden score may have no finite derivative
     dk = tl.dot(dst.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -253,8 +262,8 @@ def attention_bwd_keys(
     DV_base = DV + b64 * stride_dvb + k64 * stride_dvs + hk64 * stride_dvh
 
     # prologue
-    k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, False)  # [BLOCK_N, D]
-    v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, False)  # [BLOCK_N, DV]
+    k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, True, False)  # [BLOCK_N, D]
+    v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False)  # [BLOCK_N, DV]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     c = LOG2E if SCALE_FIRST else scale * LOG2E
@@ -276,18 +285,19 @@ def attention_bwd_keys(
         listed = LISTED
         if LISTS:
             listed = LISTED + (b64 * list_stride_b + h64 * list_stride_h + slot) * list_stride_r
-        begin, end, full_begin, full_end = visits(
+        begin, full_begin, num_full, num_partial = visits(
             b, h, start_n, j1, shift, seqlen_q, mask_args, mask_nums, listed, LISTS, TILES, BLOCK_M
         )
-        for t in range(begin, end):
-            m, masked = visit(t, listed, full_begin, full_end, LISTS)
-            dk, dv = keys_tile(
-                dk, dv, k, v, m, masked, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
-                seqlen_q, seqlen_k, shift, b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale,
-                seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, VISIBLE, SCORE, SLOPE, SCALE_FIRST,
-                DROPOUT, PRECISION, TMA,
-            )  # fmt: skip
+        for MASKED in tl.static_range(2):
+            for t in range(num_partial if MASKED else num_full):
+                m = visit(t, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
+                dk, dv = keys_tile(
+                    dk, dv, k, v, m, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
+                    seqlen_q, seqlen_k, shift, b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale,
+                    seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED, VISIBLE, SCORE, SLOPE,
+                    SCALE_FIRST, DROPOUT, PRECISION, TMA,
+                )  # fmt: skip
 
     # epilogue
     store_rows(DK_base, start_n, stride_dks, dk * scale, in_k, HEAD_DIM, BLOCK_N, BLOCK_D)

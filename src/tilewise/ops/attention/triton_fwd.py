@@ -13,38 +13,42 @@ from tilewise.tiles.visit import call_once, locate, row_ends, visit, visits
 
 @triton.jit
 def fold_tile(
-    acc, l_i, m_i, q, n, masked, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
+    acc, l_i, m_i, q, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
     c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold key tile n into the online softmax state; m_i is in units of s, and p = exp2((s - m) * c)."""
     start_n = n * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
     in_k = offs_n < seqlen_k
-    k = load_rows(K_rows, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)  # [BLOCK_N, D]
+    k = load_rows(K_rows, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED, TMA)  # [BLOCK_N, D]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if SCALE_FIRST:
         s = s * scale
-    offs_j = tl.minimum(offs_n, seqlen_k - 1)  # formulas see valid positions only
+    offs_j = offs_n
+    if MASKED:
+        offs_j = tl.minimum(offs_n, seqlen_k - 1)  # formulas see valid positions only
     if SCORE is not None:
         s = SCORE(s, b, h, offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
-    if masked:
+    if MASKED:
         if VISIBLE is not None:
             seen = VISIBLE(b, h, offs_i[:, None], offs_j[None, :], mask_once, mask_args, mask_nums) & in_k[None, :]
         else:
             seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
         s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(s, 1))
-    m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+    m_use = m_new
+    if MASKED or SCORE is not None:
+        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
     p = tl.math.exp2(s * c - (m_use * c)[:, None])
     alpha = tl.math.exp2((m_i - m_use) * c)
     l_i = l_i * alpha + tl.sum(p, 1)
     if DROPOUT:
         p = tl.where(keep_tile(seed, row, offs_i, start_n, dropout, BLOCK_N, False), p, 0.0)
     acc = acc * alpha[:, None]
-    v = load_rows(V_rows, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)  # [BLOCK_N, DV]
+    v = load_rows(V_rows, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, TMA)  # [BLOCK_N, DV]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, l_i, m_new
 
@@ -103,7 +107,7 @@ def attention_fwd(
     V_rows = rows_of(V_base, seqlen_k, stride_vs, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)
 
     # prologue
-    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, False)  # [BLOCK_M, D]
+    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True, False)  # [BLOCK_M, D]
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -113,21 +117,23 @@ def attention_fwd(
     mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, MASK_ONCE)
     score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, SCORE_ONCE)
 
-    # main loop
+    # main loop: tiles without a hidden pair, then those that need the mask or the sequence's end
     i1 = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + shift
     listed = LISTED
     if LISTS:
         listed = LISTED + (b64 * list_stride_b + h64 * list_stride_h + slot) * list_stride_r
-    begin, end, full_begin, full_end = visits(
+    begin, full_begin, num_full, num_partial = visits(
         b, h, start_m + shift, i1, 0, seqlen_k, mask_args, mask_nums, listed, LISTS, TILES, BLOCK_N
     )
-    for t in range(begin, end):
-        n, masked = visit(t, listed, full_begin, full_end, LISTS)
-        acc, l_i, m_i = fold_tile(
-            acc, l_i, m_i, q, n, masked, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
-            c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, VISIBLE, SCORE, SCALE_FIRST, DROPOUT, PRECISION, TMA,
-        )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        for t in range(num_partial if MASKED else num_full):
+            n = visit(t, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
+            acc, l_i, m_i = fold_tile(
+                acc, l_i, m_i, q, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
+                c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED, VISIBLE, SCORE, SCALE_FIRST, DROPOUT,
+                PRECISION, TMA,
+            )  # fmt: skip
 
     # epilogue
     m2 = m_i * c  # base 2 from here on

@@ -17,19 +17,21 @@ from tilewise.ops.attention.problem import Call
 remember = True  # whether compiled kernels are called directly on later launches; off while compiling without a GPU
 
 
-_buffers: dict[tuple[int, int | None], torch.Tensor] = {}
+_buffers: dict[int, torch.Tensor] = {}  # by device
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for the tensor descriptors that a kernel writes for itself: kernels of one stream share a buffer, since
-    they run one after another. A CUDA graph keeps its own, as it may be replayed beside anything.
+    """Memory for the tensor descriptors that a kernel writes for itself.
+
+    Kernels of the default stream share a buffer, since they run one after another. On other streams each launch has
+    its own: a CUDA graph may be replayed beside anything, and frameworks count what lives in their graphs' memory.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if stream:
         return torch.empty(size, dtype=torch.int8, device="cuda")
-    key = (torch.cuda.current_device(), stream)
-    buffer = _buffers.get(key)
+    device = torch.cuda.current_device()
+    buffer = _buffers.get(device)
     if buffer is None or buffer.numel() < size:
-        buffer = _buffers[key] = torch.empty(max(size, 2**20), dtype=torch.int8, device="cuda")
+        buffer = _buffers[device] = torch.empty(max(size, 2**20), dtype=torch.int8, device="cuda")
     return buffer
 
 

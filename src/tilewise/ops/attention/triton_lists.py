@@ -26,7 +26,7 @@ def tile_lists(
     CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One program a row: a tile of queries lists its tiles of keys, or with FOR_KEYS a tile of keys its tiles of
-    queries, in order: how many, then 2 * tile + (1 if it is PARTIAL).
+    queries. A row is laid out as `tiles.visit.visit` says.
 
     Rows are (batch, head, slot), or (head, slot) when packed; a tile that reaches beyond the other side's end is
     PARTIAL.
@@ -54,7 +54,8 @@ def tile_lists(
     others = tl.where(mine, others, 0)
     block_i = tl.full([], BLOCK_M, tl.int64)
     block_j = tl.full([], BLOCK_N, tl.int64)
-    count = 0
+    num_partial = 0
+    num_full = 0
     for start in range(0, others, CHUNK):
         other = start + tl.arange(0, CHUNK)
         exists = other < others
@@ -74,8 +75,13 @@ def tile_lists(
         else:
             whole = n * BLOCK_N + BLOCK_N <= seqlen_k
         visited = exists & maybe
-        partial = (sure & whole) == 0
-        at = count + tl.cumsum(visited.to(tl.int32), 0)  # the first entry is the count
-        tl.store(listed + at, 2 * other + partial.to(tl.int32), mask=visited)
-        count += tl.sum(visited.to(tl.int32), 0)
-    tl.store(listed, count)
+        full = visited & sure & whole
+        partial = visited & (full == 0)
+        full_at = num_full + tl.cumsum(full.to(tl.int32), 0) - 1
+        partial_at = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
+        tl.store(listed + width - 1 - full_at, other, mask=full)
+        tl.store(listed + 2 + partial_at, other, mask=partial)
+        num_full += tl.sum(full.to(tl.int32), 0)
+        num_partial += tl.sum(partial.to(tl.int32), 0)
+    tl.store(listed, num_partial)
+    tl.store(listed + 1, num_full)
