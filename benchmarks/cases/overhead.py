@@ -1,7 +1,8 @@
 """Questions `call_overhead`, `first_result` and `compilations`: what a call costs beside its kernel.
 
 `call_overhead`: host time per eager call on a problem so small that the device never holds the host up.
-`first_result`: a new formula in a fresh process, first with empty caches, then from the disk caches that left.
+`first_result`: a new formula in a process that has run attention before, and as the first call of a process; each
+with empty caches, then from the disk caches that left.
 `compilations`: Triton compilations of the first call, and after a change of number, tensor or length.
 """
 
@@ -111,28 +112,32 @@ def _probe(what: str, impl: str, caches: str) -> dict[str, Any]:
 
 def _first_result(impl: str, options: Options, writer: Writer, samples: int) -> None:
     problem = {"formula": "causal & window | prefix, sloped score", "seqlen_q": 1024, "seqlen_k": 1024}
-    cold, warm = [], []
-    failure = None
-    try:
-        for _ in range(samples):
-            with tempfile.TemporaryDirectory() as caches:
-                cold.append(_probe("first_result", impl, caches)["seconds"] * 1e3)
-                warm.append(_probe("first_result", impl, caches)["seconds"] * 1e3)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        failure = str(error)
-    for state, values in (("cold", cold), ("disk cache", warm)):
-        ordered = sorted(values)
-        middle = ordered[len(ordered) // 2] if ordered else 0.0
-        writer.write(
-            "first_result",
-            {**problem, "caches": state},
-            impl,
-            times_ms=None if failure else (ordered[0], middle, ordered[-1]),
-            error={"metric": "failure", "message": failure} if failure else None,
-            includes=f"from the call to a number on the host, fresh process with CUDA started; {samples} processes "
-            "(p20, p80: least, greatest); flex: its block mask too",
-            sources=_sources(impl),
-        )
+    befores = {
+        "first_result": "the process has run attention without a formula",
+        "first_call": "the first call of the process",
+    }
+    for what, before in befores.items():
+        times: dict[str, list[float]] = {"cold": [], "disk cache": []}
+        failure = None
+        try:
+            for _ in range(samples):
+                with tempfile.TemporaryDirectory() as caches:
+                    for values in times.values():
+                        values.append(_probe(what, impl, caches)["seconds"] * 1e3)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            failure = str(error)
+        for state, values in times.items():
+            ordered = sorted(values)
+            writer.write(
+                "first_result",
+                {**problem, "caches": state, "before": before},
+                impl,
+                times_ms=None if failure else (ordered[0], ordered[len(ordered) // 2], ordered[-1]),
+                error={"metric": "failure", "message": failure} if failure else None,
+                includes=f"from the call to a number on the host, CUDA started; {samples} processes (p20, p80: least, "
+                "greatest); flex: its block mask too",
+                sources=_sources(impl),
+            )
 
 
 def _compilations(impl: str, writer: Writer) -> None:
