@@ -50,9 +50,7 @@ def span_tiles(b, h, x0, x1, low, size, args, nums, TILES: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def visits(
-    b, h, x0, x1, low, size, args, nums, listed, LISTS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr
-):
+def visits(b, h, x0, x1, low, size, args, nums, listed, LISTS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
     """(first visited tile, first FULL tile, number of FULL ones, number of the others): from the row's list, whose
     tiles `visit` finds, or as `span_tiles`.
     """
