@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import tilewise as tw
 from tilewise.core.errors import FormulaError, InputError, TilewiseError, UnsupportedError
 from tilewise.ops.attention import table
+from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.table import ROWS
 
 
@@ -263,3 +265,28 @@ def test_why_of_a_named_implementation() -> None:
 def test_an_implementation_is_never_swapped_silently() -> None:
     with pytest.raises(UnsupportedError, match="why"):
         tw.attention(**good(), impl="cpu_sdpa", sink=tensors(4))
+
+
+def test_what_is_remembered_of_a_choice_is_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of one signature that differ in everything else a need looks at: the same row or error as found anew."""
+    q, k, v = (tensors(2, 9, heads, 8) for heads in (4, 2, 2))
+    slopes = torch.ones(4, requires_grad=True)
+    changes: list[dict[str, Any]] = [{}, {"sink": tensors(4)}, {"dropout": 0.5}, {"deterministic": True}]
+    chosen = set()
+    for interpret, formula, gradient, changed, impl in itertools.product(
+        ("1", "0"), ({}, {"mask": tw.causal}, {"score": tw.alibi(slopes.detach())}, {"score": tw.alibi(slopes)}),
+        (False, True), changes,
+        (None, *(row.name for row in ROWS)),
+    ):  # fmt: skip
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+        with torch.set_grad_enabled(gradient):
+            call = make_call(q.requires_grad_(gradient), k, v, **formula, **changed)
+        found = []
+        for choose in (table.choose, table._choose):
+            try:
+                found.append(choose(call, impl).name)
+            except UnsupportedError as error:
+                found.append(str(error))
+        assert found[0] == found[1]
+        chosen.add(found[0])
+    assert {row.name for row in ROWS} <= chosen

@@ -35,6 +35,7 @@ class Applies:
 
 
 PROPERTIES: dict[Check, Applies] = {
+    properties.memory_does_not_matter: Applies(("causal", "gqa_4", "alibi_causal", "packed_causal", "head_dim_64")),
     properties.repeats_are_equal: Applies(
         ("causal", "mqa", "alibi_causal", "bias_batch", "packed_window_sink", "dropout_causal"), {"deterministic": True}
     ),

@@ -115,6 +115,28 @@ def gradients_equal_reference(setting: Setting, case: Case) -> None:
     within(got, expectation(case, setting.dtype, setting.device))
 
 
+def memory_does_not_matter(setting: Setting, case: Case) -> None:
+    """q, k, v and the upstream gradient as views: heads outermost, rows of odd strides that start anywhere, one row
+    for all. Each is within budget, as contiguous tensors are."""
+
+    def heads_first(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+    def odd_rows(x: torch.Tensor, n: int) -> torch.Tensor:
+        wide = x.new_full((*x.shape[:-1], x.shape[-1] + 5), torch.nan)
+        wide[..., n : n + x.shape[-1]] = x
+        return wide[..., n : n + x.shape[-1]]
+
+    want = expectation(case, setting.dtype, setting.device)
+    names = ("q", "k", "v", "do")
+    for view, viewed in ((heads_first, names), (odd_rows, names), (odd_rows, ("do",)), (odd_rows, ("v",))):
+        inputs = make_inputs(case, setting.dtype, setting.device)
+        for n, name in enumerate(viewed):
+            x = getattr(inputs, name)
+            setattr(inputs, name, view(x.detach(), n).requires_grad_(x.requires_grad))
+        within(run(setting, inputs), want)
+
+
 # bits --------------------------------------------------------------------------------------------------------------
 
 
