@@ -35,9 +35,12 @@ class Family:
         return digest.hexdigest()[:12] if files else "none"
 
 
-_FORMULA = ("src/tilewise/formula/*.py", "src/tilewise/schedule/*.py", "src/tilewise/core/philox.py")
+_FORMULA = ("src/tilewise/formula/*.py", "src/tilewise/schedule/*.py", "src/tilewise/core/[pr]*.py")
 _ATTENTION = "src/tilewise/ops/attention/"
-_SHARED = tuple(_ATTENTION + name for name in ("problem.py", "torch_op.py", "gradient.py"))
+_SHARED = (
+    "src/tilewise/layouts.py",
+    *(_ATTENTION + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py", "gradient.py")),
+)
 
 FAMILIES: dict[str, Family] = {
     family.name: family

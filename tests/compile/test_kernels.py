@@ -8,9 +8,12 @@ compile, use tensor cores, fit, and spill no more than `NEWER_SPILL` bytes where
 from __future__ import annotations
 
 import pytest
+import torch
 import triton
 
-from tilewise.testing.offline import SHARED_LIMIT, Resources
+from tilewise.ops.attention import triton_attention
+from tilewise.ops.attention.problem import make_call
+from tilewise.testing.offline import SHARED_LIMIT, Resources, compiling_for
 from tools.kernel_resources import DTYPES, Variant, as_entry, read_table, variants
 
 TABLE = read_table()
@@ -87,3 +90,15 @@ class TestTable:
         compare("same", Resources("k", 100, 0, 1000, 4), known)
         with pytest.raises(AssertionError, match="spill"):
             compare("spills", Resources("k", 100, max(SPILL, NEWER_SPILL) + 1, 1000, 4), known)
+
+
+class TestInstructions:
+    def test_minimum_and_maximum_of_a_score_keep_nan(self) -> None:
+        """PyTorch's do; the interpreter's NumPy does whatever the kernel says, so the code itself is looked at."""
+        q = torch.zeros(1, 128, 1, 64, dtype=torch.bfloat16)
+        call = make_call(q, q, q, score=lambda s, b, h, i, j: s.clamp(-1.0, 1.0))
+        with compiling_for(90) as kernels:
+            triton_attention.forward(call)
+        ptx = kernels[-1].asm["ptx"]
+        assert "min.NaN.f32" in ptx
+        assert "max.NaN.f32" in ptx

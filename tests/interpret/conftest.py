@@ -1,4 +1,4 @@
-"""Triton's interpreter, quick enough for a test tier, and small tiles, so that short sequences span several."""
+"""Triton's interpreter, mended and quick enough for tests, and tiles so small that short sequences span several."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +44,24 @@ def _quick_interpreter() -> Iterator[None]:
     yield
     interpreter._patch_lang = patch_lang
     builder.options = options
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _comparisons_of_scalars() -> Iterator[None]:
+    """Triton 3.6's interpreter gives the comparison of two float scalars back as a float, which `&` then refuses."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    binary_op = InterpreterBuilder.binary_op
+    comparisons = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
+
+    def mended(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if op in comparisons:
+            return TensorHandle(op(lhs.data, rhs.data), lhs.dtype.scalar)
+        return binary_op(self, lhs, rhs, op)
+
+    InterpreterBuilder.binary_op = mended
+    yield
+    InterpreterBuilder.binary_op = binary_op
 
 
 def pytest_configure(config: pytest.Config) -> None:

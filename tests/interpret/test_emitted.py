@@ -85,8 +85,11 @@ def apply_score(
     once = ()
     if ONCE is not None:
         once = ONCE(b, h, mine[:, None], args, nums)
-    tl.store(OUT + at, APPLY(s, b, h, i, j, once, args, nums) + tl.zeros_like(s))
-    tl.store(SLOPES + at, SLOPE(g, s, b, h, i, j, once, args, nums) + tl.zeros_like(s))
+    applied = APPLY(s, b, h, i, j, once, args, nums)
+    slope = SLOPE(g, s, b, h, i, j, once, args, nums)
+    tl.static_assert(applied.shape == s.shape and slope.shape == s.shape)
+    tl.store(OUT + at, applied)
+    tl.store(SLOPES + at, slope)
     if ACCUMULATE is not None:
         ACCUMULATE(g, s, b, h, i, j, once, g, grads, args, nums)
 

@@ -35,6 +35,7 @@ def branching(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 IDS = torch.tensor([0, 1, 2, 3])
 FAR = torch.tensor([0, 1, 99])
+PAIR = torch.tensor([1, 0])
 
 # name of the problem -> (changed arguments, exception, what its `name` starts with, what `got` contains)
 BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
@@ -147,6 +148,23 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
         "reaches 0 to 1",
     ),
     "index_beyond_heads": ({"score": tw.alibi(tensors(3))}, FormulaError, "score: index 0", "reaches 0 to 3"),
+    "index_not_monotone_in_heads": (
+        {"score": lambda s, b, h, i, j: s + FAR[2 - abs(h - 3)]},
+        FormulaError,
+        "score: index 0",
+        "reaches -1 to 2",
+    ),
+    "index_not_monotone_in_batch": (
+        {
+            "q": tensors(4, 6, 4, 8),
+            "k": tensors(4, 9, 2, 8),
+            "v": tensors(4, 9, 2, 8),
+            "mask": lambda b, h, i, j: PAIR[b % 3] > 0,
+        },
+        FormulaError,
+        "mask: index 0",
+        "reaches 0 to 2",
+    ),
     "index_negative": (
         {"score": lambda s, b, h, i, j: s + tensors(20)[i - j]},
         FormulaError,
@@ -269,7 +287,7 @@ def test_an_implementation_is_never_swapped_silently() -> None:
 
 def test_what_is_remembered_of_a_choice_is_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of one signature that differ in everything else a need looks at: the same row or error as found anew."""
-    q, k, v = (tensors(2, 9, heads, 8) for heads in (4, 2, 2))
+    q, k, v = (tensors(2, 16, heads, 8) for heads in (4, 2, 2))
     slopes = torch.ones(4, requires_grad=True)
     changes: list[dict[str, Any]] = [{}, {"sink": tensors(4)}, {"dropout": 0.5}, {"deterministic": True}]
     chosen = set()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.core.errors import FormulaError
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, LENGTHS
@@ -108,7 +109,7 @@ def test_empty_inputs(impl: str) -> None:
 @pytest.mark.parametrize("impl", ["cpu_tiled", "cpu_sdpa"])
 def test_an_input_changed_in_place_before_backward_is_an_error(impl: str) -> None:
     q = torch.randn(1, 8, 2, 8, requires_grad=True)
-    k = torch.randn(1, 8, 2, 8)
+    k = torch.randn(1, 16, 2, 8)
     o = tw.attention(q, k, k, impl=impl)
     k.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -164,3 +165,29 @@ def test_no_gradient_is_computed_that_nobody_wants(setting: Setting, case: Case)
     o.backward(inputs.do)
     assert inputs.k.grad is None
     assert inputs.q.grad is not None
+
+
+def test_inference_mode() -> None:
+    """Tensors made there count no versions; lengths and ids are read all the same, and anew after a change."""
+    x = torch.randn(20, 2, 8)
+    with torch.inference_mode():
+        cu = torch.tensor([0, 5, 20], dtype=torch.int32)
+        ids, table = torch.tensor([0, 1] * 10), torch.tensor([1, 2])
+        packed = tw.attention(x, x, x, layout=tw.Packed(cu), mask=tw.causal)
+        by_value = tw.attention(x[None], x[None], x[None], mask=lambda b, h, i, j: table[ids[j]] > 0)
+        ids += 5
+        with pytest.raises(FormulaError, match="reaches 5 to 6"):
+            tw.attention(x[None], x[None], x[None], mask=lambda b, h, i, j: table[ids[j]] > 0)
+    other = torch.tensor([0, 5, 20], dtype=torch.int32)
+    assert torch.equal(packed, tw.attention(x, x, x, layout=tw.Packed(other), mask=tw.causal))
+    torch.testing.assert_close(by_value[0], tw.attention(x[None], x[None], x[None])[0])
+
+
+@pytest.mark.parametrize("seqlen", [1, 4, 7, 8, 15, 16, 17, 33])
+def test_nan_reaches_the_whole_row_at_any_length(seqlen: int) -> None:
+    q, k, v = (torch.randn(1, seqlen, 1, 8) for _ in range(3))
+    q[0, 0] = torch.nan
+    o, lse = tw.attention_with_lse(q, k, v)
+    assert bool(o[0, 0].isnan().all())
+    assert bool(lse[0, 0, 0].isnan())
+    assert bool(o[0, 1:].isfinite().all())

@@ -16,8 +16,9 @@ from tilewise.testing.cases import CASES
 from tilewise.testing.matrix import Check
 from tilewise.testing.properties import Setting
 
-LONG = CASES["length_1025"]  # several runs of key tiles, so that the online softmax rescales
-CAUSAL_LONG = CASES["causal"].with_(name="causal_long", batch=1, seqlen_q=20, seqlen_k=1300)
+CAUSAL_LONG = CASES["causal"].with_(
+    name="causal_long", batch=1, seqlen_q=20, seqlen_k=1300
+)  # several runs of key tiles, so that the online softmax rescales
 TILED = Setting("cpu_tiled")
 
 
@@ -125,7 +126,7 @@ TWINS: list[tuple[Callable[[pytest.MonkeyPatch], None], Check, Case]] = [
     (_mask_from_the_top_left, properties.last_queries_stand_at_the_last_keys, CASES["causal"]),
     (_partial_tiles_unmasked, FORWARD, CASES["window"]),
     (_partial_tiles_unmasked, properties.hidden_keys_do_not_matter, CASES["padding"]),
-    (_a_tile_forgotten, FORWARD, LONG),
+    (_a_tile_forgotten, FORWARD, CAUSAL_LONG),
     (_softmax_not_rescaled, FORWARD, CAUSAL_LONG),
     (_lse_without_the_maximum, FORWARD, CASES["plain"]),
     (_lse_without_the_maximum, properties.parts_merge_by_lse, CASES["plain"]),

@@ -19,12 +19,17 @@ def unreadable(tensor: torch.Tensor) -> bool:
 
 
 def once_per_version(read: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T | None]:
-    """Cache `read(tensor)` until the tensor is changed in place or dies; None where it is unreadable."""
+    """Cache `read(tensor)` until the tensor is changed in place or dies; None where it is unreadable.
+
+    Tensors made under `torch.inference_mode()` count no versions: they are read anew each time.
+    """
     known: Any = WeakTensorKeyDictionary()
 
     def cached(tensor: torch.Tensor) -> T | None:
         if unreadable(tensor):
             return None
+        if tensor.is_inference():
+            return read(tensor)
         entry: tuple[int, T] | None = known.get(tensor)
         if entry is None or entry[0] != tensor._version:
             entry = known[tensor] = (tensor._version, read(tensor))

@@ -59,21 +59,20 @@ def _check(
 ) -> None:
     batch, heads, first, seqlen_k = sizes
     ends = {"i0": first, "i1": seqlen_k - 1, "j0": 0, "j1": seqlen_k - 1, "block_i": 1, "block_j": 1}
+    symbols = {name: torch.tensor(value) for name, value in ends.items()}
+    symbols |= {"b": torch.arange(batch)[:, None], "h": torch.arange(heads)}  # every one: an index need not be monotone
     for slot, dim, index, low, high, entering in _index_bounds(text):
         limit = shapes[slot][dim]
-        reach = []
-        for bound in (low, high):
-            if bound is None:
-                raise FormulaError(
-                    f"{what}: index {dim} into captured tensor {slot}",
-                    got=f"{render(index)}, unbounded",
-                    expected=f"0 to {limit - 1}",
-                    hint="clamp the index",
-                )
-            for b in (0, batch - 1):
-                for h in (0, heads - 1):
-                    symbols = {name: torch.tensor(value) for name, value in {**ends, "b": b, "h": h}.items()}
-                    reach.append(_scalar(bound, symbols, numbers, ranges, entering))
+        if low is None or high is None:
+            raise FormulaError(
+                f"{what}: index {dim} into captured tensor {slot}",
+                got=f"{render(index)}, unbounded",
+                expected=f"0 to {limit - 1}",
+                hint="clamp the index",
+            )
+        reach = [
+            int(end) for bound in (low, high) for end in _values(bound, symbols, numbers, ranges, entering).aminmax()
+        ]
         if min(reach) < 0 or max(reach) >= limit:
             raise FormulaError(
                 f"{what}: index {dim} into captured tensor {slot} of shape {tuple(shapes[slot])}",
@@ -84,13 +83,13 @@ def _check(
             )
 
 
-def _scalar(
+def _values(
     bound: Expr,
     symbols: dict[str, torch.Tensor],
     numbers: tuple[Any, ...],
     ranges: tuple[tuple[int, int], ...],
     entering: tuple[Extremum, ...],
-) -> int:
-    """Value of one bound; tables of captured values are replaced by the tensor's whole range."""
+) -> torch.Tensor:
+    """One bound for every batch element and head; a table of captured values is the tensor's whole range."""
     tables = [torch.tensor(ranges[t.slot][t.kind == "max"]).reshape([1] * len(t.dims)) for t in entering]
-    return int(evaluate([bound], symbols, (), numbers, torch.float64, tables)[0])
+    return evaluate([bound], symbols, (), numbers, torch.float64, tables)[0]

@@ -22,7 +22,7 @@ from tilewise.formula.expr import Expr
 from tilewise.formula.structure import share
 from tilewise.formula.walk import postorder, symbols
 
-EMITTER_VERSION = 2
+EMITTER_VERSION = 3
 
 
 class Captured(NamedTuple):
@@ -59,8 +59,7 @@ def number_arguments(numbers: Sequence[Any], kinds: Sequence[str]) -> tuple[Any,
 
 def encoded(n: int) -> int:
     """An integer as it travels in a tuple: Triton compiles a variant of its own for 1 and for multiples of 16 there,
-    which 4n + 2
-    never is. The emitted source decodes it."""
+    which 4n + 2 never is. The emitted source decodes it."""
     return 4 * n + 2
 
 
@@ -86,9 +85,11 @@ class Emitter:
         self.first_table = len(captured)
         self.fast = fast
 
-    def function(self, name: str, parameters: Sequence[str], roots: Sequence[Expr]) -> str:
-        """`def name(*parameters, args, nums)` returning the roots."""
+    def function(self, name: str, parameters: Sequence[str], roots: Sequence[Expr], like: str = "") -> str:
+        """`def name(*parameters, args, nums)` returning the roots, in the shape of the parameter `like` if given."""
         lines, names = self._body(share(*roots))
+        if like and not any(like in symbols(root) for root in roots):
+            names = [f"{name} + {self.prefix}.zeros_like({like})" for name in names]
         return self._definition(name, parameters, [*lines, f"return {', '.join(names)}"])
 
     def once(self, name: str, parameters: Sequence[str], hoisted: Sequence[Expr]) -> str:
@@ -106,8 +107,7 @@ class Emitter:
         `parts` are (load, position in `grads` of the float32 accumulator's pointer, which its strides follow); `roots`
         hold for each of them its indices and its adjoint. Parts that share an address are summed inside the tile
         first: along i (axis 0), j (axis 1) or both, where the index does not move with them. `tile` is any value of
-            the tile's full
-        shape.
+        the tile's full shape.
         """
         lines, names = self._body(share(*roots))
         at_name = 0
@@ -162,9 +162,15 @@ class Emitter:
             return f"decoded(nums[{node.value}])" if node.kind == "int" else f"nums[{node.value}]", False
         if op in ("load", "table"):
             value = f"{self.prefix}.load({self._address(node, args)})"
-            return value + {"float": f".to({self.prefix}.float32)", "bool": " != 0", "int": ""}[node.kind], False
-        if op == "mul" and node.kind == "int":  # products of positions may pass 2**31
-            return f"{self._wide(args[0])} * {self._wide(args[1])}", False
+            if node.kind == "int":
+                return f"as_int({value})", False
+            return value + {"float": f".to({self.prefix}.float32)", "bool": " != 0"}[node.kind], False
+        if node.kind == "int" and (op == "mul" or (op in ("add", "sub", "neg") and self._reads(node))):
+            args = [self._wide(arg) for arg in args]  # products of positions and sums of any integers may pass 2**31
+        if op == "div" and not symbols(node) & {"s", "g"}:
+            return f"{self.prefix}.div_rn({', '.join(args)})", False  # exact: a mask may round the quotient down
+        if op in ("min", "max") and node.kind == "float":
+            return f"{self.prefix}.{_CALLS[op]}({', '.join(args)}, propagate_nan=tl.PropagateNan.ALL)", False
         if op in _INFIX:
             return f"{args[0]} {_INFIX[op]} {args[1]}", False
         if op in _CALLS:
@@ -177,6 +183,11 @@ class Emitter:
             return f"{op}({', '.join(args)})", False
         source = {"neg": f"-{args[0]}", "not": f"{args[0]} == 0", "to_bool": f"{args[0]} != 0"}[op]
         return source, False
+
+    @staticmethod
+    def _reads(node: Expr) -> bool:
+        """Whether a captured value enters, which may be as large as its type holds."""
+        return any(part.op in ("load", "table") for part in postorder([node]))
 
     @staticmethod
     def _literal(node: Expr) -> str:
@@ -202,10 +213,25 @@ class Emitter:
 
 _HEADER = {
     "triton": "import triton.language as tl\nfrom triton import jit",
-    "gluon": "from triton.experimental.gluon import jit\nfrom triton.experimental.gluon import language as gl",
+    "gluon": (
+        "import triton.language as tl\nfrom triton.experimental.gluon import jit\n"
+        "from triton.experimental.gluon import language as gl"
+    ),
 }
 _HELPER_MODULE = {"triton": "tilewise.tiles.arithmetic", "gluon": "tilewise.tiles.gluon_arithmetic"}
-_HELPERS = ("decoded", "floordiv", "mod", "sigmoid", "sigmoid_fast", "tanh", "tanh_fast", "to_float", "to_int", "wide")
+_HELPERS = (
+    "as_int",
+    "decoded",
+    "floordiv",
+    "mod",
+    "sigmoid",
+    "sigmoid_fast",
+    "tanh",
+    "tanh_fast",
+    "to_float",
+    "to_int",
+    "wide",
+)
 
 
 def cache_folder() -> pathlib.Path:

@@ -185,7 +185,9 @@ def _equal(a: Interval, b: Interval) -> Interval:
         return Interval(
             logic("and", same, compare("eq", a.low, b.low)), negate(logic("and", same, compare("ne", a.low, b.low)))
         )
-    point = logic("and", compare("eq", a.low, a.high), compare("eq", b.low, b.high))
+    point = TRUE  # an exact side that is NaN is equal to nothing anyway
+    for side in (a, b):
+        point = point if side.exact else logic("and", point, compare("eq", side.low, side.high))
     apart = logic("or", compare("lt", a.high, b.low), compare("lt", b.high, a.low))
     return Interval(logic("and", point, compare("eq", a.low, b.low)), negate(apart))
 

@@ -9,15 +9,15 @@ from tilewise.formula.structure import share
 from tilewise.formula.walk import postorder, symbols, transform
 
 _EXACT_IN_FLOAT = ("add", "sub", "neg", "abs", "min", "max", "where")
+_SMALL = 2**20
 
 
 def cheaper(root: Expr) -> Expr:
     """The same value by cheaper element operations.
 
     Integer-to-float conversions, which run at a quarter of the rate of arithmetic, move from pairs (i, j) to
-    positions: float32 holds positions, their sums and differences exactly up to 2**24. Division by what is constant
-        over a tile becomes a
-    product.
+    positions: float32 holds positions, their sums and differences exactly up to 2**24. A score divided by what is
+    constant over a tile is multiplied by its reciprocal; positions are not, since a mask may round the quotient.
     """
     return transform(root, _cheaper_node)
 
@@ -25,15 +25,30 @@ def cheaper(root: Expr) -> Expr:
 def _cheaper_node(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
     if node.op == "to_float":
         return _as_float(args[0])
-    if node.op == "div" and not symbols(args[1]) & {"i", "j", "s", "g"}:
+    if node.op == "div" and symbols(args[0]) & {"s", "g"} and not symbols(args[1]) & {"i", "j", "s", "g"}:
         return args[0] * Expr("div", (lit(1.0), args[1]), "float")
     return None
 
 
 def _as_float(node: Expr) -> Expr:
-    if node.op in _EXACT_IN_FLOAT and {"i", "j"} <= symbols(node):
-        args = [a if a.kind == "bool" else _as_float(a) for a in node.args]
-        return Expr(node.op, tuple(args), "float")
+    if {"i", "j"} <= symbols(node) and _of_positions(node):
+        return _converted(node)
+    return cast(node, float)
+
+
+def _of_positions(node: Expr) -> bool:
+    """Whether an integer is made of positions and small numbers alone, by operations that float32 does exactly."""
+    if node.op == "lit":
+        return bool(abs(node.value) <= _SMALL)
+    if node.op in _EXACT_IN_FLOAT:
+        return all(arg.kind == "bool" or _of_positions(arg) for arg in node.args)
+    return node.op == "sym"
+
+
+def _converted(node: Expr) -> Expr:
+    if node.op in _EXACT_IN_FLOAT:
+        args = tuple(arg if arg.kind == "bool" else _converted(arg) for arg in node.args)
+        return Expr(node.op, args, "float")
     return cast(node, float)
 
 

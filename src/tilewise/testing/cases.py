@@ -1,7 +1,5 @@
-"""About sixty named problems. Every implementation is tested on each one that it can run, with every property that
-applies.
-
-Adding a mask or score to the library means adding a case here; nothing else.
+"""Named problems, about ninety. Every implementation is tested on each one that it can run, with every property that
+applies. Adding a mask or score to the library means adding a case here; nothing else.
 """
 
 from __future__ import annotations
@@ -96,6 +94,31 @@ def segments(case: Case, make: Maker) -> Spelled:
     return Spelled(visible, visible)
 
 
+def small_integers(case: Case, make: Maker) -> Spelled:
+    """Sums of int8 and differences of uint8 that pass the ends of their types, and an index that is not monotone."""
+    signed = make.integers(90, 128, case.seqlen_k).to(torch.int8)
+    unsigned = make.integers(0, 9, case.seqlen_k).to(torch.uint8)
+    shares = make.fixed([1, 0, 1])
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (signed[i] + signed[j] > 210) & (unsigned[i] - unsigned[j] < 4) & (shares[(h + 2 * b) % 3] > 0)
+
+    def plain_visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        sums, steps = signed[i].long() + signed[j].long(), unsigned[i].long() - unsigned[j].long()
+        return (sums > 210) & (steps < 4) & (shares[(h + 2 * b) % 3] > 0)
+
+    return Spelled(visible, plain_visible)
+
+
+def quotients(case: Case, make: Maker) -> Spelled:
+    """Chunks whose borders stand where a position times the reciprocal of the divisor falls short of a whole number."""
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (torch.floor(i / 41) == torch.floor(j / 41)) | (torch.floor(j / 47) == 1)
+
+    return Spelled(visible, lambda b, h, i, j: (i // 41 == j // 41) | (j // 47 == 1))
+
+
 # scores ------------------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +193,42 @@ def many_operations(case: Case, make: Maker) -> Spelled:
     return Spelled(score, score)
 
 
+def by_row(case: Case, make: Maker) -> Spelled:
+    """A score that depends on the query alone: every key it sees weighs the same."""
+    level = make.learned(case.seqlen_k)
+
+    def score(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return level[i] * 0.5
+
+    return Spelled(score, lambda s, b, h, i, j: score(s, b, h, i, j) + 0.0 * s)
+
+
+def by_key(case: Case, make: Maker) -> Spelled:
+    level = make.learned(case.seqlen_k)
+
+    def score(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return level[j] * 0.5
+
+    return Spelled(score, lambda s, b, h, i, j: score(s, b, h, i, j) + 0.0 * s)
+
+
+def constant(case: Case, make: Maker) -> Spelled:
+    return Spelled(lambda s, b, h, i, j: 0.25, lambda s, b, h, i, j: 0.25 + 0.0 * s)
+
+
+def clock(case: Case, make: Maker) -> Spelled:
+    """Differences of times that float32 does not hold."""
+    times = 1_700_000_000 + make.integers(1, 5, case.seqlen_k).cumsum(0)
+    return Spelled(
+        lambda s, b, h, i, j: s - 0.125 * (times[i] - times[j]),
+        lambda s, b, h, i, j: s - 0.125 * (times[i] - times[j]).to(s.dtype),
+    )
+
+
+def wide_softcap(case: Case, make: Maker) -> Spelled:
+    return Spelled(tw.softcap(500.0), plain.softcap(500.0))
+
+
 # the list ----------------------------------------------------------------------------------------------------------
 
 LENGTHS = ((17, 17), (0, 0), (1, 1), (40, 40), (7, 7))
@@ -205,6 +264,13 @@ CASES: dict[str, Case] = _named(
     explicit=Case(_, seqlen_q=30, mask=explicit),
     anti_causal=Case(_, mask=anti_causal),
     by_head=Case(_, heads_q=4, mask=by_head),
+    small_integers=Case(_, heads_q=4, mask=small_integers),
+    quotients=Case(_, seqlen_q=100, seqlen_k=130, mask=quotients),
+    score_by_row=Case(_, mask=causal, score=by_row),
+    score_by_key=Case(_, mask=window(20), score=by_key),
+    score_constant=Case(_, mask=causal, score=constant),
+    score_clock=Case(_, mask=causal, score=clock),
+    softcap_wide=Case(_, mask=causal, score=wide_softcap),
     alibi_causal=Case(_, mask=causal, score=alibi),
     alibi_more_keys=Case(_, seqlen_q=20, score=alibi),
     alibi_batch=Case(_, mask=causal, score=batch_alibi),

@@ -20,13 +20,19 @@ def wide(x):
 
 
 @triton.jit
+def as_int(x):
+    """A captured integer, wide enough to compute with: 32 or 64 bits."""
+    return x.to(tl.int32) if x.dtype.primitive_bitwidth < 32 else x
+
+
+@triton.jit
 def to_float(x):
     return x.to(tl.float32)
 
 
 @triton.jit
 def to_int(x):
-    return x.to(tl.int32)
+    return x.to(tl.int64)
 
 
 @triton.jit
@@ -50,8 +56,16 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    # 1 - 2 / (e^2x + 1): saturates cleanly at both ends
-    return 1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * x) + 1.0)
+    # the second form cancels near 0, where the first, a minimax polynomial (Cephes, tanhf), is exact to 2 ulp
+    z = x * x
+    series = -5.70498872745e-3
+    series = series * z + 2.06390887954e-2
+    series = series * z - 5.37397155531e-2
+    series = series * z + 1.33314422036e-1
+    series = series * z - 3.33332819422e-1
+    near = series * z * x + x
+    far = 1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * x) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, far)
 
 
 @triton.jit

@@ -18,13 +18,19 @@ def wide(x):
 
 
 @gluon.jit
+def as_int(x):
+    """A captured integer, wide enough to compute with: 32 or 64 bits."""
+    return x.to(gl.int32) if x.dtype.primitive_bitwidth < 32 else x
+
+
+@gluon.jit
 def to_float(x):
     return x.to(gl.float32)
 
 
 @gluon.jit
 def to_int(x):
-    return x.to(gl.int32)
+    return x.to(gl.int64)
 
 
 @gluon.jit
@@ -46,7 +52,16 @@ def sigmoid(x):
 
 @gluon.jit
 def tanh(x):
-    return 1.0 - 2.0 / (gl.exp2(2.0 * LOG2E * x) + 1.0)
+    # the second form cancels near 0, where the first, a minimax polynomial (Cephes, tanhf), is exact to 2 ulp
+    z = x * x
+    series = -5.70498872745e-3
+    series = series * z + 2.06390887954e-2
+    series = series * z - 5.37397155531e-2
+    series = series * z + 1.33314422036e-1
+    series = series * z - 3.33332819422e-1
+    near = series * z * x + x
+    far = 1.0 - 2.0 / (gl.exp2(2.0 * LOG2E * x) + 1.0)
+    return gl.where(gl.abs(x) < 0.625, near, far)
 
 
 @gluon.jit

@@ -108,7 +108,7 @@ def _parts(call: Call) -> Iterator[tuple[Call, slice | None, slice | None]]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """One tile of queries and the runs of key rows that it visits; `masked` runs apply the mask."""
+    """One tile of queries and the runs of key rows that it visits; runs with a PARTIAL tile apply the mask."""
 
     rows: slice
     runs: tuple[tuple[slice, bool], ...]
@@ -141,11 +141,13 @@ class _Sequence:
             runs = []
             n, row = 0, classes[m].tolist()
             while n < len(row):
-                start, kind = n, row[n]
-                while n < len(row) and row[n] == kind and n - start < MAX_RUN:
+                start = n
+                while n < len(row) and row[n] and n - start < MAX_RUN:
                     n += 1
-                if kind:
-                    runs.append((slice(start * BLOCK_N, min(n * BLOCK_N, call.rows_k)), kind != FULL))
+                if n > start:
+                    masked = any(kind != FULL for kind in row[start:n])
+                    runs.append((slice(start * BLOCK_N, min(n * BLOCK_N, call.rows_k)), masked))
+                n = max(n, start + 1)
             yield _Tile(rows, tuple(runs))
 
     def _classes(self) -> torch.Tensor:
@@ -182,7 +184,7 @@ class _Sequence:
     def _scores(self, q: torch.Tensor, keys: slice, rows: slice, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(raw, final) scores (batch, heads_q, rows, keys): the scaled dot product, and what the softmax sees."""
         call = self.call
-        raw = torch.matmul(q, self._keys(call.k, keys).transpose(-1, -2)) * call.scale
+        raw = torch.matmul(q, self._keys(call.k, keys).transpose(-1, -2)).mul_(call.scale)
         raw = raw.view(call.batch, call.num_heads_q, rows.stop - rows.start, -1)
         s, symbols = raw, self._symbols(rows, keys)
         if call.score is not None:
@@ -216,14 +218,13 @@ class _Sequence:
             _, s = self._scores(q, keys, rows, masked)
             m_new = torch.maximum(m, s.amax(-1))
             m_use = torch.where(m_new == -torch.inf, 0.0, m_new)
-            p = torch.exp(s - m_use[..., None])
+            p = torch.sub(s, m_use[..., None]).exp_()
             alpha = torch.exp(m - m_use)
             l = l * alpha + p.sum(-1)
             if call.dropout > 0.0:
-                p = p * self._keep(rows, keys)
-            acc = acc * alpha.view(*acc.shape[:-1], 1) + torch.matmul(
-                p.view(*q.shape[:-1], -1), self._keys(call.v, keys)
-            )
+                p *= self._keep(rows, keys)
+            acc *= alpha.view(*acc.shape[:-1], 1)
+            acc += torch.matmul(p.view(*q.shape[:-1], -1), self._keys(call.v, keys))
             m = m_new
         lse = torch.where(l == 0.0, -torch.inf, m + torch.log(l))
         o = acc / torch.where(l == 0.0, 1.0, l).view(*acc.shape[:-1], 1) / (1.0 - call.dropout)

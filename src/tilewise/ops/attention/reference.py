@@ -45,8 +45,10 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     with torch.enable_grad():
         outputs = attention_reference(replace(call, q=leaves[0], k=leaves[1], v=leaves[2], sink=sink, score=score))
     upstream = (do.double(), torch.zeros_like(outputs[1]) if dlse is None else dlse.double())
+    pairs = [(x, g) for x, g in zip(outputs, upstream, strict=True) if x.requires_grad]  # lse of a constant score: not
     wanted = [*leaves, *([sink] if sink is not None else []), *(t for t in captured if t.requires_grad)]
-    found = iter(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True, materialize_grads=True))
+    connected, upstream = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(connected, wanted, upstream, allow_unused=True, materialize_grads=True))
     dq, dk, dv = (next(found).to(call.q.dtype) for _ in range(3))
     dsink = next(found).to(call.sink.dtype) if call.sink is not None else None
     dcaptured = [

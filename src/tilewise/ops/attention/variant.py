@@ -24,8 +24,8 @@ class Side:
     """Device functions for kernels whose programs own the positions of one axis.
 
     `tiles(b, h, first, last)` gives the visible run of the other axis for a tile, and `rows(b, h, x)` for each row
-    (both None where
-    tile lists are used). `once(b, h, x)` gives what a program computes once, which `visible(b, h, i, j, once)` reads.
+    (both None where tile lists are used). `once(b, h, x)` gives what a program computes once, which
+    `visible(b, h, i, j, once)` reads.
     """
 
     tiles: Any
@@ -37,8 +37,7 @@ class Side:
 @dataclass(frozen=True)
 class MaskFunctions:
     """Device functions of a mask: for programs that own queries, for those that own keys, and `classify` for making
-    tile lists (None
-    where loop bounds replace them)."""
+    tile lists (None where loop bounds replace them)."""
 
     queries: Side
     keys: Side
@@ -50,8 +49,7 @@ class MaskFunctions:
 @dataclass(frozen=True)
 class ScoreSide:
     """apply(s, b, h, i, j, once), its derivative slope(g, s, b, h, i, j, once), and accumulate(...), which adds the
-    gradients of captured
-    tensors (None where none is wanted); `once(b, h, x)` gives what a program computes once."""
+    gradients of captured tensors (None where none is wanted); `once(b, h, x)` gives what a program computes once."""
 
     once: Any
     apply: Any
@@ -112,8 +110,8 @@ def score_functions(
         wanted = [structure.root, slope, *(grad_roots if axis == "i" else [])]
         hoisted, (applied, sloped, *grads) = hoist([cheaper(root) for root in wanted], axis)
         sources.append(emitter.once(f"once_{axis}", ("b", "h", axis), hoisted))
-        sources.append(emitter.function(f"apply_{axis}", ("s", *_POSITIONS, "once"), [applied]))
-        sources.append(emitter.function(f"slope_{axis}", ("g", "s", *_POSITIONS, "once"), [sloped]))
+        sources.append(emitter.function(f"apply_{axis}", ("s", *_POSITIONS, "once"), [applied], "s"))
+        sources.append(emitter.function(f"slope_{axis}", ("g", "s", *_POSITIONS, "once"), [sloped], "s"))
         if grads:
             sources.append(emitter.accumulate(f"accumulate_{axis}", ("g", "s", *_POSITIONS, "once"), grads, parts))
     module = import_source(emitter.module(sources))
@@ -131,8 +129,8 @@ def formula_kind(mask: str | None, score: str | None) -> str:
     """What a formula asks of a kernel, for choosing its tiles.
 
     'curved': the score's derivative depends on the score (softcap), which costs registers; 'lists': tiles come from
-    lists; 'band': both ends of
-    the visible run move, so programs are short; 'additive': a score, but only with something added; else 'plain'.
+    lists; 'band': both ends of the visible run move, so programs are short; 'additive': a score, but only with
+    something added; else 'plain'.
     """
     if score is not None:
         root = parse(score).root
