@@ -49,6 +49,7 @@ def _quick_interpreter() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _comparisons_of_scalars() -> Iterator[None]:
     """Triton 3.6's interpreter gives the comparison of two float scalars back as a float, which `&` then refuses."""
+    import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     binary_op = InterpreterBuilder.binary_op
@@ -56,7 +57,7 @@ def _comparisons_of_scalars() -> Iterator[None]:
 
     def mended(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if op in comparisons:
-            return TensorHandle(op(lhs.data, rhs.data), lhs.dtype.scalar)
+            return TensorHandle(op(lhs.data, rhs.data), tl.int1)
         return binary_op(self, lhs, rhs, op)
 
     InterpreterBuilder.binary_op = mended

@@ -7,15 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, assume, given
+from hypothesis import settings as hypothesis_settings
 
 import tilewise as tw
 from tests.interpret.small_tiles import use_tiles
+from tilewise.formula.formula import as_mask, as_score
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.matrix import PROPERTIES, Check, name_of, property_matrix
 from tilewise.testing.properties import Setting
+from tilewise.testing.strategies import (
+    Tree,
+    as_mask_function,
+    as_score_function,
+    bool_trees,
+    captured_tensors,
+    float_trees,
+)
 
 MATRIX = property_matrix(("triton", "triton_decode"), (torch.float32,))
 
@@ -76,3 +87,53 @@ def test_two_calls_of_other_sizes_do_not_share_a_plan(monkeypatch: pytest.Monkey
     for case in (CASES["causal"].with_(batch=1), short.with_(seqlen_q=19), short):
         after = properties.run(setting, make_inputs(case, torch.float32))
     properties.same_bits(alone, after, "other calls came first")
+
+
+def _drawn_tensors(*last_dims: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, length, 2, 8, generator=generator, requires_grad=True) for length in last_dims]
+
+
+def _results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, impl: str, **formula: Any) -> list[torch.Tensor]:
+    o, lse = tw.attention_with_lse(q, k, v, impl=impl, **formula)
+    do = torch.linspace(-1.0, 1.0, o.numel()).view_as(o)
+    return [o, lse, *torch.autograd.grad(o, (q, k, v), do)]
+
+
+def _formula_symbols(seqlen_q: int, seqlen_k: int) -> dict[str, torch.Tensor]:
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, None]
+    i = torch.arange(seqlen_k - seqlen_q, seqlen_k)[:, None]
+    return {"b": b, "h": h, "i": i, "j": torch.arange(seqlen_k)}
+
+
+@hypothesis_settings(max_examples=12, phases=[Phase.generate])
+@given(tree=bool_trees())
+def test_any_mask_runs_as_its_dense_table(tree: Tree) -> None:
+    """Through loop bounds or tile lists, forward and backward."""
+    mask = as_mask(as_mask_function(tree, captured_tensors()))
+    narrow, wide = (
+        mask.evaluate(dtype=dtype, **_formula_symbols(21, 40)).expand(2, 2, 21, 40)
+        for dtype in (torch.float32, torch.float64)
+    )
+    assume(torch.equal(narrow, wide))  # else float32 and float64 disagree on a comparison, and either is right
+    tensors = _drawn_tensors(21, 40, 40)
+    found = _results(*tensors, "triton", mask=mask)
+    for got, want in zip(found, _results(*tensors, "reference", mask=tw.explicit(narrow)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@hypothesis_settings(max_examples=12, phases=[Phase.generate])
+@given(tree=float_trees())
+def test_any_score_runs_as_in_the_reference(tree: Tree) -> None:
+    function = as_score_function(tree, captured_tensors())
+    score = as_score(lambda s, b, h, i, j: torch.tanh(0.1 * function(s, b, h, i, j)))
+    tensors = _drawn_tensors(21, 40, 40)
+    s = torch.einsum("bihd,bjhd->bhij", tensors[0], tensors[1]).detach().double() * 8**-0.5
+    values = [
+        score.evaluate(dtype=dtype, s=at.to(dtype), **_formula_symbols(21, 40)).double()
+        for dtype, at in ((torch.float64, s), (torch.float32, s), (torch.float64, s + 1e-5), (torch.float64, s - 1e-5))
+    ]
+    assume(all(bool(((value - values[0]).abs() < 1e-3).all()) for value in values))  # no score stands at a step
+    found = _results(*tensors, "triton", mask=tw.causal, score=score)
+    for got, want in zip(found, _results(*tensors, "reference", mask=tw.causal, score=score), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)

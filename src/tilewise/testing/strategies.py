@@ -98,7 +98,7 @@ def _float_trees(with_score: bool) -> st.SearchStrategy[Tree]:
         st.tuples(st.just("load_plane"), ints, ints),
         *([st.just(("s",))] * 3 if with_score else []),
     )
-    number = st.sampled_from([-2.0, -0.5, 0.25, 1.5, 3.0]).map(lambda x: ("number", x))
+    number = st.sampled_from([-2.0, -0.5, 0.25, 1.5, 3.0, 7.0, 41.0]).map(lambda x: ("number", x))
 
     def grow(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
         return st.one_of(
