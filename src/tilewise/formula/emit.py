@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from tilewise.formula.expr import Expr
 from tilewise.formula.structure import share
 from tilewise.formula.walk import postorder, symbols
 
-EMITTER_VERSION = 3
+EMITTER_VERSION = 4
 
 
 class Captured(NamedTuple):
@@ -42,9 +43,7 @@ class Captured(NamedTuple):
 
 
 def tensor_arguments(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """The `args` tuple that emitted functions expect: each tensor, then its strides (a last stride of 1 is left
-    out).
-    """
+    """The `args` tuple that emitted functions expect: each tensor, then its strides (without a last stride of 1)."""
     values: list[Any] = []
     for tensor in tensors:
         values.append(tensor)
@@ -93,9 +92,7 @@ class Emitter:
         return self._definition(name, parameters, [*lines, f"return {', '.join(names)}"])
 
     def once(self, name: str, parameters: Sequence[str], hoisted: Sequence[Expr]) -> str:
-        """`def name(*parameters, args, nums)` returning a tuple of what a program computes once (never an empty
-        one).
-        """
+        """`def name(*parameters, args, nums)` returning a tuple, never empty, of what a program computes once."""
         lines, names = self._body(share(*hoisted))
         return self._definition(name, parameters, [*lines, f"return ({', '.join(names) or parameters[0]},)"])
 
@@ -128,7 +125,7 @@ class Emitter:
     def module(self, functions: Sequence[str]) -> str:
         """A whole module: imports, then one device function after another."""
         body = "\n\n".join(functions)
-        helpers = ", ".join(h for h in _HELPERS if f" {h}(" in body or f"({h}(" in body)
+        helpers = ", ".join(h for h in _HELPERS if re.search(rf"\b{h}\(", body))
         header = _HEADER[self.dialect]
         if helpers:
             header += f"\n\nfrom {_HELPER_MODULE[self.dialect]} import {helpers}"

@@ -1,5 +1,7 @@
-"""Named problems, about ninety. Every implementation is tested on each one that it can run, with every property that
-applies. Adding a mask or score to the library means adding a case here; nothing else.
+"""Named problems, about ninety.
+
+Every implementation is tested on each one that it can run, with every property that applies. Adding a mask or score to
+the library means adding a case here; nothing else.
 """
 
 from __future__ import annotations
@@ -101,7 +103,12 @@ def small_integers(case: Case, make: Maker) -> Spelled:
     shares = make.fixed([1, 0, 1])
 
     def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        return (signed[i] + signed[j] > 210) & (unsigned[i] - unsigned[j] < 4) & (shares[(h + 2 * b) % 3] > 0)
+        return (
+            (signed[i] + signed[j] > 210)
+            & (unsigned[i] - unsigned[j] < 4)
+            & (-signed[j] < 0)
+            & (shares[(h + 2 * b) % 3] > 0)
+        )
 
     def plain_visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         sums, steps = signed[i].long() + signed[j].long(), unsigned[i].long() - unsigned[j].long()
