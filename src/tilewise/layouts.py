@@ -42,12 +42,15 @@ class Packed:
         return self.cu_seqlens_q.shape[0] - 1
 
 
+_HINT = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)"
+
+
 def check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.device) -> None:
     """Raise InputError unless `cu_seqlens` is int32 (batch + 1,), from 0, never falling, ending at `total`."""
     expected = "an int32 tensor (batch + 1,) on the device of q"
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         got = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
-        raise InputError(name, got=got, expected=expected)
+        raise InputError(name, got=got, expected=expected, hint=_HINT)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != device or not cu_seqlens.is_contiguous():
         raise InputError(
             name, got=f"{cu_seqlens.dtype} on {cu_seqlens.device}", expected=expected, hint="use .to(torch.int32)"
@@ -64,4 +67,9 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.devic
         )
     for index in range(len(values) - 1):
         if values[index + 1] < values[index]:
-            raise InputError(name, got=f"{values[index + 1]} after {values[index]}", expected="values that never fall")
+            raise InputError(
+                name,
+                got=f"{values[index + 1]} after {values[index]}",
+                expected="values that never fall",
+                hint=_HINT,
+            )

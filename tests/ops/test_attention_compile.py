@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise as tw
+from tilewise.core.errors import InputError
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
 
 CHECKED = ("plain", "causal", "document_window", "alibi_causal", "relative_bias", "bias_batch", "sink_causal",
-"dropout",
-           "packed_cross_causal", "packed_window_sink", "mqa", "head_dim_v_wider")  # fmt: skip
+           "dropout", "packed_cross_causal", "packed_window_sink", "mqa", "head_dim_v_wider")  # fmt: skip
 
 
 def operator_arguments(name: str) -> tuple[Any, ...]:
@@ -160,3 +161,10 @@ def test_a_changing_int_may_be_compared_in_a_lambda() -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_compiles_whole_as_the_first_call_of_a_process(name: str) -> None:
     run_fresh(PROGRAMS[name])
+
+
+def test_an_error_under_compile_is_the_librarys_own() -> None:
+    """Where a graph may break; with fullgraph=True PyTorch wraps every exception in its own."""
+    q = torch.randn(1, 20, 2, 8)
+    with pytest.raises(InputError, match=r"dropout: got 2\.0"):
+        torch.compile(lambda q: tw.attention(q, q, q, dropout=2.0), backend="eager")(q)

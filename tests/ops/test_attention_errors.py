@@ -36,6 +36,7 @@ def branching(b: Any, h: Any, i: Any, j: Any) -> Any:
 IDS = torch.tensor([0, 1, 2, 3])
 FAR = torch.tensor([0, 1, 99])
 PAIR = torch.tensor([1, 0])
+COMPLEX, WORDS = torch.zeros(4, dtype=torch.complex64), torch.zeros(9, dtype=torch.uint16)
 
 # name of the problem -> (changed arguments, exception, what its `name` starts with, what `got` contains)
 BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
@@ -117,7 +118,7 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
     "impl_unknown": ({"impl": "cuda"}, InputError, "impl", "cuda"),
     "impl_cannot": ({"impl": "cpu_sdpa", "mask": tw.window(3)}, UnsupportedError, "impl='cpu_sdpa'", "this call"),
     "mask_type": ({"mask": True}, FormulaError, "mask", "bool"),
-    "mask_dense_tensor": ({"mask": tensors(6, 9, dtype=torch.bool)}, FormulaError, "mask", "Tensor"),
+    "mask_dense_tensor": ({"mask": tensors(6, 9, dtype=torch.bool)}, FormulaError, "mask", "torch.bool tensor (6, 9)"),
     "mask_given_a_score": ({"mask": tw.softcap(3.0)}, FormulaError, "mask", "Score"),
     "score_given_a_mask": ({"score": tw.causal}, FormulaError, "score", "Mask"),
     "mask_branches": ({"mask": branching}, FormulaError, "bool() of a traced value at", "(3 < i)"),
@@ -148,6 +149,15 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
         "reaches 0 to 1",
     ),
     "index_beyond_heads": ({"score": tw.alibi(tensors(3))}, FormulaError, "score: index 0", "reaches 0 to 3"),
+    "q_sparse": ({"q": tensors(2, 6, 4, 8).to_sparse()}, InputError, "q", "sparse"),
+    "captured_complex": (
+        {"score": lambda s, b, h, i, j: s + COMPLEX[h]},
+        InputError,
+        "score: captured tensor 0",
+        "complex",
+    ),
+    "captured_uint16": ({"mask": lambda b, h, i, j: WORDS[j] > 0}, InputError, "mask: captured tensor 0", "uint16"),
+    "scale_learned": ({"scale": torch.tensor(0.3, requires_grad=True)}, InputError, "scale", "takes a gradient"),
     "index_not_monotone_in_heads": (
         {"score": lambda s, b, h, i, j: s + FAR[2 - abs(h - 3)]},
         FormulaError,
@@ -209,6 +219,7 @@ def test_bad_input_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.name.startswith(said)
     assert got in str(error.got)
     assert error.expected
+    assert error.hint
     assert str(error).startswith(f"{error.name}: got {error.got}; expected {error.expected}")
 
 
@@ -280,6 +291,11 @@ def test_why_of_a_named_implementation() -> None:
     assert verdicts["cpu_tiled"] == "can run this; reference comes first"
 
 
+def test_why_of_an_unknown_implementation() -> None:
+    with pytest.raises(InputError, match="impl: got 'nope'; expected None or one of cpu_sdpa"):
+        tw.why(**good(), impl="nope")
+
+
 def test_an_implementation_is_never_swapped_silently() -> None:
     with pytest.raises(UnsupportedError, match="why"):
         tw.attention(**good(), impl="cpu_sdpa", sink=tensors(4))
@@ -293,8 +309,7 @@ def test_what_is_remembered_of_a_choice_is_the_choice(monkeypatch: pytest.Monkey
     chosen = set()
     for interpret, formula, gradient, changed, impl in itertools.product(
         ("1", "0"), ({}, {"mask": tw.causal}, {"score": tw.alibi(slopes.detach())}, {"score": tw.alibi(slopes)}),
-        (False, True), changes,
-        (None, *(row.name for row in ROWS)),
+        (False, True), changes, (None, *(row.name for row in ROWS)),
     ):  # fmt: skip
         monkeypatch.setenv("TRITON_INTERPRET", interpret)
         with torch.set_grad_enabled(gradient):

@@ -17,8 +17,9 @@ class TilewiseError(Exception):
     """
 
     def __init__(self, name: str, *, got: Any, expected: str, hint: str = "") -> None:
-        super().__init__(f"{name}: got {got}; expected {expected}" + (f". Hint: {hint}" if hint else ""))
-        self.name = name  # after super().__init__, which clears an ImportError's name
+        # not by super().__init__, which torch.compile cannot trace: the message would be lost
+        self.args = (f"{name}: got {got}; expected {expected}" + (f". Hint: {hint}" if hint else ""),)
+        self.name = name
         self.got = got
         self.expected = expected
         self.hint = hint

@@ -1,7 +1,7 @@
 """Expressions over (b, h, i, j, s): the graph that a mask or score function is traced into.
 
-A node is an operation, its operands and its kind (bool, int or float). Numbers and tensors are leaves that
-carry their value while a function is traced; `bind` turns them into numbered slots, so that what remains is pure
+A node is an operation, its operands and its kind (bool, int or float). Numbers and tensors carry their value while a
+function is traced; `Binding` (`formula.structure`) turns them into numbered slots, so that what remains is pure
 structure: two formulas that differ only in numbers or tensors have the same structure and share one kernel.
 """
 
@@ -26,8 +26,8 @@ _ORDER = ("bool", "int", "float")
 class Expr:
     """One node of a formula. Built by operators on symbols, never by hand.
 
-    `op` is `sym`, `lit` (a number that is part of the structure), `num` (a number that travels as an argument), `load`
-    (a captured tensor, indexed) or an operation. `value` is the payload of a leaf.
+    `op` is `sym`, `lit` (a number that is part of the structure), `num` (one that travels as an argument), `load` (a
+    captured tensor, indexed), `table` (its extrema, in bounds) or an operation. `value`: name, number, tensor or slot.
     """
 
     __hash__ = object.__hash__
@@ -94,7 +94,7 @@ class Expr:
     def __abs__(self) -> Expr:
         return unary("abs", self)
 
-    # comparisons: all four are kept as < <= == != on swapped operands
+    # comparisons: > and >= are kept as < and <= on swapped operands
     def __lt__(self, other: Any) -> Expr:
         return compare("lt", self, other)
 
@@ -239,7 +239,7 @@ def sym(name: str, kind: str = "int") -> Expr:
 
 
 def lit(value: Number) -> Expr:
-    """A number that is part of the structure (used by derivatives and bounds, not by users' numbers)."""
+    """A number that is part of the structure: the library's own; of users' numbers only True and False."""
     kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
     return Expr("lit", (), kind, value)
 

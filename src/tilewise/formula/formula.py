@@ -136,8 +136,14 @@ def as_mask(value: Any) -> Mask:
         return value
     if callable(value) and not isinstance(value, Formula):
         return mask(value)
+    dense = isinstance(value, torch.Tensor)
     raise FormulaError(
-        "mask", got=f"{type(value).__name__} {value!r}", expected="a Mask or a function (b, h, i, j) -> bool"
+        "mask",
+        got=f"a {value.dtype} tensor {tuple(value.shape)}" if dense else f"{type(value).__name__} {value!r}",
+        expected="a Mask or a function (b, h, i, j) -> bool",
+        hint="tilewise.explicit(keep) takes a boolean tensor, tilewise.bias(values) as score= a float one"
+        if dense
+        else "tilewise.causal, tilewise.window(n), or your own function; what changes scores goes to score=",
     )
 
 
@@ -147,6 +153,10 @@ def as_score(value: Any) -> Score:
         return value
     if callable(value) and not isinstance(value, Formula):
         return score(value)
+    dense = isinstance(value, torch.Tensor)
     raise FormulaError(
-        "score", got=f"{type(value).__name__} {value!r}", expected="a Score or a function (s, b, h, i, j) -> float"
+        "score",
+        got=f"a {value.dtype} tensor {tuple(value.shape)}" if dense else f"{type(value).__name__} {value!r}",
+        expected="a Score or a function (s, b, h, i, j) -> float",
+        hint="tilewise.bias(values) takes a tensor" if dense else "what hides pairs goes to mask=",
     )

@@ -13,10 +13,10 @@ def _add(a: Expr | None, b: Expr) -> Expr:
 
 
 def gradients(root: Expr, wanted: list[Expr]) -> list[Expr]:
-    """Gradient expressions of `wanted` nodes, for the upstream gradient symbol `g`; zero where `root` does not depend
-    on one.
+    """Gradient expressions of `wanted` nodes, for the upstream gradient symbol `g`.
 
-    Follows PyTorch's conventions at kinks: abs at 0 gives 0, minimum and maximum split ties evenly.
+    Zero where `root` does not depend on one. Follows PyTorch's conventions at kinks: abs at 0 gives 0, minimum and
+    maximum split ties evenly.
     """
     adjoint: dict[int, Expr] = {id(root): sym(UPSTREAM, "float")}
     for node in reversed(postorder([root])):

@@ -1,13 +1,15 @@
 """Interval arithmetic on formulas, done symbolically.
 
-`bounds` turns an expression over (b, h, i, j) into two expressions over (b, h, i0, i1, j0, j1): the least and the
+`Bounds.of` turns an expression over (b, h, i, j) into two expressions over (b, h, i0, i1, j0, j1): the least and the
 greatest value it can take while i runs over [i0, i1] and j over [j0, j1]. For a mask, the lower one says "visible
 everywhere" (FULL) and the negated upper one "visible nowhere" (EMPTY). Being expressions themselves they are evaluated
 by PyTorch or emitted into a kernel like any other formula. Sound by construction: every rule may widen, none may
-narrow (float rules widen by a few ulp, since kernels round differently).
+narrow (float rules that round widen by `_WIDEN`, since kernels round differently).
 
-A captured tensor enters through minima and maxima over blocks of `block` consecutive elements along each dimension
-that moves with i or j: the result lists the tables it needs (`Extremum`), which the caller builds from the tensor.
+A captured tensor enters through tables of minima and maxima (`Extremum`), which `Bounds.tables` lists and the caller
+builds. A dimension indexed by i or j, plus or minus something exact, is reduced in blocks of `block_i` or `block_j`
+elements (a tile then meets two at most); one whose index moves in another way is read at the index's two ends where
+they are neighbours, and reduced as a whole where not.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from tilewise.formula.expr import FALSE, TRUE, Expr, binary, cast, compare, lit, logic, negate, sym, unary, where
 from tilewise.formula.walk import postorder
 
-_WIDEN = 2.0**-18  # relative slack of float bounds: far above float32 rounding, far below what a tile could notice
+_WIDEN = 2.0**-18  # slack of float bounds, relative and absolute: far above float32 rounding, too little to matter
 
 
 class Interval(NamedTuple):

@@ -19,12 +19,11 @@ from tilewise.formula.walk import symbols
 class TileRule:
     """What a mask's structure says about tiles.
 
-    `spans` is for masks whose visible keys are one run for every query, and whose visible queries are one run for
-    every key: by the axis ('i' or 'j') whose positions a program owns, the ends of the other axis' run. First for a
-        tile, over (b, h, i0,
-    i1): first and last that any of its rows sees, first and last that all of them see; then for a row, over (b, h, i).
-    `sure` and `maybe` are expressions over (b, h, i0, i1, j0, j1): the tile is FULL where `sure` holds, and EMPTY
-    where `maybe` does not; they read the `tables`.
+    `spans` is for masks whose visible keys are one run for every query, and whose visible queries are one run for every
+    key: by the axis ('i' or 'j') whose positions a program owns, the ends of the other axis' run. First for a tile,
+    over (b, h, i0, i1): first and last that any of its rows sees, first and last that all of them see; then for a row,
+    over (b, h, i). `sure` and `maybe` are expressions over (b, h, i0, i1, j0, j1): the tile is FULL where `sure` holds,
+    and EMPTY where `maybe` does not; they read the `tables`.
     """
 
     structure: Structure

@@ -1,7 +1,7 @@
-"""How far an implementation may be from the truth: twice plain PyTorch's own error at the same dtype, plus a derived
-floor.
+"""How far an implementation may be from the truth.
 
-The floor has three parts, each from what any tiled implementation must do, none tuned:
+Twice plain PyTorch's own error at the same dtype, plus a derived floor. The floor has three parts, each from what any
+tiled implementation must do, none tuned:
 
 - order: sums taken in another order in float32 (float64 for float64): `ORDER` units of roundoff of the sum of absolute
   values, times 1 + the largest score that has any weight, because an error in a score multiplies its weight;

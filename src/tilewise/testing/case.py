@@ -20,8 +20,7 @@ class Spelled(NamedTuple):
 
 
 class Maker:
-    """Seeded tensors for a case: the same values on every device and, after rounding to the case's dtype, in every
-    precision.
+    """Seeded tensors for a case: the same values on every device and, rounded to the case's dtype, in every precision.
 
     Args:
         device: where tensors are made.
@@ -73,8 +72,7 @@ class Case:
 
     `packed` lists (seqlen_q, seqlen_k) of each sequence and then replaces batch and seqlens. `memory` says how q, k, v
     lie: "dense", "sliced" (one (batch, seqlen, heads, dim) tensor cut along its heads) or "expanded" (one key/value
-        head
-    seen as many, stride 0). `gpu` marks what only a GPU should run, by size.
+    head seen as many, stride 0). `gpu` marks what only a GPU should run, by size.
     """
 
     name: str

@@ -1,5 +1,4 @@
-"""Dense attention in plain PyTorch: in float64 it is the truth, in the problem's dtype it is what a user would write
-by hand.
+"""Dense attention in plain PyTorch: in float64 the truth, in the problem's dtype what a user would write by hand.
 
 Nothing here traces a formula or shares code with an implementation, the dropout bits excepted (`tilewise.core.philox`,
 which has tests of its own against the published vectors).

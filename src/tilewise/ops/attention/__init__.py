@@ -15,7 +15,7 @@ import torch
 from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed
 from tilewise.ops.attention.problem import make_call
-from tilewise.ops.attention.table import ROWS, choose
+from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
 
 MaskLike = Mask | Callable[..., Any] | None
@@ -100,7 +100,7 @@ def attention(
 
     Returns:
         (batch, seqlen_q, num_heads_q, head_dim_v), or (total_q, num_heads_q, head_dim_v) when packed; a query that
-        sees no key gives 0.
+        sees no key, or whose every visible score is -inf, gives 0.
 
     Raises:
         InputError, FormulaError: an argument is wrong. UnsupportedError: `impl` cannot run this call.
@@ -128,6 +128,8 @@ class Explanation:
 def why(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, impl: str | None = None, **arguments: Any) -> Explanation:
     """Which implementation `attention` would run for these arguments (the same as its own), and why not the others."""
     call = make_call(q, k, v, **arguments)
+    if impl is not None:
+        named(impl)
     chosen = None
     rows = []
     for row in ROWS:

@@ -18,6 +18,7 @@ from tilewise.formula.structure import Bound
 from tilewise.layouts import Dense, Packed, check_cu_seqlens
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Signature:
@@ -142,6 +143,7 @@ def make_call(
                 "layout cu_seqlens_k",
                 got=tuple(layout.keys.shape),
                 expected=f"{tuple(layout.cu_seqlens_q.shape)} as cu_seqlens_q",
+                hint="one entry more than there are sequences, for queries and keys alike",
             )
     if sink is not None:
         _sink(sink, q)
@@ -235,6 +237,7 @@ def _layout(layout: Any) -> Dense | Packed:
             "layout",
             got=type(layout).__name__,
             expected="tilewise.Dense() or tilewise.Packed(cu_seqlens_q, cu_seqlens_k)",
+            hint="leave it out for tensors of shape (batch, seqlen, heads, dim)",
         )
     return layout
 
@@ -243,16 +246,33 @@ def _tensors(q: Any, k: Any, v: Any, rank: int) -> None:
     shape = "(total, heads, dim)" if rank == 3 else "(batch, seqlen, heads, dim)"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
-            raise InputError(name, got=type(x).__name__, expected=f"a tensor {shape}")
+            raise InputError(
+                name, got=type(x).__name__, expected=f"a tensor {shape}", hint="convert it with torch.as_tensor"
+            )
+        if x.is_nested or x.layout != torch.strided:
+            raise InputError(
+                name,
+                got=f"a {'nested' if x.is_nested else x.layout} tensor",
+                expected=f"a dense tensor {shape}",
+                hint="sequences of different lengths go through layout=tilewise.Packed(cu_seqlens)",
+            )
         if x.ndim != rank:
-            hint = "pass layout=tilewise.Packed(cu_seqlens) for packed sequences" if x.ndim == 3 else ""
+            hint = (
+                "packed sequences need layout=tilewise.Packed(cu_seqlens)"
+                if x.ndim == 3
+                else "dense layout; see `layout=`"
+            )
+            if rank == 3:
+                hint = "the packed layout has no batch dimension: x.flatten(0, 1)"
             raise InputError(name, got=f"shape {tuple(x.shape)}", expected=shape, hint=hint)
         if x.dtype != q.dtype:
             raise InputError(
                 name, got=str(x.dtype), expected=f"{q.dtype}, the dtype of q", hint="q, k and v share one dtype"
             )
         if x.device != q.device:
-            raise InputError(name, got=f"device {x.device}", expected=f"{q.device}, the device of q")
+            raise InputError(
+                name, got=f"device {x.device}", expected=f"{q.device}, the device of q", hint="move it: .to(q.device)"
+            )
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise InputError(
                 name,
@@ -271,11 +291,26 @@ def _tensors(q: Any, k: Any, v: Any, rank: int) -> None:
 
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
     if k.shape[:-1] != v.shape[:-1]:
-        raise InputError("v", got=f"shape {tuple(v.shape)}", expected=f"{tuple(k.shape[:-1])} and a head_dim, as k has")
+        raise InputError(
+            "v",
+            got=f"shape {tuple(v.shape)}",
+            expected=f"{tuple(k.shape[:-1])} and a head_dim, as k has",
+            hint="keys and values come in pairs; only their head_dim may differ",
+        )
     if q.shape[-1] != k.shape[-1]:
-        raise InputError("k", got=f"head_dim {k.shape[-1]}", expected=f"{q.shape[-1]}, the head_dim of q")
+        raise InputError(
+            "k",
+            got=f"head_dim {k.shape[-1]}",
+            expected=f"{q.shape[-1]}, the head_dim of q",
+            hint="shapes are (..., seqlen, heads, head_dim): heads before head_dim",
+        )
     if not packed and q.shape[0] != k.shape[0]:
-        raise InputError("k", got=f"batch {k.shape[0]}", expected=f"{q.shape[0]}, the batch of q")
+        raise InputError(
+            "k",
+            got=f"batch {k.shape[0]}",
+            expected=f"{q.shape[0]}, the batch of q",
+            hint="expand it: k.expand(batch, -1, -1, -1) copies nothing",
+        )
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q % heads_kv or heads_q == 0:
         raise InputError(
@@ -286,7 +321,12 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> 
         )
     for name, x in (("q", q), ("v", v)):
         if not 1 <= x.shape[-1] <= 512:
-            raise InputError(name, got=f"head_dim {x.shape[-1]}", expected="1 to 512")
+            raise InputError(
+                name,
+                got=f"head_dim {x.shape[-1]}",
+                expected="1 to 512",
+                hint="split the heads: they are what is narrow",
+            )
 
 
 def _sink(sink: Any, q: torch.Tensor) -> None:
@@ -302,22 +342,37 @@ def _sink(sink: Any, q: torch.Tensor) -> None:
             if isinstance(sink, torch.Tensor)
             else type(sink).__name__
         )
-        raise InputError("sink", got=got, expected=expected)
+        raise InputError("sink", got=got, expected=expected, hint="a constant: torch.full((num_heads_q,), value)")
 
 
 def _captured(bound: Bound, what: str, q: torch.Tensor) -> None:
     for slot, tensor in enumerate(bound.tensors):
+        if tensor.dtype not in CAPTURED or tensor.layout != torch.strided:
+            raise InputError(
+                f"{what}: captured tensor {slot}",
+                got=f"{tensor.dtype}, {tensor.layout}",
+                expected="a dense tensor of booleans, integers (signed, or uint8) or floats",
+                hint="convert it before the formula captures it",
+            )
         if tensor.device != q.device:
             raise InputError(
                 f"{what}: captured tensor {slot}",
                 got=f"device {tensor.device}",
                 expected=f"{q.device}, the device of q",
+                hint="move it before the formula captures it",
             )
 
 
 def _scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise InputError(
+            "scale",
+            got="a tensor that takes a gradient",
+            expected="a number",
+            hint="multiply q by it, or write score=lambda s, b, h, i, j: s * scale",
+        )
     try:
         value = float(scale)
     except (TypeError, ValueError):
@@ -329,7 +384,9 @@ def _scale(scale: Any, head_dim: int) -> float:
 
 def _dropout(dropout: Any) -> float:
     if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
-        raise InputError("dropout", got=repr(dropout), expected="a probability in [0, 1)")
+        raise InputError(
+            "dropout", got=repr(dropout), expected="a probability in [0, 1)", hint="0.0 turns it off, as in evaluation"
+        )
     return float(dropout)
 
 
@@ -344,7 +401,10 @@ def _seed(seed: Any, device: torch.device, dropout: float) -> torch.Tensor | Non
             return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
         return torch.full((1,), seed, dtype=torch.int64, device=device)
     raise InputError(
-        "seed", got=repr(seed), expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}"
+        "seed",
+        got=repr(seed),
+        expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}",
+        hint="None draws one from PyTorch's generator",
     )
 
 

@@ -223,11 +223,20 @@ def choose(call: Call, impl: str | None) -> Row:
 _chosen: dict[tuple[Any, ...], Row] = {}  # by everything that a need may look at
 
 
+def named(impl: str) -> Row:
+    """The row of this name; raises InputError."""
+    row = next((row for row in ROWS if row.name == impl), None)
+    if row is None:
+        names = ", ".join(row.name for row in ROWS)
+        raise InputError(
+            "impl", got=repr(impl), expected=f"None or one of {names}", hint="None takes the first that can"
+        )
+    return row
+
+
 def _choose(call: Call, impl: str | None) -> Row:
     if impl is not None:
-        row = next((row for row in ROWS if row.name == impl), None)
-        if row is None:
-            raise InputError("impl", got=repr(impl), expected="None or one of " + ", ".join(row.name for row in ROWS))
+        row = named(impl)
         unmet = row.first_unmet(call)
         if unmet is not None:
             raise UnsupportedError(
