@@ -39,7 +39,10 @@ _FORMULA = ("src/tilewise/formula/*.py", "src/tilewise/schedule/*.py", "src/tile
 _ATTENTION = "src/tilewise/ops/attention/"
 _SHARED = (
     "src/tilewise/layouts.py",
-    *(_ATTENTION + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py", "gradient.py")),
+    *(
+        _ATTENTION + name
+        for name in ("__init__.py", "arguments.py", "problem.py", "table.py", "torch_op.py", "gradient.py")
+    ),
 )
 
 FAMILIES: dict[str, Family] = {

@@ -1,9 +1,8 @@
-"""The facts of one attention call, validated once, with the messages a user sees."""
+"""The facts of one attention call, validated once (see `arguments` for the checks)."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,17 @@ from tilewise.core.readback import host_values
 from tilewise.formula.check import check_indices, reads_values
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.structure import Bound
-from tilewise.layouts import Dense, Packed, check_cu_seqlens
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+from tilewise.layouts import Packed, check_cu_seqlens
+from tilewise.ops.attention.arguments import (
+    check_captured,
+    check_shapes,
+    check_sink,
+    check_tensors,
+    dropout_of,
+    layout_of,
+    scale_of,
+    seed_of,
+)
 
 
 class Signature:
@@ -121,7 +127,7 @@ def make_call(
     deterministic: bool = False,
 ) -> Call:
     """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
-    layout = _layout(layout)
+    layout = layout_of(layout)
     packed = isinstance(layout, Packed)
     bound_mask = None if mask is None else as_mask(mask).bound
     bound_score = None if score is None else as_score(score).bound
@@ -130,11 +136,11 @@ def make_call(
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if captures else None
     checked = signature is not None and (signature, numbers) in _checked
     if not checked:
-        _tensors(q, k, v, 3 if packed else 4)
-        _shapes(q, k, v, packed)
+        check_tensors(q, k, v, 3 if packed else 4)
+        check_shapes(q, k, v, packed)
         for what, bound in (("mask", bound_mask), ("score", bound_score)):
             if bound is not None:
-                _captured(bound, what, q)
+                check_captured(bound, what, q)
     if packed:
         check_cu_seqlens("layout cu_seqlens_q", layout.cu_seqlens_q, q.shape[0], q.device)
         check_cu_seqlens("layout cu_seqlens_k", layout.keys, k.shape[0], q.device)
@@ -146,8 +152,8 @@ def make_call(
                 hint="one entry more than there are sequences, for queries and keys alike",
             )
     if sink is not None:
-        _sink(sink, q)
-    dropout = _dropout(dropout)
+        check_sink(sink, q)
+    dropout = dropout_of(dropout)
     grad = torch.is_grad_enabled()
     grad_sink = grad and sink is not None and sink.requires_grad
     grad_captured = () if bound_score is None else tuple(grad and t.requires_grad for t in bound_score.tensors)
@@ -160,9 +166,9 @@ def make_call(
         bound_score,
         layout.cu_seqlens_q if packed else None,
         layout.keys if packed else None,
-        _scale(scale, q.shape[-1]),
+        scale_of(scale, q.shape[-1]),
         dropout,
-        _seed(seed, q.device, dropout),
+        seed_of(seed, q.device, dropout),
         deterministic,
         grad and (q.requires_grad or k.requires_grad or v.requires_grad or grad_sink or any(grad_captured)),
         grad_sink,
@@ -227,185 +233,6 @@ def _indices(call: Call) -> None:
     for what, bound in (("mask", call.mask), ("score", call.score)):
         if bound is not None:
             check_indices(bound, what, sizes)
-
-
-def _layout(layout: Any) -> Dense | Packed:
-    if layout is None:
-        return Dense()
-    if not isinstance(layout, (Dense, Packed)):
-        raise InputError(
-            "layout",
-            got=type(layout).__name__,
-            expected="tilewise.Dense() or tilewise.Packed(cu_seqlens_q, cu_seqlens_k)",
-            hint="leave it out for tensors of shape (batch, seqlen, heads, dim)",
-        )
-    return layout
-
-
-def _tensors(q: Any, k: Any, v: Any, rank: int) -> None:
-    shape = "(total, heads, dim)" if rank == 3 else "(batch, seqlen, heads, dim)"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise InputError(
-                name, got=type(x).__name__, expected=f"a tensor {shape}", hint="convert it with torch.as_tensor"
-            )
-        if x.is_nested or x.layout != torch.strided:
-            raise InputError(
-                name,
-                got=f"a {'nested' if x.is_nested else x.layout} tensor",
-                expected=f"a dense tensor {shape}",
-                hint="sequences of different lengths go through layout=tilewise.Packed(cu_seqlens)",
-            )
-        if x.ndim != rank:
-            hint = (
-                "packed sequences need layout=tilewise.Packed(cu_seqlens)"
-                if x.ndim == 3
-                else "dense layout; see `layout=`"
-            )
-            if rank == 3:
-                hint = "the packed layout has no batch dimension: x.flatten(0, 1)"
-            raise InputError(name, got=f"shape {tuple(x.shape)}", expected=shape, hint=hint)
-        if x.dtype != q.dtype:
-            raise InputError(
-                name, got=str(x.dtype), expected=f"{q.dtype}, the dtype of q", hint="q, k and v share one dtype"
-            )
-        if x.device != q.device:
-            raise InputError(
-                name, got=f"device {x.device}", expected=f"{q.device}, the device of q", hint="move it: .to(q.device)"
-            )
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise InputError(
-                name,
-                got=f"strides {x.stride()}",
-                expected="unit stride in the last dimension",
-                hint="call .contiguous()",
-            )
-    if q.dtype not in DTYPES:
-        raise InputError(
-            "q",
-            got=str(q.dtype),
-            expected="float16, bfloat16, float32 or float64",
-            hint="low-bit input goes through quantize=",
-        )
-
-
-def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
-    if k.shape[:-1] != v.shape[:-1]:
-        raise InputError(
-            "v",
-            got=f"shape {tuple(v.shape)}",
-            expected=f"{tuple(k.shape[:-1])} and a head_dim, as k has",
-            hint="keys and values come in pairs; only their head_dim may differ",
-        )
-    if q.shape[-1] != k.shape[-1]:
-        raise InputError(
-            "k",
-            got=f"head_dim {k.shape[-1]}",
-            expected=f"{q.shape[-1]}, the head_dim of q",
-            hint="shapes are (..., seqlen, heads, head_dim): heads before head_dim",
-        )
-    if not packed and q.shape[0] != k.shape[0]:
-        raise InputError(
-            "k",
-            got=f"batch {k.shape[0]}",
-            expected=f"{q.shape[0]}, the batch of q",
-            hint="expand it: k.expand(batch, -1, -1, -1) copies nothing",
-        )
-    heads_q, heads_kv = q.shape[-2], k.shape[-2]
-    if heads_kv == 0 or heads_q % heads_kv or heads_q == 0:
-        raise InputError(
-            "k",
-            got=f"{heads_kv} heads",
-            expected=f"a divisor of the {heads_q} query heads",
-            hint="each key/value head serves num_heads_q / num_heads_kv query heads",
-        )
-    for name, x in (("q", q), ("v", v)):
-        if not 1 <= x.shape[-1] <= 512:
-            raise InputError(
-                name,
-                got=f"head_dim {x.shape[-1]}",
-                expected="1 to 512",
-                hint="split the heads: they are what is narrow",
-            )
-
-
-def _sink(sink: Any, q: torch.Tensor) -> None:
-    expected = f"a floating-point tensor ({q.shape[-2]},) on {q.device}: one logit a query head"
-    if (
-        not isinstance(sink, torch.Tensor)
-        or sink.shape != (q.shape[-2],)
-        or not sink.is_floating_point()
-        or sink.device != q.device
-    ):
-        got = (
-            f"{sink.dtype} {tuple(sink.shape)} on {sink.device}"
-            if isinstance(sink, torch.Tensor)
-            else type(sink).__name__
-        )
-        raise InputError("sink", got=got, expected=expected, hint="a constant: torch.full((num_heads_q,), value)")
-
-
-def _captured(bound: Bound, what: str, q: torch.Tensor) -> None:
-    for slot, tensor in enumerate(bound.tensors):
-        if tensor.dtype not in CAPTURED or tensor.layout != torch.strided:
-            raise InputError(
-                f"{what}: captured tensor {slot}",
-                got=f"{tensor.dtype}, {tensor.layout}",
-                expected="a dense tensor of booleans, integers (signed, or uint8) or floats",
-                hint="convert it before the formula captures it",
-            )
-        if tensor.device != q.device:
-            raise InputError(
-                f"{what}: captured tensor {slot}",
-                got=f"device {tensor.device}",
-                expected=f"{q.device}, the device of q",
-                hint="move it before the formula captures it",
-            )
-
-
-def _scale(scale: Any, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, torch.Tensor) and scale.requires_grad:
-        raise InputError(
-            "scale",
-            got="a tensor that takes a gradient",
-            expected="a number",
-            hint="multiply q by it, or write score=lambda s, b, h, i, j: s * scale",
-        )
-    try:
-        value = float(scale)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise InputError("scale", got=repr(scale), expected="a finite number", hint="the default is head_dim ** -0.5")
-    return value
-
-
-def _dropout(dropout: Any) -> float:
-    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
-        raise InputError(
-            "dropout", got=repr(dropout), expected="a probability in [0, 1)", hint="0.0 turns it off, as in evaluation"
-        )
-    return float(dropout)
-
-
-def _seed(seed: Any, device: torch.device, dropout: float) -> torch.Tensor | None:
-    """A seed on the device: drawn from PyTorch's generator (advances under CUDA graph replay), or the caller's."""
-    if isinstance(seed, torch.Tensor) and seed.numel() == 1 and seed.dtype == torch.int64 and seed.device == device:
-        return seed.reshape(1) if dropout else None
-    if seed is None or (isinstance(seed, int) and 0 <= seed < 2**63):
-        if not dropout:
-            return None
-        if seed is None:
-            return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
-        return torch.full((1,), seed, dtype=torch.int64, device=device)
-    raise InputError(
-        "seed",
-        got=repr(seed),
-        expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}",
-        hint="None draws one from PyTorch's generator",
-    )
 
 
 def sequences(call: Call) -> Sequence[tuple[int, slice, slice]]:

@@ -1,0 +1,201 @@
+"""The checks of attention's arguments, one by one, with the messages a user sees."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError
+from tilewise.formula.structure import Bound
+from tilewise.layouts import Dense, Packed
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def layout_of(layout: Any) -> Dense | Packed:
+    """The layout; None is dense."""
+    if layout is None:
+        return Dense()
+    if not isinstance(layout, (Dense, Packed)):
+        raise InputError(
+            "layout",
+            got=type(layout).__name__,
+            expected="tilewise.Dense() or tilewise.Packed(cu_seqlens_q, cu_seqlens_k)",
+            hint="leave it out for tensors of shape (batch, seqlen, heads, dim)",
+        )
+    return layout
+
+
+def check_tensors(q: Any, k: Any, v: Any, rank: int) -> None:
+    """Types, rank, dtype, device and memory of q, k and v."""
+    shape = "(total, heads, dim)" if rank == 3 else "(batch, seqlen, heads, dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise InputError(
+                name, got=type(x).__name__, expected=f"a tensor {shape}", hint="convert it with torch.as_tensor"
+            )
+        if x.is_nested or x.layout != torch.strided:
+            raise InputError(
+                name,
+                got=f"a {'nested' if x.is_nested else x.layout} tensor",
+                expected=f"a dense tensor {shape}",
+                hint="sequences of different lengths go through layout=tilewise.Packed(cu_seqlens)",
+            )
+        if x.ndim != rank:
+            hint = (
+                "packed sequences need layout=tilewise.Packed(cu_seqlens)"
+                if x.ndim == 3
+                else "dense layout; see `layout=`"
+            )
+            if rank == 3:
+                hint = "the packed layout has no batch dimension: x.flatten(0, 1)"
+            raise InputError(name, got=f"shape {tuple(x.shape)}", expected=shape, hint=hint)
+        if x.dtype != q.dtype:
+            raise InputError(
+                name, got=str(x.dtype), expected=f"{q.dtype}, the dtype of q", hint="q, k and v share one dtype"
+            )
+        if x.device != q.device:
+            raise InputError(
+                name, got=f"device {x.device}", expected=f"{q.device}, the device of q", hint="move it: .to(q.device)"
+            )
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise InputError(
+                name,
+                got=f"strides {x.stride()}",
+                expected="unit stride in the last dimension",
+                hint="call .contiguous()",
+            )
+    if q.dtype not in DTYPES:
+        raise InputError(
+            "q",
+            got=str(q.dtype),
+            expected="float16, bfloat16, float32 or float64",
+            hint="low-bit input goes through quantize=",
+        )
+
+
+def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
+    """Shapes that fit each other."""
+    if k.shape[:-1] != v.shape[:-1]:
+        raise InputError(
+            "v",
+            got=f"shape {tuple(v.shape)}",
+            expected=f"{tuple(k.shape[:-1])} and a head_dim, as k has",
+            hint="keys and values come in pairs; only their head_dim may differ",
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise InputError(
+            "k",
+            got=f"head_dim {k.shape[-1]}",
+            expected=f"{q.shape[-1]}, the head_dim of q",
+            hint="shapes are (..., seqlen, heads, head_dim): heads before head_dim",
+        )
+    if not packed and q.shape[0] != k.shape[0]:
+        raise InputError(
+            "k",
+            got=f"batch {k.shape[0]}",
+            expected=f"{q.shape[0]}, the batch of q",
+            hint="expand it: k.expand(batch, -1, -1, -1) copies nothing",
+        )
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if heads_kv == 0 or heads_q % heads_kv or heads_q == 0:
+        raise InputError(
+            "k",
+            got=f"{heads_kv} heads",
+            expected=f"a divisor of the {heads_q} query heads",
+            hint="each key/value head serves num_heads_q / num_heads_kv query heads",
+        )
+    for name, x in (("q", q), ("v", v)):
+        if not 1 <= x.shape[-1] <= 512:
+            raise InputError(
+                name,
+                got=f"head_dim {x.shape[-1]}",
+                expected="1 to 512",
+                hint="split the heads: they are what is narrow",
+            )
+
+
+def check_sink(sink: Any, q: torch.Tensor) -> None:
+    """One floating-point logit a query head."""
+    expected = f"a floating-point tensor ({q.shape[-2]},) on {q.device}: one logit a query head"
+    if (
+        not isinstance(sink, torch.Tensor)
+        or sink.shape != (q.shape[-2],)
+        or not sink.is_floating_point()
+        or sink.device != q.device
+    ):
+        got = (
+            f"{sink.dtype} {tuple(sink.shape)} on {sink.device}"
+            if isinstance(sink, torch.Tensor)
+            else type(sink).__name__
+        )
+        raise InputError("sink", got=got, expected=expected, hint="a constant: torch.full((num_heads_q,), value)")
+
+
+def check_captured(bound: Bound, what: str, q: torch.Tensor) -> None:
+    """Types and device of the tensors that a formula captures."""
+    for slot, tensor in enumerate(bound.tensors):
+        if tensor.dtype not in CAPTURED or tensor.layout != torch.strided:
+            raise InputError(
+                f"{what}: captured tensor {slot}",
+                got=f"{tensor.dtype}, {tensor.layout}",
+                expected="a dense tensor of booleans, integers (signed, or uint8) or floats",
+                hint="convert it before the formula captures it",
+            )
+        if tensor.device != q.device:
+            raise InputError(
+                f"{what}: captured tensor {slot}",
+                got=f"device {tensor.device}",
+                expected=f"{q.device}, the device of q",
+                hint="move it before the formula captures it",
+            )
+
+
+def scale_of(scale: Any, head_dim: int) -> float:
+    """The factor of q k^T."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise InputError(
+            "scale",
+            got="a tensor that takes a gradient",
+            expected="a number",
+            hint="multiply q by it, or write score=lambda s, b, h, i, j: s * scale",
+        )
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError("scale", got=repr(scale), expected="a finite number", hint="the default is head_dim ** -0.5")
+    return value
+
+
+def dropout_of(dropout: Any) -> float:
+    """The probability of dropping a weight."""
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+        raise InputError(
+            "dropout", got=repr(dropout), expected="a probability in [0, 1)", hint="0.0 turns it off, as in evaluation"
+        )
+    return float(dropout)
+
+
+def seed_of(seed: Any, device: torch.device, dropout: float) -> torch.Tensor | None:
+    """A seed on the device: drawn from PyTorch's generator (advances under CUDA graph replay), or the caller's."""
+    if isinstance(seed, torch.Tensor) and seed.numel() == 1 and seed.dtype == torch.int64 and seed.device == device:
+        return seed.reshape(1) if dropout else None
+    if seed is None or (isinstance(seed, int) and 0 <= seed < 2**63):
+        if not dropout:
+            return None
+        if seed is None:
+            return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
+        return torch.full((1,), seed, dtype=torch.int64, device=device)
+    raise InputError(
+        "seed",
+        got=repr(seed),
+        expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}",
+        hint="None draws one from PyTorch's generator",
+    )
