@@ -138,7 +138,7 @@ def test_the_standard_library_in_bf16() -> None:
         (Options(dtype="fp8"), "dtype: got 'fp8'"),
         (Options(steps=0), "steps: got 0"),
         (Options(seqlen=1), "seqlen: got 1"),
-        (Options(device="cpu", size="tiny", impl="nothing"), "impl: got nothing"),
+        (Options(device="cpu", size="tiny", impl="nothing"), "impl: got 'nothing'"),
         (Options(device="cpu", size="tiny", impl="triton_decode"), "impl: got triton_decode"),
     ],
 )
