@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import host_values
+from tilewise.core.readback import once_per_version
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Packed:
         cu_seqlens_q: int32 (batch + 1,), cumulative query lengths: starts at 0, never falls, ends at the total.
         cu_seqlens_k: the same for keys; None where queries and keys share one.
 
-    Lengths of 0 and 1 are fine. The values are checked once a tensor, which reads it on the host; inside a CUDA graph
-    capture or a compiled region they are taken as they are.
+    Lengths of 0 and 1 are fine. The values are checked once a tensor, which reads it on the host, in a compiled region
+    when it runs; while a CUDA graph is captured they are taken as they are.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -45,7 +46,20 @@ class Packed:
 _HINT = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)"
 
 
-def check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.device) -> None:
+def check_packing(cu_seqlens_q: Any, cu_seqlens_k: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raise InputError unless the cumulative lengths fit packed q and k, and each other."""
+    for what, cu_seqlens, x in (("q", cu_seqlens_q, q), ("k", cu_seqlens_k, k)):
+        _check_cu_seqlens(f"layout cu_seqlens_{what}", cu_seqlens, x.shape[0], q.device)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise InputError(
+            "layout cu_seqlens_k",
+            got=tuple(cu_seqlens_k.shape),
+            expected=f"{tuple(cu_seqlens_q.shape)} as cu_seqlens_q",
+            hint="one entry more than there are sequences, for queries and keys alike",
+        )
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.device) -> None:
     """Raise InputError unless `cu_seqlens` is int32 (batch + 1,), from 0, never falling, ending at `total`."""
     expected = "an int32 tensor (batch + 1,) on the device of q"
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
@@ -55,21 +69,23 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.devic
         raise InputError(
             name, got=f"{cu_seqlens.dtype} on {cu_seqlens.device}", expected=expected, hint="use .to(torch.int32)"
         )
-    values = host_values(cu_seqlens)
-    if values is None:
+    found = _ends_and_fall(cu_seqlens)
+    if found is None:
         return
-    if values[0] != 0 or values[-1] != total:
+    first, last, fall = found
+    if first != 0 or last != total:
         raise InputError(
             name,
-            got=f"first {values[0]}, last {values[-1]}",
+            got=f"first {first}, last {last}",
             expected=f"from 0 to {total}, the number of rows",
             hint="cumulative lengths, one entry more than there are sequences",
         )
-    for index in range(len(values) - 1):
-        if values[index + 1] < values[index]:
-            raise InputError(
-                name,
-                got=f"{values[index + 1]} after {values[index]}",
-                expected="values that never fall",
-                hint=_HINT,
-            )
+    if fall is not None:
+        raise InputError(name, got=f"{fall[1]} after {fall[0]}", expected="values that never fall", hint=_HINT)
+
+
+@once_per_version
+def _ends_and_fall(cu_seqlens: torch.Tensor) -> tuple[int, int, tuple[int, int] | None]:
+    """First and last value, and the first pair of neighbours that falls."""
+    values = cu_seqlens.tolist()
+    return values[0], values[-1], next((pair for pair in itertools.pairwise(values) if pair[1] < pair[0]), None)

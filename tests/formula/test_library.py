@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import tilewise as tw
+from tilewise.core.errors import InputError, TilewiseError
 from tilewise.testing import plain
 
 
@@ -33,6 +37,47 @@ def test_t5_buckets_of_every_distance(
     found = score.evaluate(dtype=dtype, s=torch.zeros(3000, dtype=dtype), b=zero, h=zero, i=middle, j=j)
     wanted = plain.relative_bias(table, **options)(torch.zeros(3000, dtype=dtype), zero, zero, middle, j)  # type: ignore[arg-type]
     assert torch.equal(found, wanted)
+
+
+TABLE = torch.zeros(8, 2)
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "window_bool": (lambda: tw.window(True), "window left: got True; expected None or an integer >= 1"),
+    "window_float": (lambda: tw.window(4, 0.5), "window right: got 0.5; expected None or an integer >= 0"),
+    "window_negative": (lambda: tw.window(4, -1), "window right: got -1"),
+    "window_too_wide": (lambda: tw.window(2**63), "got 9223372036854775808; expected an integer of 64 bits"),
+    "chunked": (lambda: tw.chunked(0), "chunked size: got 0; expected an integer >= 1"),
+    "dilated": (lambda: tw.dilated("2"), "dilated step: got '2'"),
+    "softcap_zero": (lambda: tw.softcap(0), "softcap cap: got 0; expected a finite number > 0"),
+    "softcap_infinite": (lambda: tw.softcap(float("inf")), "softcap cap: got inf"),
+    "softcap_none": (lambda: tw.softcap(None), "softcap cap: got None"),
+    "neighborhood_numbers": (lambda: tw.neighborhood(8, 3), "neighborhood shape: got 8; expected 1 to 3 extents"),
+    "neighborhood_ranks": (lambda: tw.neighborhood((8, 8), (3,)), "neighborhood window: got (3,); expected 2 extents"),
+    "neighborhood_even": (lambda: tw.neighborhood((8,), (4,)), "neighborhood window: got (4,); expected odd extents"),
+    "neighborhood_wide": (lambda: tw.neighborhood((8,), (9,)), "neighborhood window: got (9,)"),
+    "neighborhood_float": (lambda: tw.neighborhood((8.0,), (3,)), "neighborhood shape: got 8.0; expected extents"),
+    "tree_times": (lambda: tw.tree_times("ab"), "tree parents: got parent 'a' of node 0"),
+    "tree_times_cycle": (lambda: tw.tree_times([1, 0]), "tree parents: got a cycle"),
+    "explicit_float": (lambda: tw.explicit(torch.zeros(4, 4)), "explicit mask: got torch.float32 of shape (4, 4)"),
+    "blocks_float": (lambda: tw.blocks(torch.ones(2, 2), 16), "blocks map: got torch.float32"),
+    "document_float": (lambda: tw.document(torch.zeros(4)), "document ids: got torch.float32"),
+    "alibi_int": (lambda: tw.alibi(torch.arange(4)), "alibi slopes: got torch.int64"),
+    "bias_list": (lambda: tw.bias([1.0]), "bias: got list; expected a floating-point tensor of rank 2 or 4"),
+    "relative_bias": (lambda: tw.relative_bias(TABLE, max_distance=2), "relative_bias: got 8 buckets, max_distance 2"),
+    "relative_bias_float": (lambda: tw.relative_bias(TABLE, max_distance=9.5), "relative_bias max_distance: got 9.5"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_argument_is_named(name: str) -> None:
+    make, said = BAD[name]
+    with pytest.raises(TilewiseError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+def test_an_additive_mask_is_sent_to_the_scores() -> None:
+    with pytest.raises(InputError, match=r"score=tilewise\.bias"):
+        tw.explicit(torch.zeros(4, 4))
 
 
 def test_tree_times_nest() -> None:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
 import tilewise as tw
-from tilewise.core.errors import FormulaError
+from tilewise.core.errors import FormulaError, InputError
 from tilewise.formula.structure import parse
 from tilewise.testing.strategies import as_mask_function, as_score_function, bool_trees, captured_tensors, float_trees
 
@@ -75,6 +76,7 @@ MASKS: dict[str, Callable[..., Any]] = {
     "bool_compare": lambda b, h, i, j: (i >= j) == (j > 3),
     "negative_index": lambda b, h, i, j: IDS[b, SK - 1 - j] == 0,
     "constant": lambda b, h, i, j: True,
+    "keywords": lambda b, h, i, j: torch.where(condition=i >= j, input=torch.max(i, other=j), other=-i) > 2,
 }
 SCORES: dict[str, Callable[..., Any]] = {
     "identity": lambda s, b, h, i, j: s,
@@ -105,6 +107,9 @@ SCORES: dict[str, Callable[..., Any]] = {
     "clamp": lambda s, b, h, i, j: torch.clamp(s, -0.5, 0.5) + s.clamp(min=0.0) + s.clamp(max=0.25),
     "promotion": lambda s, b, h, i, j: s + i * (i >= j),
     "casts": lambda s, b, h, i, j: s + i.to(torch.float64) / 7 + (s * 3.0).to(torch.int32) + j.float() * 0.5,
+    "alpha": lambda s, b, h, i, j: torch.add(s, other=j, alpha=0.5) + torch.sub(s, s * s, alpha=2),
+    "number_to_the_score": lambda s, b, h, i, j: 2.0**s + torch.pow(0.5, s) + torch.pow(input=s, exponent=2) + 1**s,
+    "larger_and_smaller": lambda s, b, h, i, j: torch.max(s, s * s) + torch.min(s, other=-s),
     "add_functions": lambda s, b, h, i, j: torch.add(torch.mul(s, 2.0), torch.sub(s, torch.neg(s))),
 }
 
@@ -202,6 +207,17 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "shape": (lambda b, h, i, j: i.shape[0] > 0, "attribute 'shape'"),
     "complex": (lambda b, h, i, j: i * 1j == 0, "complex"),
     "complex_cast": (lambda b, h, i, j: i.to(torch.complex64) == 0, "complex64"),
+    "arity": (lambda b, h: b > h, "takes 2 positional arguments"),
+    "python_operator": (lambda b, h, i, j: i >> 2 > j, "unsupported operand type"),
+    "round": (lambda b, h, i, j: round(i) > j, "__round__"),
+    "number_for_a_tensor": (lambda b, h, i, j: torch.maximum(i, 5) > j, "must be Tensor, not int"),
+    "numpy_array": (lambda b, h, i, j: np.arange(11)[i] > j, "IndexError"),
+    "one_operand": (lambda b, h, i, j: torch.max(i) > j, "missing 1 required positional argument: 'other'"),
+    "out": (lambda b, h, i, j: torch.sub(i, j, out=torch.empty(1)) > 0, "out"),
+    "divided_by_zero": (lambda b, h, i, j: i // 0 == j, "got 0"),
+    "modulo_zero": (lambda b, h, i, j: i % 0 == j, "got 0"),
+    "number_too_wide": (lambda b, h, i, j: i < 2**63, "got 9223372036854775808"),
+    "base": (lambda b, h, i, j: (-2.0) ** i > 0, "base -2.0"),
     "rounding_mode": (lambda b, h, i, j: torch.div(i, 2, rounding_mode="trunc") > 0, "trunc"),
 }
 
@@ -215,6 +231,22 @@ def test_what_cannot_be_traced_is_refused_with_a_reason(name: str) -> None:
     assert caught.value.expected
 
 
+def test_what_is_offered_instead_is_public() -> None:
+    with pytest.raises(FormulaError) as caught:
+        tw.score(lambda s, b, h, i, j: torch.erf(s))
+    offered = caught.value.expected.removeprefix("one of ").split(", ")
+    assert "tanh" in offered
+    assert all(callable(getattr(torch, name)) and not name.startswith("_") for name in offered)
+
+
+def test_a_formula_is_evaluated_with_every_symbol_it_uses() -> None:
+    position = torch.arange(3)
+    for symbols_given in ({}, {"i": position}, {"b": position, "h": position}):
+        with pytest.raises(InputError, match=r"evaluate: got no .*j; expected a tensor for each symbol of causal"):
+            tw.causal.evaluate(**symbols_given)
+    assert tw.causal.evaluate(i=position, j=position).all()
+
+
 def test_messages_name_the_users_line() -> None:
     with pytest.raises(FormulaError, match=r"test_trace\.py:\d+"):
         tw.mask(lambda b, h, i, j: PLANE[i] > 0)
@@ -225,8 +257,8 @@ def test_messages_name_the_users_line() -> None:
 def test_exceptions_of_the_function_itself_pass_through() -> None:
     with pytest.raises(ZeroDivisionError):
         tw.mask(lambda b, h, i, j: i > 1 / 0)
-    with pytest.raises(TypeError):
-        tw.mask(lambda b, h: b > h)
+    with pytest.raises(KeyError):
+        tw.mask(lambda b, h, i, j: i > {}["size"])
 
 
 @pytest.mark.parametrize("value", [3, "causal", torch.ones(2, 2, dtype=torch.bool), tw.softcap(2.0)], ids=repr)
@@ -250,5 +282,12 @@ def test_a_formula_that_would_never_end_is_refused() -> None:
             x = x + x
         return x > j
 
-    with pytest.raises(FormulaError, match="operations"):
-        tw.mask(doubling)
+    def long(b: Any, h: Any, i: Any, j: Any) -> Any:
+        x = i
+        for _ in range(1500):
+            x = x + 1
+        return x > j
+
+    for function in (doubling, long):
+        with pytest.raises(FormulaError, match="operations"):
+            tw.mask(function)

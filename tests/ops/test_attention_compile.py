@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.core.errors import InputError
+from tilewise.core.errors import FormulaError, InputError
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
@@ -168,3 +168,17 @@ def test_an_error_under_compile_is_the_librarys_own() -> None:
     q = torch.randn(1, 20, 2, 8)
     with pytest.raises(InputError, match=r"dropout: got 2\.0"):
         torch.compile(lambda q: tw.attention(q, q, q, dropout=2.0), backend="eager")(q)
+
+
+def test_what_only_values_tell_is_checked_when_a_compiled_region_runs() -> None:
+    q, table = torch.randn(1, 20, 2, 8), torch.zeros(12)
+    compiled = torch.compile(lambda q, at: tw.attention(q, q, q, score=lambda s, b, h, i, j: s + table[at[j]]),
+                             backend="aot_eager", fullgraph=True)  # fmt: skip
+    assert compiled(q, torch.arange(20) // 2).shape == q.shape
+    with pytest.raises(FormulaError, match=r"score: index 0 into captured tensor 0 .*reaches 0 to 19"):
+        compiled(q, torch.arange(20))
+    packed = torch.compile(lambda q, cu: tw.attention(q, q, q, layout=tw.Packed(cu)), backend="aot_eager",
+                           fullgraph=True)  # fmt: skip
+    assert packed(q[0], torch.tensor([0, 3, 20], dtype=torch.int32)).shape == (20, 2, 8)
+    with pytest.raises(InputError, match="layout cu_seqlens_q: got 3 after 22"):
+        packed(q[0], torch.tensor([0, 22, 3, 20], dtype=torch.int32))

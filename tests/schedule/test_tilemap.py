@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw
-from tilewise.core.errors import InputError
+from tilewise.adapters import flex
+from tilewise.core.errors import FormulaError, InputError
 from tilewise.formula.formula import Mask, as_mask
 from tilewise.formula.library import tree_times
 from tilewise.schedule import rule
@@ -146,6 +147,19 @@ def test_no_tile_without_rows_or_keys() -> None:
 def test_sizes_are_positive(name: str) -> None:
     with pytest.raises(InputError, match=f"TileMap {name}: got 0"):
         TileMap.build(tw.causal, seqlen_q=4, seqlen_k=4, **{name: 0})
+
+
+@pytest.mark.parametrize("name", ["seqlen_q", "seqlen_k"])
+def test_lengths_are_not_negative(name: str) -> None:
+    with pytest.raises(InputError, match=f"TileMap {name}: got -1; expected an integer >= 0"):
+        TileMap.build(tw.causal, **({"seqlen_q": 4, "seqlen_k": 4} | {name: -1}))
+
+
+def test_captured_tensors_are_large_enough() -> None:
+    with pytest.raises(FormulaError, match=r"mask: index 0 into captured tensor 0 of shape .*reaches 0 to 8"):
+        TileMap.build(tw.document(torch.zeros(8, dtype=torch.int64)), seqlen_q=9, seqlen_k=9)
+    with pytest.raises(FormulaError, match="mask: index 0"):
+        flex.create_block_mask(tw.lengths(torch.tensor([3])), 2, None, 9, 9).to_tile_map()
 
 
 @given(tree=bool_trees(max_leaves=3), size=sizes())

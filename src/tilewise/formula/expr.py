@@ -7,6 +7,7 @@ structure: two formulas that differ only in numbers or tensors have the same str
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,6 +85,11 @@ class Expr:
         raise FormulaError(
             "power", got=f"exponent {other!r}", expected="an integer from 1 to 4", hint="use exp(p * log(x))"
         )
+
+    def __rpow__(self, base: Any) -> Expr:
+        if isinstance(base, (int, float)) and base > 0:
+            return unary("exp2", self * math.log2(base))
+        raise FormulaError("power", got=f"base {base!r}", expected="a number > 0", hint="use exp(x * log(p))")
 
     def __neg__(self) -> Expr:
         return unary("neg", self)
@@ -196,7 +202,7 @@ class Expr:
         )
 
     def __float__(self) -> Any:
-        return self._no_value("float()", "use the functions of tilewise.formula or torch (tanh, exp, ...), not math")
+        return self._no_value("float()", "use torch.exp, torch.tanh, torch.floor and their like, not math")
 
     def __int__(self) -> Any:
         return self._no_value("int()", "use .to(torch.int32) or //")
@@ -254,6 +260,8 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, bool):
         return TRUE if value else FALSE
     if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise FormulaError(f"number at {caller_line()}", got=value, expected="an integer of 64 bits")
         return Expr("num", (), "int", value)
     if isinstance(value, float):
         return Expr("num", (), "float", value)
@@ -335,6 +343,8 @@ def binary(op: str, left: Any, right: Any) -> Expr:
     a, b, kind = _join(_numeric(as_expr(left)), _numeric(as_expr(right)))
     if op == "div":
         a, b, kind = cast(a, float), cast(b, float), "float"
+    if op in ("floordiv", "mod") and kind == "int" and isinstance(right, int) and right == 0:
+        raise FormulaError(f"divisor at {caller_line()}", got=0, expected="an integer other than 0")
     if op == "floordiv" and kind == "float":
         return unary("floor", binary("div", a, b))
     if op == "mod" and kind == "float":

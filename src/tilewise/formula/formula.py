@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import FormulaError
+from tilewise.core.errors import FormulaError, InputError
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr, logic, negate
 from tilewise.formula.structure import Binding, Bound, Structure, parse
 from tilewise.formula.trace import trace
 from tilewise.formula.walk import render, transform
+from tilewise.formula.walk import symbols as symbols_of
 
 Name = str | Callable[[], str] | None  # a function where the name costs something, or holds a symbolic number
 
@@ -55,7 +56,15 @@ class Formula:
         return (self.name if isinstance(self.name, str) else self.name and self.name()) or render(self.expr)
 
     def evaluate(self, *, dtype: torch.dtype = torch.float32, **symbols: torch.Tensor) -> torch.Tensor:
-        """Value for integer tensors `b`, `h`, `i`, `j` (and a float tensor `s` for a score), which broadcast."""
+        """Value for integer tensors `b`, `h`, `i`, `j` (and a float tensor `s` for a score), which broadcast.
+
+        Raises InputError if a symbol that the formula uses is missing.
+        """
+        missing = sorted(symbols_of(self.structure.root) - symbols.keys()) or ([] if symbols else ["i"])
+        if missing:
+            raise InputError(
+                "evaluate", got=f"no {', '.join(missing)}", expected=f"a tensor for each symbol of {self!r}"
+            )
         return evaluate([self.structure.root], symbols, self.tensors, self.numbers, dtype)[0]
 
 

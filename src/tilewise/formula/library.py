@@ -33,8 +33,8 @@ def window(left: int | None, right: int | None = 0) -> Mask:
     side's limit.
     """
     for name, value, least in (("left", left, 1), ("right", right, 0)):
-        if value is not None and not isinstance(value, torch.SymInt) and (not isinstance(value, int) or value < least):
-            raise InputError(f"window {name}", got=repr(value), expected=f"None or an integer >= {least}")
+        if value is not None:
+            _integer(f"window {name}", value, least, "None or an integer")
     i, j = e.sym("i"), e.sym("j")
     # compare(), not <: under torch.compile a changing int is symbolic, and dynamo mistakes object < symbolic int
     parts = [] if left is None else [e.compare("lt", i - j, left)]
@@ -47,7 +47,7 @@ def window(left: int | None, right: int | None = 0) -> Mask:
 
 def chunked(size: int) -> Mask:
     """Only keys of the query's own chunk of `size` positions (Llama 4's chunked attention, without causality)."""
-    _positive("chunked size", size)
+    _integer("chunked size", size)
     return mask(lambda b, h, i, j: i // size == j // size, lambda: f"chunked({size})")
 
 
@@ -57,19 +57,19 @@ def prefix(lengths: torch.Tensor) -> Mask:
     Args:
         lengths: integer tensor (batch,).
     """
-    _tensor("prefix lengths", lengths, (1,), floating=False)
+    _tensor("prefix lengths", lengths, (1,), "integer")
     return mask(lambda b, h, i, j: j < lengths[b], "prefix(lengths)")
 
 
 def lengths(seqlens: torch.Tensor) -> Mask:
     """Right padding: keys from `seqlens[b]` on are invisible. `seqlens` is an integer tensor (batch,)."""
-    _tensor("lengths seqlens", seqlens, (1,), floating=False)
+    _tensor("lengths seqlens", seqlens, (1,), "integer")
     return mask(lambda b, h, i, j: j < seqlens[b], "lengths(seqlens)")
 
 
 def document(ids: torch.Tensor) -> Mask:
     """Queries see keys of their own document. `ids` is an integer tensor (seqlen_k,) or (batch, seqlen_k)."""
-    _tensor("document ids", ids, (1, 2), floating=False)
+    _tensor("document ids", ids, (1, 2), "integer")
     if ids.ndim == 1:
         return mask(lambda b, h, i, j: ids[i] == ids[j], "document(ids)")
     return mask(lambda b, h, i, j: ids[b, i] == ids[b, j], "document(ids)")
@@ -82,8 +82,8 @@ def tree(entry: torch.Tensor, exit: torch.Tensor) -> Mask:
         entry, exit: integer tensors (seqlen_k,) with the depth-first entry and exit times of each position's node
             (`tree_times`); an ancestor's interval contains its descendants'.
     """
-    _tensor("tree entry", entry, (1,), floating=False)
-    _tensor("tree exit", exit, (1,), floating=False)
+    _tensor("tree entry", entry, (1,), "integer")
+    _tensor("tree exit", exit, (1,), "integer")
     return mask(lambda b, h, i, j: (entry[j] <= entry[i]) & (exit[i] <= exit[j]), "tree(entry, exit)")
 
 
@@ -92,9 +92,9 @@ def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     children: list[list[int]] = [[] for _ in parents]
     roots: list[int] = []
     for node, parent in enumerate(parents):
-        if not -1 <= parent < len(parents) or parent == node:
+        if not isinstance(parent, int) or not -1 <= parent < len(parents) or parent == node:
             raise InputError(
-                "tree parents", got=f"parent {parent} of node {node}", expected="-1 or another node's index"
+                "tree parents", got=f"parent {parent!r} of node {node}", expected="-1 or another node's index"
             )
         (roots if parent < 0 else children[parent]).append(node)
     entry, exit_, clock = [0] * len(parents), [-1] * len(parents), 0
@@ -115,7 +115,7 @@ def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dilated(step: int) -> Mask:
     """Every `step`-th key, counted from the query: with a window, dilated sliding windows (LongNet, Longformer)."""
-    _positive("dilated step", step)
+    _integer("dilated step", step)
     return mask(lambda b, h, i, j: (i - j) % step == 0, lambda: f"dilated({step})")
 
 
@@ -125,13 +125,12 @@ def neighborhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
     A query sees the `window` (odd extents) around it; at the border the window is shifted inside, so every query sees
     the same number of keys (Hassani et al., "Neighborhood Attention Transformer").
     """
-    if not 1 <= len(shape) <= 3 or len(shape) != len(window):
-        raise InputError(
-            "neighborhood shape and window", got=f"{tuple(shape)}, {tuple(window)}", expected="1 to 3 extents each"
-        )
+    shape, window = _extents("neighborhood shape", shape), _extents("neighborhood window", window)
+    if len(shape) != len(window):
+        raise InputError("neighborhood window", got=window, expected=f"{len(shape)} extents, as shape {shape}")
     for size, width in zip(shape, window, strict=True):
-        if width % 2 == 0 or not 1 <= width <= size:
-            raise InputError("neighborhood window", got=tuple(window), expected=f"odd extents at most {tuple(shape)}")
+        if width % 2 == 0 or width > size:
+            raise InputError("neighborhood window", got=window, expected=f"odd extents at most {shape}")
 
     def visible(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
         result, stride = e.TRUE, math.prod(shape)
@@ -143,7 +142,7 @@ def neighborhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
             result = e.logic("and", result, e.compare("le", abs(center - y), width // 2))
         return result
 
-    return mask(visible, lambda: f"neighborhood({tuple(shape)}, {tuple(window)})")
+    return mask(visible, lambda: f"neighborhood({shape}, {window})")
 
 
 def blocks(visible: torch.Tensor, block_size: int) -> Mask:
@@ -152,8 +151,8 @@ def blocks(visible: torch.Tensor, block_size: int) -> Mask:
     Args:
         visible: bool tensor (q_blocks, k_blocks), (heads, q_blocks, k_blocks) or (batch, heads, q_blocks, k_blocks).
     """
-    _tensor("blocks map", visible, (2, 3, 4), floating=None)
-    _positive("blocks block_size", block_size)
+    _tensor("blocks map", visible, (2, 3, 4), "boolean")
+    _integer("blocks block_size", block_size)
     lead = visible.ndim - 2
 
     def body(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
@@ -168,7 +167,7 @@ def explicit(keep: torch.Tensor) -> Mask:
 
     Its rows are queries, so with fewer queries than keys row 0 stands at key seqlen_k - seqlen_q.
     """
-    _tensor("explicit mask", keep, (2, 4), floating=None)
+    _tensor("explicit mask", keep, (2, 4), "boolean")
     table, shift = keep if keep.ndim == 4 else keep[None, None], keep.shape[-1] - keep.shape[-2]
     return mask(
         lambda b, h, i, j: e.cast(e.load(table, (*_lead(table, b, h), i - shift, j)), bool),
@@ -182,7 +181,7 @@ def alibi(slopes: torch.Tensor) -> Score:
     Args:
         slopes: float tensor (heads,) or (batch, heads), differentiable.
     """
-    _tensor("alibi slopes", slopes, (1, 2), floating=True)
+    _tensor("alibi slopes", slopes, (1, 2), "floating-point")
     if slopes.ndim == 1:
         return score(lambda s, b, h, i, j: s - slopes[h] * abs(i - j), "alibi(slopes)")
     return score(lambda s, b, h, i, j: s - slopes[b, h] * abs(i - j), "alibi(slopes)")
@@ -190,8 +189,9 @@ def alibi(slopes: torch.Tensor) -> Score:
 
 def softcap(cap: float) -> Score:
     """cap * tanh(s / cap): scores stay within (-cap, cap) (Gemma 2, Grok)."""
-    if isinstance(cap, (int, float)) and not cap > 0:
-        raise InputError("softcap cap", got=repr(cap), expected="a number > 0")
+    number = isinstance(cap, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(cap, bool)
+    if not number or (isinstance(cap, (int, float)) and not 0 < cap < math.inf):
+        raise InputError("softcap cap", got=repr(cap), expected="a finite number > 0")
     return score(lambda s, b, h, i, j: float(cap) * e.unary("tanh", s / float(cap)), lambda: f"softcap({cap})")
 
 
@@ -205,7 +205,8 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
         bidirectional: half of the buckets for keys after the query; else those share bucket 0.
         max_distance: distance from which on the last bucket is used.
     """
-    _tensor("relative_bias table", table, (2,), floating=True)
+    _tensor("relative_bias table", table, (2,), "floating-point")
+    _integer("relative_bias max_distance", max_distance)
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
@@ -235,7 +236,7 @@ def bias(values: torch.Tensor) -> Score:
     Args:
         values: float tensor (1 or batch, 1 or heads, seqlen_q, seqlen_k) or (seqlen_q, seqlen_k).
     """
-    _tensor("bias", values, (2, 4), floating=True)
+    _tensor("bias", values, (2, 4), "floating-point")
     table = values if values.ndim == 4 else values[None, None]
     shift = values.shape[-1] - values.shape[-2]
     return score(
@@ -258,18 +259,31 @@ def _lead(table: torch.Tensor, b: Expr, h: Expr) -> tuple[Expr, Expr]:
     return (b if table.shape[0] > 1 else e.lit(0)), (h if table.shape[1] > 1 else e.lit(0))
 
 
-def _positive(name: str, value: Any) -> None:
-    if not isinstance(value, (int, torch.SymInt)) or (isinstance(value, int) and value < 1):
-        raise InputError(name, got=repr(value), expected="an integer >= 1")
+def _integer(name: str, value: Any, least: int = 1, kind: str = "an integer") -> None:
+    """Symbolic integers of torch.compile pass."""
+    whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not whole or (isinstance(value, int) and value < least):
+        raise InputError(name, got=repr(value), expected=f"{kind} >= {least}")
 
 
-def _tensor(name: str, value: Any, ranks: tuple[int, ...], floating: bool | None) -> None:
-    wanted = (
-        f"a {'floating-point ' if floating else 'integer ' if floating is False else 'boolean '}tensor of rank "
-        + " or ".join(map(str, ranks))
-    )
+def _extents(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or not 1 <= len(value) <= 3:
+        raise InputError(name, got=repr(value), expected="1 to 3 extents, for example (32, 32)")
+    for size in value:
+        _integer(name, size, kind="extents that are integers")
+    return tuple(value)
+
+
+def _tensor(name: str, value: Any, ranks: tuple[int, ...], kind: str) -> None:
+    """Raise unless `value` is a tensor of these ranks and of `kind`: floating-point, integer, or boolean."""
+    wanted = f"{'an' if kind[0] == 'i' else 'a'} {kind} tensor of rank {' or '.join(map(str, ranks))}"
     if not isinstance(value, torch.Tensor):
         raise InputError(name, got=type(value).__name__, expected=wanted)
-    wrong_kind = floating is not None and value.is_floating_point() != floating
-    if value.ndim not in ranks or wrong_kind:
-        raise InputError(name, got=f"{value.dtype} of shape {tuple(value.shape)}", expected=wanted)
+    if value.ndim not in ranks or value.is_floating_point() != (kind == "floating-point") or value.is_complex():
+        additive = kind == "boolean" and value.is_floating_point()
+        raise InputError(
+            name,
+            got=f"{value.dtype} of shape {tuple(value.shape)}",
+            expected=wanted,
+            hint="numbers to add to the scores go to score=tilewise.bias(values)" if additive else "",
+        )

@@ -17,6 +17,7 @@ from tilewise.formula.expr import Expr
 from tilewise.formula.walk import rebuild, transform
 
 MAX_NODES = 4000
+MAX_DEPTH = 250  # well within Python's recursion limit
 SYMBOL_KINDS = {"b": "int", "h": "int", "i": "int", "j": "int", "s": "float"}
 
 
@@ -40,11 +41,16 @@ class Binding:
         self.numbers: list[Any] = []
         self.nodes = 0
 
-    def text(self, expr: Expr) -> str:
+    def text(self, expr: Expr, depth: int = 0) -> str:
         """Prefix text of an expression; a leaf's value goes to its slot."""
         self.nodes += 1
-        if self.nodes > MAX_NODES:
-            raise FormulaError("formula", got=f"more than {MAX_NODES} operations", expected="a smaller expression")
+        if self.nodes > MAX_NODES or depth > MAX_DEPTH:
+            raise FormulaError(
+                "formula",
+                got=f"more than {MAX_NODES} operations, or {MAX_DEPTH} in a chain",
+                expected="a smaller expression",
+                hint="capture a table of the values and index it",
+            )
         if expr.op == "sym":
             return str(expr.value)
         if expr.op == "lit":
@@ -55,7 +61,7 @@ class Binding:
         head = expr.op
         if expr.op == "load":
             head = f"@{self._slot(expr.value)}:{expr.kind}"
-        return f"({' '.join([head] + [self.text(arg) for arg in expr.args])})"
+        return f"({' '.join([head] + [self.text(arg, depth + 1) for arg in expr.args])})"
 
     def _slot(self, tensor: torch.Tensor) -> int:
         for slot, known in enumerate(self.tensors):

@@ -7,7 +7,7 @@ function runs.
 
 from __future__ import annotations
 
-import operator
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,23 +31,40 @@ from tilewise.formula.expr import (
 )
 from tilewise.formula.walk import render
 
-
-def _clamp(value: Any, min: Any = None, max: Any = None) -> Expr:
-    return as_expr(value).clamp(min, max)
+# The functions below take PyTorch's own parameter names, so that keywords mean what they mean there.
 
 
-def _floor_divide(a: Any, b: Any, rounding_mode: str | None = None) -> Expr:
+def _where(condition: Any, input: Any, other: Any) -> Expr:
+    return where(condition, input, other)
+
+
+def _clamp(input: Any, min: Any = None, max: Any = None) -> Expr:
+    return as_expr(input).clamp(min, max)
+
+
+def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expr:
     if rounding_mode not in (None, "floor"):
         raise FormulaError("rounding_mode", got=repr(rounding_mode), expected="None or 'floor'")
-    return binary("floordiv" if rounding_mode else "div", a, b)
+    return binary("floordiv" if rounding_mode else "div", input, other)
 
 
 def _two(op: str) -> Callable[[Any, Any], Expr]:
-    return lambda a, b: binary(op, a, b)
+    return lambda input, other: binary(op, input, other)
+
+
+def _scaled(op: str) -> Callable[..., Expr]:
+    """torch.add and torch.sub: `other` times `alpha`."""
+    return lambda input, other, *, alpha=1: binary(op, input, other if alpha == 1 else as_expr(other) * alpha)
+
+
+def _one(op: str) -> Callable[[Any], Expr]:
+    return lambda input: unary(op, input)
 
 
 def _cmp(op: str, swap: bool = False) -> Callable[[Any, Any], Expr]:
-    return (lambda a, b: compare(op, b, a)) if swap else (lambda a, b: compare(op, a, b))
+    if swap:
+        return lambda input, other: compare(op, other, input)
+    return lambda input, other: compare(op, input, other)
 
 
 def _getitem(tensor: Any, index: Any) -> Any:
@@ -62,30 +79,34 @@ def _getitem(tensor: Any, index: Any) -> Any:
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.where: where,
+    torch.where: _where,
     torch.minimum: _two("min"),
     torch.maximum: _two("max"),
+    torch.min: _two("min"),
+    torch.max: _two("max"),
     torch.clamp: _clamp,
-    torch.logical_and: lambda a, b: logic("and", cast(a, bool), cast(b, bool)),
-    torch.logical_or: lambda a, b: logic("or", cast(a, bool), cast(b, bool)),
-    torch.logical_not: lambda a: negate(cast(a, bool)),
-    torch.logical_xor: lambda a, b: compare("ne", cast(a, bool), cast(b, bool)),
-    torch.bitwise_and: lambda a, b: logic("and", a, b),
-    torch.bitwise_or: lambda a, b: logic("or", a, b),
-    torch.div: _floor_divide,
+    torch.logical_and: lambda input, other: logic("and", cast(input, bool), cast(other, bool)),
+    torch.logical_or: lambda input, other: logic("or", cast(input, bool), cast(other, bool)),
+    torch.logical_not: lambda input: negate(cast(input, bool)),
+    torch.logical_xor: lambda input, other: compare("ne", cast(input, bool), cast(other, bool)),
+    torch.bitwise_and: lambda input, other: logic("and", input, other),
+    torch.bitwise_or: lambda input, other: logic("or", input, other),
+    torch.div: _div,
     torch.true_divide: _two("div"),
     torch.floor_divide: _two("floordiv"),
     torch.remainder: _two("mod"),
-    torch.pow: operator.pow,
-    torch.square: lambda a: as_expr(a) * as_expr(a),
-    torch.nn.functional.sigmoid: lambda a: unary("sigmoid", a),
-    torch.nn.functional.tanh: lambda a: unary("tanh", a),
+    torch.pow: lambda input, exponent: input**exponent,
+    torch.square: lambda input: as_expr(input) * as_expr(input),
+    torch.nn.functional.sigmoid: _one("sigmoid"),
+    torch.nn.functional.tanh: _one("tanh"),
     torch.Tensor.__getitem__: _getitem,
 }
-for _name, _op in (("add", "add"), ("sub", "sub"), ("subtract", "sub"), ("mul", "mul"), ("multiply", "mul")):
-    _FUNCTIONS[getattr(torch, _name)] = _two(_op)
+for _name, _op in (("add", "add"), ("sub", "sub"), ("subtract", "sub")):
+    _FUNCTIONS[getattr(torch, _name)] = _scaled(_op)
+for _name in ("mul", "multiply"):
+    _FUNCTIONS[getattr(torch, _name)] = _two("mul")
 for _name in (*UNARY_FLOAT, "abs", "neg", "floor"):
-    _FUNCTIONS[getattr(torch, _name)] = lambda a, _n=_name: unary(_n, a)
+    _FUNCTIONS[getattr(torch, _name)] = _one(_name)
 for _names, _op, _swap in (
     (("lt", "less"), "lt", False),
     (("le", "less_equal"), "le", False),
@@ -116,16 +137,24 @@ for _method in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne"):
 
 def apply_torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.f(...)` with a traced operand."""
-    known = _FUNCTIONS.get(func)
+    known, name = _FUNCTIONS.get(func), getattr(func, "__name__", str(func))
     if known is None:
-        name = getattr(func, "__name__", str(func))
+        names = {f.__name__ for f in _FUNCTIONS if not f.__name__.startswith("_")}
         raise FormulaError(
             f"torch.{name} at {caller_line()}",
             got="a traced value",
-            expected="one of " + ", ".join(sorted({f.__name__ for f in _FUNCTIONS if hasattr(f, "__name__")})),
+            expected="one of " + ", ".join(sorted(names)),
             hint="compute what does not depend on positions or the score outside, and capture it as a tensor",
         )
-    return known(*args, **kwargs)
+    try:
+        return known(*args, **kwargs)
+    except FormulaError:
+        raise
+    except TypeError as wrong:  # a keyword or a number of operands that PyTorch has and formulas have not
+        taken = ", ".join(inspect.signature(known).parameters)
+        raise FormulaError(
+            f"torch.{name} at {caller_line()}", got=str(wrong), expected=f"torch.{name}({taken})"
+        ) from wrong
 
 
 class _Indexing(TorchFunctionMode):
@@ -144,8 +173,19 @@ class _Indexing(TorchFunctionMode):
 def trace(fn: Callable[..., Any], names: tuple[str, ...], kind: str, what: str) -> Expr:
     """Call `fn` with one symbol for each name and check the kind of what comes back."""
     arguments = [sym(name, "float" if name == "s" else "int") for name in names]
-    with _Indexing():
-        result = fn(*arguments)
+    try:
+        with _Indexing():
+            result = fn(*arguments)
+    except FormulaError:
+        raise
+    except (TypeError, IndexError) as wrong:  # from Python, PyTorch or NumPy, to which a symbol is no number
+        raise FormulaError(
+            f"{what} function",
+            got=f"{type(wrong).__name__}: {wrong}",
+            expected=f"a function ({', '.join(names)}) of arithmetic, comparisons, & | ~, where and its like, "
+            "and captured tensors indexed by positions",
+            hint="compute what does not depend on positions or the score outside, and capture it as a tensor",
+        ) from wrong
     expr = as_expr(result)
     if kind == "bool" and expr.kind != "bool":
         raise FormulaError(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.formula.check import check_indices
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import Mask, as_mask
 from tilewise.formula.structure import Bound
@@ -50,15 +51,23 @@ class TileMap:
             batch, heads: sizes of the dimensions that the mask may depend on; kept at 1 where it does not.
             block_m, block_n: tile extents in queries and keys.
             device: where the classes are computed and kept; captured tensors must be there.
+
+        Raises:
+            InputError: a length is negative, or another size not positive. FormulaError: an index can leave its tensor.
         """
-        for name, size in (("block_m", block_m), ("block_n", block_n), ("batch", batch), ("heads", heads)):
-            if size < 1:
-                raise InputError(f"TileMap {name}", got=size, expected="a positive integer")
+        lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        extents = {"batch": batch, "heads": heads, "block_m": block_m, "block_n": block_n}
+        for name, size in (lengths | extents).items():
+            least = 0 if name in lengths else 1
+            if not isinstance(size, int) or size < least:
+                raise InputError(f"TileMap {name}", got=repr(size), expected=f"an integer >= {least}")
         tiles_q, tiles_k = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
         if mask is None:
             full = torch.full((1, 1, tiles_q, tiles_k), FULL, dtype=torch.int8, device=device)
             return TileMap(full, seqlen_q, seqlen_k, block_m, block_n)
         bound = as_mask(mask).bound
+        if seqlen_q and seqlen_k:
+            check_indices(bound, "mask", (batch, heads, seqlen_k - seqlen_q, seqlen_k))
         classes = classify(
             bound,
             seqlen_q=seqlen_q,

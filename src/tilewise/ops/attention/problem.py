@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
 from tilewise.core.readback import host_values
 from tilewise.formula.check import check_indices, reads_values
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.structure import Bound
-from tilewise.layouts import Packed, check_cu_seqlens
+from tilewise.layouts import Packed, check_packing
 from tilewise.ops.attention.arguments import (
     check_captured,
     check_shapes,
@@ -142,15 +141,7 @@ def make_call(
             if bound is not None:
                 check_captured(bound, what, q)
     if packed:
-        check_cu_seqlens("layout cu_seqlens_q", layout.cu_seqlens_q, q.shape[0], q.device)
-        check_cu_seqlens("layout cu_seqlens_k", layout.keys, k.shape[0], q.device)
-        if layout.keys.shape != layout.cu_seqlens_q.shape:
-            raise InputError(
-                "layout cu_seqlens_k",
-                got=tuple(layout.keys.shape),
-                expected=f"{tuple(layout.cu_seqlens_q.shape)} as cu_seqlens_q",
-                hint="one entry more than there are sequences, for queries and keys alike",
-            )
+        check_packing(layout.cu_seqlens_q, layout.keys, q, k)
     if sink is not None:
         check_sink(sink, q)
     dropout = dropout_of(dropout)
@@ -214,6 +205,14 @@ def signature_of(q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None
 
 
 _signatures: dict[tuple[Any, ...], Signature] = {}
+
+
+def check_values(call: Call) -> None:
+    """The checks that need values: those that `make_call` could not do while a region was compiled."""
+    if call.cu_seqlens_q is not None:
+        check_packing(call.cu_seqlens_q, call.cu_seqlens_k, call.q, call.k)
+    if any(bound is not None and bound.tensors for bound in (call.mask, call.score)):
+        _indices(call)
 
 
 def _indices(call: Call) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
-from tilewise.ops.attention.problem import Call, signature_of
+from tilewise.ops.attention.problem import Call, check_values, signature_of
 from tilewise.ops.attention.table import ROWS, Row
 
 _BY_NAME = {row.name: row for row in ROWS}
@@ -146,6 +146,7 @@ _SCHEMA = (
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(*args)
+    check_values(call)  # nothing had a value when torch.compile saw the arguments
     o, lse = run_forward(_BY_NAME[args[-1]], call)
     return o.contiguous(), lse.contiguous()
 
