@@ -255,7 +255,6 @@ def test_explain_ladder_refuses(arguments: tuple[str, ...]) -> None:
 
 
 def test_explain_mask_draws_tiles_in_text_and_in_a_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     out = tmp_path / "mask.svg"
     text = call("explain", "mask", "causal", "--seqlen", "256", "--out", str(out))
     assert "▒▒······\n██▒▒····\n████▒▒··\n██████▒▒\n" in text

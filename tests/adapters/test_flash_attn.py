@@ -229,6 +229,15 @@ def test_signatures_are_flash_attention_2s(name: str) -> None:
     assert defaults == [0.0, None, False, (-1, -1), 0.0, None, False, False]
 
 
+def test_no_limit_and_any_memory() -> None:
+    """None for no window and no softcap, as its newer versions spell it; rows that are no rows in memory."""
+    q, k, v = (x.detach() for x in leaves((1, 8, 2, 8), (1, 8, 2, 8), (1, 8, 2, 8)))
+    want = flash_attn.flash_attn_func(q, k, v)
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=(None, None), softcap=None), want)
+    columns = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v)]
+    assert torch.equal(flash_attn.flash_attn_func(*columns), want)
+
+
 def test_bad_input() -> None:
     q, k, v = (x.detach() for x in leaves((1, 8, 2, 8), (1, 8, 2, 8), (1, 8, 2, 8)))
     cu = torch.tensor([0, 8], dtype=torch.int32)
@@ -239,6 +248,7 @@ def test_bad_input() -> None:
         (InputError, "window_size", lambda: flash_attn.flash_attn_func(q, k, v, window_size=(1, 2, 3))),
         (InputError, "qkv", lambda: flash_attn.flash_attn_qkvpacked_func(torch.zeros(1, 8, 2, 2, 8))),
         (InputError, "kv", lambda: flash_attn.flash_attn_varlen_kvpacked_func(q[0], k[0], cu, cu, 8, 8)),
+        (InputError, "^v: ", lambda: flash_attn.flash_attn_func(q, k, None)),
         (InputError, "dropout", lambda: flash_attn.flash_attn_func(q, k, v, dropout_p=1.0)),
     ]  # fmt: skip
     for kind, name, call in bad:

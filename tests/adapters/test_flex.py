@@ -87,7 +87,7 @@ CASES = {
     "blocks": Case(lambda b, h, q, k: MAP[q // 32, k // 32], tw.blocks(MAP, 32)),
     "explicit": Case(lambda b, h, q, k: KEEP[q, k], tw.explicit(KEEP)),
     "by head": Case(lambda b, h, q, k: (h % 2 == 0) | (q >= k)),
-    "neighborhood": Case(neighborhood),
+    "neighborhood": Case(neighborhood, tw.neighborhood((6, 11), (3, 5))),
     "noop": Case(torch_flex.noop_mask),
     "alibi": Case(
         causal, tw.causal, lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(), tw.alibi(SLOPES), captured=(SLOPES,)
@@ -220,6 +220,10 @@ def test_pytorchs_block_mask_is_accepted() -> None:
         plain = torch_flex.flex_attention(*tensors, block_mask=mask)
         for _ in range(2):
             assert_close(flex.flex_attention(*tensors, block_mask=mask), expected, plain, name)
+        lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        options = {"BLOCK_SIZE": 16, "mask_mod": mask.mask_mod, "seq_lengths": (N, N)}
+        again = flex.BlockMask.from_kv_blocks(*lists, **options)
+        assert_close(flex.flex_attention(*tensors, block_mask=again), expected, plain, f"{name}, from_kv_blocks")
 
 
 @pytest.mark.parametrize("mask_mod", [None, causal], ids=["lists alone", "lists and function"])

@@ -118,7 +118,8 @@ def test_ridge() -> None:
 
 
 def test_current_follows_the_driver_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device.current() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import matplotlib
 import numpy as np
 import pytest
 
 from tilewise.core.errors import InputError, MissingExtraError
 from tilewise.explain import draw, ladder, roofline
+from tilewise.formula import library
 
 ROOT = Path(__file__).resolve().parents[2]
-matplotlib = pytest.importorskip("matplotlib")
 
 
 def causal_panel(size: int = 10, block: int = 4) -> draw.Panel:
@@ -62,7 +63,6 @@ def test_query_numbers_the_visited_tiles() -> None:
 
 
 def test_panel_of_a_formula() -> None:
-    library = pytest.importorskip("tilewise.formula.library")
     panel = draw.panel(library.window(3), seqlen_q=5, seqlen_k=8, block_m=2, block_n=2)
     i, j = np.arange(3, 8)[:, None], np.arange(8)
     np.testing.assert_array_equal(panel.visible, (j <= i) & (j > i - 3))

@@ -40,7 +40,24 @@ def test_t5_buckets_of_every_distance(
 
 
 TABLE = torch.zeros(8, 2)
+MORE = torch.ones(2, 2, 2)
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "window_zero": (lambda: tw.window(0), "window left: got 0"),
+    "prefix_rank": (lambda: tw.prefix(torch.ones(2, 2).long()), "prefix lengths: got torch.int64 of shape (2, 2)"),
+    "prefix_list": (lambda: tw.prefix([1, 2]), "prefix lengths: got list; expected an integer tensor of rank 1"),
+    "lengths_float": (lambda: tw.lengths(torch.ones(2)), "lengths seqlens: got torch.float32"),
+    "document_rank": (lambda: tw.document(MORE.long()), "expected an integer tensor of rank 1 or 2"),
+    "tree_rank": (lambda: tw.tree(MORE.long(), MORE.long()), "tree entry: got torch.int64 of shape (2, 2, 2)"),
+    "tree_parent": (lambda: tw.tree_times([-1, 7]), "tree parents: got parent 7 of node 1"),
+    "blocks_rank": (lambda: tw.blocks(torch.ones(3).bool(), 4), "blocks map: got torch.bool of shape (3,)"),
+    "blocks_size": (lambda: tw.blocks(torch.ones(3, 3).bool(), 0), "blocks block_size: got 0"),
+    "explicit_rank": (lambda: tw.explicit(MORE.bool()), "expected a boolean tensor of rank 2 or 4"),
+    "alibi_rank": (lambda: tw.alibi(MORE), "alibi slopes: got torch.float32 of shape (2, 2, 2)"),
+    "softcap_nan": (lambda: tw.softcap(float("nan")), "softcap cap: got nan"),
+    "bias_rank": (lambda: tw.bias(torch.ones(3)), "bias: got torch.float32 of shape (3,)"),
+    "bias_integer": (lambda: tw.bias(torch.ones(3, 3).long()), "bias: got torch.int64"),
+    "neighborhood_4d": (lambda: tw.neighborhood((3,) * 4, (3,) * 4), "neighborhood shape: got (3, 3, 3, 3)"),
+    "relative_bias_small": (lambda: tw.relative_bias(torch.ones(2, 4)), "relative_bias: got 2 buckets"),
     "window_bool": (lambda: tw.window(True), "window left: got True; expected None or an integer >= 1"),
     "window_float": (lambda: tw.window(4, 0.5), "window right: got 0.5; expected None or an integer >= 0"),
     "window_negative": (lambda: tw.window(4, -1), "window right: got -1"),

@@ -13,6 +13,9 @@ from hypothesis import settings as hypothesis_settings
 import tilewise as tw
 from tests.interpret.small_tiles import use_tiles
 from tilewise.formula.formula import as_mask, as_score
+from tilewise.ops.attention import triton_decode
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.triton_launch import Plan
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
@@ -87,6 +90,26 @@ def test_two_calls_of_other_sizes_do_not_share_a_plan(monkeypatch: pytest.Monkey
     for case in (CASES["causal"].with_(batch=1), short.with_(seqlen_q=19), short):
         after = properties.run(setting, make_inputs(case, torch.float32))
     properties.same_bits(alone, after, "other calls came first")
+
+
+@pytest.mark.parametrize(("num_sms", "expected"), [(1, 1), (3, 3), (1000, 21)])
+@pytest.mark.parametrize("name", ["causal", "gqa_8", "window_two_sided", "sink_causal", "alibi_causal"])
+def test_any_number_of_splits_gives_the_same(
+    name: str, num_sms: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one program for each head, which merges one part, to one program for each tile of keys."""
+    plan, splits = triton_decode._plan, set()
+
+    def counted(call: Call) -> tuple[Plan, Plan, int]:
+        made = plan(call)
+        splits.add(made[2])
+        return made
+
+    monkeypatch.setattr(triton_decode, "_num_sms", lambda device: num_sms)
+    monkeypatch.setattr(triton_decode, "_PROGRAMS_PER_SM", 2)
+    monkeypatch.setattr(triton_decode, "_plan", counted)
+    properties.equals_reference(Setting("triton_decode"), CASES[name].with_(batch=1, seqlen_q=2, seqlen_k=1300))
+    assert splits == {expected}
 
 
 def _drawn_tensors(*last_dims: int) -> list[torch.Tensor]:

@@ -198,22 +198,28 @@ def _split(name: str, packed: torch.Tensor, parts: int, rank: int) -> tuple[torc
     return packed.unbind(-3)
 
 
-def _mask(causal: bool, window_size: tuple[int, int]) -> tw.Mask | None:
-    """Both bounds of `window_size` are inclusive; a negative one is no limit."""
-    left, right = (None if side < 0 else int(side) for side in window_size)
+def _mask(causal: bool, window_size: tuple[int | None, int | None]) -> tw.Mask | None:
+    """Both bounds of `window_size` are inclusive; a negative one, or None, is no limit."""
+    left, right = (None if side is None or side < 0 else int(side) for side in window_size)
     right = 0 if causal else right
     if left is None:
         return None if right is None else tw.causal if right == 0 else tw.window(None, right)
     return tw.window(left + 1, right)
 
 
-def _score(softcap: float, alibi_slopes: torch.Tensor | None) -> tw.Score | None:
+def _score(softcap: float | None, alibi_slopes: torch.Tensor | None) -> tw.Score | None:
+    softcap = 0.0 if softcap is None else softcap
     if softcap < 0.0:
         raise InputError("softcap", got=softcap, expected="0 for none, or a number > 0")
     score = tw.softcap(softcap) if softcap else None
     if alibi_slopes is None:
         return score
     return tw.alibi(alibi_slopes) if score is None else score >> tw.alibi(alibi_slopes)
+
+
+def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """As the package does; what is no such tensor is named by `attention`."""
+    return x.contiguous() if isinstance(x, torch.Tensor) and x.ndim and x.stride(-1) != 1 else x
 
 
 def _attention(
@@ -227,6 +233,7 @@ def _attention(
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
     if len(window_size) != 2:
         raise InputError("window_size", got=window_size, expected="(left, right)")
+    q, k, v = (_unit_stride(x) for x in (q, k, v))
     mask, score = _mask(causal, window_size), _score(softcap, alibi_slopes)
     seed = None
     if return_attn_probs and dropout_p:  # drawn here so that S_dmask shows the same pattern

@@ -131,6 +131,11 @@ class BlockMask(TorchBlockMask):
     def __getitem__(self, index: Any) -> Any:
         return self.to_torch()[index]
 
+    @classmethod
+    def from_kv_blocks(cls, *args: Any, **options: Any) -> TorchBlockMask:  # type: ignore[override]
+        """PyTorch's own BlockMask of lists of tiles, which `flex_attention` takes too."""
+        return TorchBlockMask.from_kv_blocks(*args, **options)
+
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         shape = (*self._lead, new_q_len, new_kv_len)
         return BlockMask(self._source, shape=shape, block_size=self.BLOCK_SIZE, device=self.device)

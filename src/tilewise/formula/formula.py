@@ -52,6 +52,9 @@ class Formula:
     def __hash__(self) -> int:
         return hash(self._identity())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.expr, repr(self))  # a name may be a function, which cannot be pickled
+
     def __repr__(self) -> str:
         return (self.name if isinstance(self.name, str) else self.name and self.name()) or render(self.expr)
 

@@ -44,6 +44,7 @@ PROPERTIES: dict[Check, Applies] = {
         ("plain", "causal", "padding", "sink_causal", "alibi_causal", "gqa_4")
     ),
     properties.nan_and_inf_propagate: Applies(("causal", "plain", "softcap_causal", "sink_causal")),
+    properties.nan_reaches_gradients: Applies(("plain", "softcap", "lse_gradient", "gqa_8", "plain_more_queries")),
     properties.keys_may_be_permuted: Applies(
         ("plain", "gqa_8", "softcap", "sink", "lse_gradient", "plain_more_queries")
     ),

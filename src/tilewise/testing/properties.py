@@ -18,6 +18,7 @@ from tilewise.ops.attention.table import ROWS, choose
 from tilewise.testing.budgets import Expectation, error, expectation
 from tilewise.testing.case import Case
 from tilewise.testing.inputs import Inputs, make_inputs
+from tilewise.testing.oracles import dense, gradients
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,22 @@ def nan_and_inf_propagate(setting: Setting, case: Case) -> None:
         spoilt = getattr(clean, name).detach().clone()
         spoilt[-1, 0, -1] = value  # the first position: visible to every query of a causal mask
         edited = _edited(case, setting, **{name: spoilt})
-        from tilewise.testing.oracles import dense
-
         got, want = run(setting, edited, backward=False), dense(edited, edited.q, edited.k, edited.v)
         for result, truth in (("o", want.o), ("lse", want.lse)):
             assert torch.equal(got[result].isnan(), truth.isnan()), f"{value} in {name}: other NaNs in {result}"
+
+
+def nan_reaches_gradients(setting: Setting, case: Case) -> None:
+    """Where every pair is visible, NaN in q, k or v gives NaN in exactly the gradients where autograd gives it."""
+    assert case.mask is None
+    assert case.packed is None
+    for name in ("q", "k", "v"):
+        spoilt = getattr(make_inputs(case, setting.dtype, setting.device), name).detach().clone()
+        spoilt[-1, -1, 0] = torch.nan
+        edited = _edited(case, setting, **{name: spoilt})
+        got, one = run(setting, edited), dense(edited, edited.q, edited.k, edited.v)
+        for leaf, truth in gradients(edited, one.o, one.lse).items():
+            assert torch.equal(got[leaf].isnan(), truth.isnan()), f"NaN in {name}: other NaNs in {leaf}"
 
 
 # equivalences ------------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 log-sum-exp.
 
 All queries of a group share the head's keys, so a program holds seqlen_q * group rows (Flash-Decoding, Dao et al.
-2023). The merge
-law: lse = log sum exp(lse_s), o = sum exp(lse_s - lse) o_s.
+2023). The merge law: lse = log sum exp(lse_s), o = sum exp(lse_s - lse) o_s.
 """
 
 import torch
