@@ -8,7 +8,7 @@ structure: two formulas that differ only in numbers or tensors have the same str
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ UNARY_FLOAT = ("tanh", "sigmoid", "exp", "exp2", "log", "log2", "sqrt", "sin", "
 COMPARISONS = ("lt", "le", "eq", "ne")
 LOGIC = ("and", "or", "not")
 _ORDER = ("bool", "int", "float")
+
+
+def _method(op: str) -> Callable[[Expr], Expr]:
+    return lambda self: unary(op, self)
 
 
 class Expr:
@@ -162,26 +166,13 @@ class Expr:
     def bool(self) -> Expr:
         return cast(self, torch.bool)
 
-    def abs(self) -> Expr:
-        return unary("abs", self)
-
-    def tanh(self) -> Expr:
-        return unary("tanh", self)
-
-    def exp(self) -> Expr:
-        return unary("exp", self)
-
-    def log(self) -> Expr:
-        return unary("log", self)
-
-    def sqrt(self) -> Expr:
-        return unary("sqrt", self)
-
-    def sigmoid(self) -> Expr:
-        return unary("sigmoid", self)
-
-    def floor(self) -> Expr:
-        return unary("floor", self)
+    abs = _method("abs")
+    tanh = _method("tanh")
+    exp = _method("exp")
+    log = _method("log")
+    sqrt = _method("sqrt")
+    sigmoid = _method("sigmoid")
+    floor = _method("floor")
 
     def clamp(self, min: Any = None, max: Any = None) -> Expr:
         result = self if min is None else binary("max", self, min)
@@ -196,10 +187,8 @@ class Expr:
             hint=hint,
         )
 
-    def __bool__(self) -> bool:  # type: ignore[valid-type]
-        return self._no_value(  # type: ignore[no-any-return]
-            "bool()", "use & | ~ instead of and/or/not, and where(cond, a, b) instead of if"
-        )
+    def __bool__(self) -> Any:
+        return self._no_value("bool()", "use & | ~ for and/or/not, and where(cond, a, b) for if")
 
     def __float__(self) -> Any:
         return self._no_value("float()", "use torch.exp, torch.tanh, torch.floor and their like, not math")
