@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.environment import ROOT
 from benchmarks.records import RESULTS, Record, read_all
+from tools.families import FAMILIES
 
 REPORT = ROOT / "benchmarks" / "REPORT.md"
 PLOTS = ROOT / "benchmarks" / "plots"
@@ -23,8 +24,12 @@ LABEL = ("formula", "caches", "change", "on", "seqlen_q")
 HEAD = """# Benchmark report
 
 Generated from `benchmarks/results/` by `python -m benchmarks.report`; do not edit. Every row compares contenders within
-one run. **Bold** is the fastest of its row. "x peer" is the best peer's time over the best tilewise time: above 1, we
-are faster.
+one run. **Bold** is the fastest of its row. "x peer" is the best peer's time over the best tilewise time: above 1,
+tilewise is faster.
+
+Contenders: `cudnn` and `fa2` are the cuDNN and FlashAttention-2 back ends of PyTorch's `scaled_dot_product_attention`,
+`flex` is FlexAttention under `torch.compile`. TFLOP/s count visible pairs: 4 · head_dim operations per pair in the
+forward pass, 2.5 times that in the backward pass.
 """
 
 Table = list[tuple[str, dict[str, Record]]]
@@ -79,9 +84,8 @@ def _cell(record: Record | None, best: float | None) -> str:
 
 
 def _time(ms: float) -> str:
-    if ms >= 1000:
-        return f"{ms / 1000:.3g} s"
-    return f"{ms:.3g} ms" if ms >= 1 else f"{ms * 1000:.3g} µs"
+    value, unit = (ms / 1000, "s") if ms >= 1000 else (ms, "ms") if ms >= 1 else (ms * 1000, "µs")
+    return f"{value:#.3g}".removesuffix(".") + f" {unit}"
 
 
 def table(question: str, rows: Table) -> str:
@@ -127,6 +131,9 @@ def _caption(question: str, rows: Table) -> str:
         f"{f'driver {record.driver}, ' if record.driver else ''}torch {record.torch}, triton {record.triton}"
         for record in records
     )
+    today = {family.hash() for family in FAMILIES.values()}
+    if any(record.sources is not None and record.sources not in today for record in records):
+        sentences.append("These records were made with other sources than today's.")
     sentences.append(f"Method: {'; '.join(_unique(record.method for record in records))}. Made by {'; '.join(made)}.")
     return "\n".join(sentence for sentence in sentences if sentence) + "\n"
 

@@ -14,7 +14,7 @@ BATCH, SEQLEN, HEADS, HEAD_DIM, STEPS = 2, 64, 4, 16, 90
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-    """Causal attention with a learned penalty on distance and a learned sink, one number a head each."""
+    """Causal attention with a learned penalty on distance and a learned sink, one number per head each."""
     return tw.attention(q, k, v, mask=tw.causal, score=lambda s, b, h, i, j: s - slopes[h] * (i - j), sink=sink)
 
 

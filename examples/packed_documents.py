@@ -23,7 +23,7 @@ def main() -> None:
     packed, lse = tw.attention_with_lse(q, k, v, mask=mask, layout=tw.Packed(cu_seqlens))
     print("packed:  ", tuple(packed.shape), "lse", tuple(lse.shape))
 
-    # The same as one row of `total` tokens in which nobody looks beyond his own document.
+    # The same as one row of `total` tokens in which no query sees another document.
     ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     one_row = tw.attention(q[None], k[None], v[None], mask=mask & tw.document(ids))
     print("document:", tuple(one_row.shape))

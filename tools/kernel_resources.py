@@ -114,7 +114,7 @@ def _compile(variant: Variant) -> tuple[Variant, dict[str, Resources]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile, print a line a kernel, and with --write update the table."""
+    """Compile, print a line per kernel, and with --write update the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--write", action="store_true", help="update tests/compile/resources.json")
     parser.add_argument("--sm", type=int, nargs="*", default=list(ARCHITECTURES), help="architectures")

@@ -25,8 +25,9 @@ class Packed:
         cu_seqlens_q: int32 (batch + 1,), cumulative query lengths: starts at 0, never falls, ends at the total.
         cu_seqlens_k: the same for keys; None where queries and keys share one.
 
-    Lengths of 0 and 1 are fine. The values are checked once a tensor, which reads it on the host, in a compiled region
-    when it runs; while a CUDA graph is captured they are taken as they are.
+    Both on the device of q and contiguous; `attention` raises InputError for others. Lengths of 0 and 1 are fine. The
+    values are checked once for each tensor, which reads it on the host, in a compiled region when it runs; while a CUDA
+    graph is captured they are taken as they are.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -61,13 +62,16 @@ def check_packing(cu_seqlens_q: Any, cu_seqlens_k: Any, q: torch.Tensor, k: torc
 
 def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.device) -> None:
     """Raise InputError unless `cu_seqlens` is int32 (batch + 1,), from 0, never falling, ending at `total`."""
-    expected = "an int32 tensor (batch + 1,) on the device of q"
+    expected = "a contiguous int32 tensor (batch + 1,) on the device of q"
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         got = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
         raise InputError(name, got=got, expected=expected, hint=_HINT)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != device or not cu_seqlens.is_contiguous():
         raise InputError(
-            name, got=f"{cu_seqlens.dtype} on {cu_seqlens.device}", expected=expected, hint="use .to(torch.int32)"
+            name,
+            got=f"{cu_seqlens.dtype} on {cu_seqlens.device}, stride {cu_seqlens.stride(0)}",
+            expected=expected,
+            hint="use .to(q.device, torch.int32).contiguous()",
         )
     found = _ends_and_fall(cu_seqlens)
     if found is None:

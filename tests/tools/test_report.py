@@ -5,6 +5,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.records import append
 from tests.tools.samples import sample
+from tools.families import FAMILIES
 
 
 def _fill(results: Path) -> None:
@@ -24,8 +25,8 @@ def test_the_newest_run_is_shown_side_by_side_with_the_ratio(tmp_path: Path) -> 
     _fill(tmp_path)
     text = report.generate(tmp_path, tmp_path / "plots")
     assert (
-        "| causal, 8,192 tokens | **2 ms**, 500 TFLOP/s | fails: OutOfMemoryError: 17 GB | 2.5 ms, 400 TFLOP/s | 1.25 |"
-        in text
+        "| causal, 8,192 tokens | **2.00 ms**, 500 TFLOP/s "
+        "| fails: OutOfMemoryError: 17 GB | 2.50 ms, 400 TFLOP/s | 1.25 |" in text
     )
     assert "9 ms" not in text
     assert "head_dim 128" in text
@@ -39,6 +40,13 @@ def test_report_and_plots_are_the_same_bytes_twice(tmp_path: Path) -> None:
     plots = [sorted((tmp_path / name).glob("*.svg")) for name in ("one", "two")]
     assert [path.name for path in plots[0]] == ["h200-attention_forward.svg"]
     assert plots[0][0].read_bytes() == plots[1][0].read_bytes()
+
+
+def test_records_of_other_sources_are_marked(tmp_path: Path) -> None:
+    append(sample(), tmp_path / "old")
+    append(sample(sources=FAMILIES["attention_triton"].hash()), tmp_path / "new")
+    texts = {name: report.generate(tmp_path / name, tmp_path / "plots") for name in ("old", "new")}
+    assert {name: "other sources than today's" in text for name, text in texts.items()} == {"old": True, "new": False}
 
 
 def test_no_ratio_without_a_peer(tmp_path: Path) -> None:

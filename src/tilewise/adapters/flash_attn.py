@@ -63,12 +63,12 @@ def flash_attn_func(
         return_attn_probs: return (out, softmax_lse, S_dmask). For debugging: S_dmask takes O(seqlen_q * seqlen_k).
 
     Returns:
-        out, like q with head_dim_v; softmax_lse float32 (batch, num_heads_q, seqlen_q), natural logarithm, +inf for a
-        row that sees no key; S_dmask (batch, num_heads_q, seqlen_q, seqlen_k), the probabilities, negative (or -0)
-        where dropped.
+        out, like q with head_dim_v; softmax_lse (batch, num_heads_q, seqlen_q), float32 (float64 for float64 input),
+        natural logarithm, +inf for a row that sees no key; S_dmask (batch, num_heads_q, seqlen_q, seqlen_k), the
+        probabilities, negative (or -0) where dropped.
 
     Raises:
-        InputError: an argument is wrong.
+        InputError: an argument is wrong. UnsupportedError: on a GPU, deterministic with slopes that take a gradient.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return _attention(q, k, v, None, options)

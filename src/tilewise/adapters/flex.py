@@ -272,8 +272,8 @@ def flex_attention(
         block_mask: from `create_block_mask`, this one or PyTorch's.
         scale: factor of query key^T; default head_dim ** -0.5.
         enable_gqa: allow fewer key/value heads than query heads.
-        return_lse, return_aux: also return the log-sum-exp (natural logarithm, float32, (batch, num_heads_q,
-            seqlen_q), -inf for a row that sees no key), bare or in an AuxOutput.
+        return_lse, return_aux: also return the log-sum-exp (natural logarithm, float32, float64 for float64
+            input, (batch, num_heads_q, seqlen_q), -inf for a row that sees no key), bare or in an AuxOutput.
         kernel_options: accepted and not used.
 
     Returns:

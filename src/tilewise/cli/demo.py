@@ -62,8 +62,7 @@ def demo(
     """Train a small Llama on Python's standard library through tilewise.attention, then let it write code.
 
     A second model, equal at the start, learns from the same batches through PyTorch's own attention; the two loss
-    curves must agree (within 0.002 nats in fp32, 0.1 in bf16), or the exit code is 1. Made to take under three minutes
-    on two CPU cores.
+    curves must agree (within 0.002 nats in fp32, 0.1 in bf16), or the exit code is 1.
 
     Example: tilewise demo --prompt "def parse(" --text ~/src/project
     """

@@ -26,7 +26,7 @@ def _title(name: str) -> str:
 
 @guarded
 def overview(context: typer.Context) -> None:
-    """Insight: ten small programs that count their memory traffic, and masks as pictures.
+    """Ten small programs that count their memory traffic, the traffic of whole algorithms, and masks as pictures.
 
     Without a command: list the rungs of the ladder.
     """
@@ -165,7 +165,7 @@ def _unicode() -> bool:
 @guarded
 def traffic(
     seqlen: Annotated[int, typer.Option("--seqlen", min=1, help="Queries and keys.")] = 4096,
-    head_dim: Annotated[int, typer.Option("--head-dim", min=1)] = 128,
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="Width of q, k and v.")] = 128,
     fast_memory: Annotated[
         int, typer.Option("--fast-memory", min=1, help="Elements of on-chip memory a tile may use.")
     ] = 49152,

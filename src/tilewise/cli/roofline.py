@@ -148,5 +148,5 @@ def _list(as_json: bool) -> None:
         )
         for row in device.GPUS
     ]
-    columns = ("GPU", "architecture", "SMs", "GB", "TB/s", "bf16", "fp16", "fp8 TFLOP/s")
+    columns = ("GPU", "architecture", "SMs", "GB", "TB/s", "bf16", "fp16", "fp8")
     table("dense peaks in TFLOP/s; sources: tilewise.core.device", columns, rows, left=2)

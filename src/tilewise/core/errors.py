@@ -30,11 +30,11 @@ class InputError(TilewiseError, ValueError):
 
 
 class FormulaError(TilewiseError, TypeError, ValueError):
-    """A mask or score function cannot be traced into a formula."""
+    """A mask or score cannot be traced, or an index in it could leave its tensor."""
 
 
 class UnsupportedError(TilewiseError, NotImplementedError):
-    """The requested implementation cannot run this problem."""
+    """What was asked for is not offered: by the named implementation, by any, or by an adapter."""
 
 
 class MissingExtraError(TilewiseError, ImportError):

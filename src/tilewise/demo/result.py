@@ -15,7 +15,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Curves:
-    """Training losses in nats a token, one value a step, by the name of the attention; a curve may stop early."""
+    """Training losses in nats per token, one value per step, by the name of the attention; a curve may stop early."""
 
     losses: dict[str, tuple[float, ...]]
 

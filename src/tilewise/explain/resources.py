@@ -4,7 +4,7 @@ The model of a fused forward kernel: q's tile and a ring of `stages` k and v til
 accumulators S (block_m × block_n) and acc (block_m × head_dim_v), and P as a 16-bit operand, spread over the threads
 of the warps that multiply. Where the next S is computed while P still feeds P·V (`overlap`, FlashAttention-3) both
 are held; otherwise P takes the place of S. This is a lower bound: addresses, loop state and row statistics come on
-top (`RESERVE` registers a thread are kept for them). The compiler has the last word; the model says what is not worth
+top (`RESERVE` registers per thread are kept for them). The compiler has the last word; the model says what is not worth
 compiling. It agrees with the tiles of FlashAttention-2 and -3.
 """
 
@@ -17,7 +17,7 @@ from tilewise.core import device
 from tilewise.core.device import GPU
 from tilewise.core.errors import InputError
 
-RESERVE = 16  # registers a thread for addresses, loop counters and the row statistics m and l
+RESERVE = 16  # registers per thread for addresses, loop counters and the row statistics m and l
 RESERVED_SHARED = 1024  # bytes the driver keeps of each block's shared memory, compute capability 8.0 and later
 
 

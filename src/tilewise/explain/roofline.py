@@ -27,7 +27,7 @@ class Problem:
         direction: "forward", "backward" (the gradient alone), or "decode" (a forward with seqlen_q 1 unless given).
         seqlen_k: default seqlen_q. num_heads_kv: default num_heads_q. head_dim_v: default head_dim.
         window: (left, right) as in `tilewise.window`: i - left < j <= i + right; None on a side means no limit.
-        dtype: "fp32", "tf32", "fp16", "bf16", "fp8", "int8"; gradients are stored in the same type.
+        dtype: "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4"; gradients are stored in the same type.
 
     Raises InputError for sizes below 1, heads that do not divide, or an unknown direction or dtype.
     """

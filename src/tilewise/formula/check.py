@@ -10,10 +10,10 @@ import torch
 from tilewise.core.errors import FormulaError
 from tilewise.core.readback import host_range
 from tilewise.formula.evaluate import evaluate
-from tilewise.formula.expr import Expr
+from tilewise.formula.expr import Expr, as_expr
 from tilewise.formula.interval import Bounds, Extremum
 from tilewise.formula.structure import Bound, parse
-from tilewise.formula.walk import render
+from tilewise.formula.walk import render, transform
 
 
 @functools.lru_cache(maxsize=1024)
@@ -63,10 +63,11 @@ def _check(
     symbols |= {"b": torch.arange(batch)[:, None], "h": torch.arange(heads)}  # every one: an index need not be monotone
     for slot, dim, index, low, high, entering in _index_bounds(text):
         limit = shapes[slot][dim]
+        shown = render(transform(index, lambda node, _: as_expr(numbers[node.value]) if node.op == "num" else None))
         if low is None or high is None:
             raise FormulaError(
                 f"{what}: index {dim} into captured tensor {slot}",
-                got=f"{render(index)}, unbounded",
+                got=f"{shown}, unbounded",
                 expected=f"0 to {limit - 1}",
                 hint="clamp the index",
             )
@@ -76,7 +77,7 @@ def _check(
         if min(reach) < 0 or max(reach) >= limit:
             raise FormulaError(
                 f"{what}: index {dim} into captured tensor {slot} of shape {tuple(shapes[slot])}",
-                got=f"{render(index)}, which reaches {min(reach)} to {max(reach)}",
+                got=f"{shown}, which reaches {min(reach)} to {max(reach)}",
                 expected=f"0 to {limit - 1}",
                 hint="clamp the index with .clamp(min, max), or capture a larger tensor; "
                 "i counts from seqlen_k - seqlen_q",

@@ -138,7 +138,7 @@ def mask(fn: Callable[..., Any], name: Name = None) -> Mask:
 
 
 def score(fn: Callable[..., Any], name: Name = None) -> Score:
-    """Trace `fn(s, b, h, i, j) -> float` into a score; `s` is the scaled dot product."""
+    """Trace `fn(s, b, h, i, j) -> float` into a score; `s` is the scaled dot product. Raises FormulaError as `mask`."""
     return Score(trace(fn, ("s", "b", "h", "i", "j"), "float", "score"), name)
 
 

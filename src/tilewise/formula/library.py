@@ -1,7 +1,7 @@
 """Masks and scores by name: ordinary expressions, to combine or to read as examples.
 
 `i` is the query's place on the key axis, so every mask here is aligned to the bottom right: with fewer queries than
-keys the last query stands at the last key.
+keys the last query stands at the last key. Each raises InputError for an argument of the wrong type, rank or range.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ causal: Mask = mask(_causal, "causal")
 def window(left: int | None, right: int | None = 0) -> Mask:
     """Sliding window: key j is visible to query i when i - left < j <= i + right.
 
-    `window(n)` sees n keys counting itself (Mistral's sliding window); `window(n, n - 1)` is symmetric. None lifts a
-    side's limit.
+    `window(n)` sees n keys counting itself; `window(n, n - 1)` is symmetric. None lifts a side's limit. Sources:
+    Beltagy et al., "Longformer"; Jiang et al., "Mistral 7B".
     """
     for name, value, least in (("left", left, 1), ("right", right, 0)):
         if value is not None:
@@ -52,7 +52,8 @@ def chunked(size: int) -> Mask:
 
 
 def prefix(lengths: torch.Tensor) -> Mask:
-    """Keys before `lengths[b]` are visible to every query; `causal | prefix(lengths)` is prefix-LM attention.
+    """Keys before `lengths[b]` are visible to every query; `causal | prefix(lengths)` is prefix-LM attention
+    (Raffel et al., "Exploring the Limits of Transfer Learning").
 
     Args:
         lengths: integer tensor (batch,).
@@ -68,7 +69,10 @@ def lengths(seqlens: torch.Tensor) -> Mask:
 
 
 def document(ids: torch.Tensor) -> Mask:
-    """Queries see keys of their own document. `ids` is an integer tensor (seqlen_k,) or (batch, seqlen_k)."""
+    """Queries see keys of their own document. `ids` is an integer tensor (seqlen_k,) or (batch, seqlen_k).
+
+    Source: Krell et al., "Efficient Sequence Packing without Cross-contamination".
+    """
     _tensor("document ids", ids, (1, 2), "integer")
     if ids.ndim == 1:
         return mask(lambda b, h, i, j: ids[i] == ids[j], "document(ids)")
@@ -76,7 +80,7 @@ def document(ids: torch.Tensor) -> Mask:
 
 
 def tree(entry: torch.Tensor, exit: torch.Tensor) -> Mask:
-    """Each position sees its ancestors and itself in a tree of candidates (speculative decoding).
+    """Each position sees its ancestors and itself in a tree of candidates (Miao et al., "SpecInfer").
 
     Args:
         entry, exit: integer tensors (seqlen_k,) with the depth-first entry and exit times of each position's node
@@ -114,7 +118,7 @@ def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dilated(step: int) -> Mask:
-    """Every `step`-th key, counted from the query: with a window, dilated sliding windows (LongNet, Longformer)."""
+    """Every `step`-th key, counted from the query; with a window, the dilated window of Beltagy et al., "Longformer"."""
     _integer("dilated step", step)
     return mask(lambda b, h, i, j: (i - j) % step == 0, lambda: f"dilated({step})")
 
@@ -149,7 +153,8 @@ def blocks(visible: torch.Tensor, block_size: int) -> Mask:
     """Block-sparse attention: pair (i, j) is visible where `visible[i // block_size, j // block_size]`.
 
     Args:
-        visible: bool tensor (q_blocks, k_blocks), (heads, q_blocks, k_blocks) or (batch, heads, q_blocks, k_blocks).
+        visible: bool tensor (blocks, blocks), (num_heads_q, blocks, blocks) or (batch, num_heads_q, blocks, blocks).
+            Its rows are blocks of positions on the key axis: both extents are ceil(seqlen_k / block_size).
     """
     _tensor("blocks map", visible, (2, 3, 4), "boolean")
     _integer("blocks block_size", block_size)
@@ -179,7 +184,7 @@ def alibi(slopes: torch.Tensor) -> Score:
     """ALiBi: s - slope * |i - j| (Press et al., "Train Short, Test Long").
 
     Args:
-        slopes: float tensor (heads,) or (batch, heads), differentiable.
+        slopes: float tensor (num_heads_q,) or (batch, num_heads_q), differentiable.
     """
     _tensor("alibi slopes", slopes, (1, 2), "floating-point")
     if slopes.ndim == 1:
@@ -188,7 +193,7 @@ def alibi(slopes: torch.Tensor) -> Score:
 
 
 def softcap(cap: float) -> Score:
-    """cap * tanh(s / cap): scores stay within (-cap, cap) (Gemma 2, Grok)."""
+    """cap * tanh(s / cap): scores stay within (-cap, cap) (Gemma Team, "Gemma 2")."""
     number = isinstance(cap, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(cap, bool)
     if not number or (isinstance(cap, (int, float)) and not 0 < cap < math.inf):
         raise InputError("softcap cap", got=repr(cap), expected="a finite number > 0")
@@ -201,7 +206,7 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
     Source: Raffel et al., "Exploring the Limits of Transfer Learning".
 
     Args:
-        table: float tensor (num_buckets, heads), differentiable.
+        table: float tensor (num_buckets, num_heads_q), differentiable.
         bidirectional: half of the buckets for keys after the query; else those share bucket 0.
         max_distance: distance from which on the last bucket is used.
     """

@@ -1,4 +1,4 @@
-"""Named problems, about ninety.
+"""Named problems.
 
 Every implementation is tested on each one that it can run, with every property that applies. Adding a mask or score to
 the library means adding a case here; nothing else.

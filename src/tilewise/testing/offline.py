@@ -103,8 +103,8 @@ def compile_call(call: Call, sm: int, row: str = "triton") -> list[Resources]:
     return [resources(kernel) for kernel in kernels]
 
 
-def resources(kernel: Any, sm: int | None = None) -> Resources:
-    """Registers, spills and shared memory of a compiled kernel (`sm` is no longer needed: the binary knows)."""
+def resources(kernel: Any) -> Resources:
+    """Registers, spills and shared memory of a compiled kernel."""
     import triton
 
     tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")

@@ -2,7 +2,7 @@
 
 Queries outside, keys inside: O, m and l of a tile live in registers from the first key to the last and are written
 once, so their traffic no longer grows with the number of key tiles. acc stays unnormalised until the end. (m, l)
-leave as one number a row, lse = m + ln l, all the backward pass needs. Query tiles are independent: each can have its
+leave as one number per row, lse = m + ln l, all the backward pass needs. Query tiles are independent: each can have its
 own processor. Causal masking is aligned bottom-right, so the last query sees the last key; a key tile that no query
 of the tile may see is neither loaded nor computed, and a row with no visible key gives o = 0 and lse = -inf.
 """

@@ -3,7 +3,7 @@
 Generating text, seqlen_q is 1 and rung 9 has one tile of work for a whole GPU. So the keys are cut into pieces that
 run at the same time, each giving a partial output o_s and its lse_s = ln(sum of exp scores). They merge exactly, in
 any order: lse = ln(sum of exp(lse_s)) and o = sum of exp(lse_s - lse) o_s. The price is the partial results, out and
-back once: splits·(head_dim_v + 1) elements a query, little beside K and V.
+back once: splits·(head_dim_v + 1) elements per query, little beside K and V.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def attention_with_lse(
     """As `attention`, with the log-sum-exp of each row's scores.
 
     Returns:
-        o as `attention` gives it, and lse: float32, natural logarithm, (batch, num_heads_q, seqlen_q), packed
-        (num_heads_q, total_q); -inf for a row that sees no key. Both are differentiable.
+        o as `attention` gives it, and lse: float32 (float64 for float64 input), natural logarithm, (batch,
+        num_heads_q, seqlen_q), packed (num_heads_q, total_q); -inf for a row that sees no key. Both are differentiable.
     """
     call = make_call(
         q,
@@ -93,8 +93,9 @@ def attention(
         sink: (num_heads_q,) logits that join the softmax's denominator and carry no value; differentiable.
         layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for tensors (total, heads, dim); None is dense.
         scale: factor of q k^T; default head_dim ** -0.5.
-        dropout: probability with which a weight is dropped; the rest are scaled by 1 / (1 - dropout).
-        seed: integer or int64 tensor that fixes the dropout mask; drawn from PyTorch's generator when None.
+        dropout: probability in [0, 1) with which a weight is dropped; the rest are scaled by 1 / (1 - dropout).
+        seed: integer, or int64 tensor of one element on the device of q, that fixes the dropout mask; drawn from
+            PyTorch's generator when None.
         deterministic: refuse anything whose bits could differ between runs.
         impl: name of an implementation (`tilewise.why` lists them); None picks the first that can.
 
@@ -102,8 +103,11 @@ def attention(
         (batch, seqlen_q, num_heads_q, head_dim_v), or (total_q, num_heads_q, head_dim_v) when packed; a query that
         sees no key, or whose every visible score is -inf, gives 0.
 
+    Differentiable once. On a GPU float32 products follow `torch.set_float32_matmul_precision`.
+
     Raises:
-        InputError, FormulaError: an argument is wrong. UnsupportedError: `impl` cannot run this call.
+        InputError, FormulaError: an argument is wrong.
+        UnsupportedError: `impl`, or without it every implementation, cannot run this call.
     """
     return attention_with_lse(
         q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout, seed=seed,
@@ -126,7 +130,10 @@ class Explanation:
 
 
 def why(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, impl: str | None = None, **arguments: Any) -> Explanation:
-    """Which implementation `attention` would run for these arguments (the same as its own), and why not the others."""
+    """Which implementation `attention` would run for these arguments (the same as its own), and why not the others.
+
+    Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.
+    """
     call = make_call(q, k, v, **arguments)
     if impl is not None:
         named(impl)

@@ -73,7 +73,7 @@ def check_tensors(q: Any, k: Any, v: Any, rank: int) -> None:
             "q",
             got=str(q.dtype),
             expected="float16, bfloat16, float32 or float64",
-            hint="low-bit input goes through quantize=",
+            hint="convert it, for example with .to(torch.bfloat16)",
         )
 
 
@@ -114,13 +114,13 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool
                 name,
                 got=f"head_dim {x.shape[-1]}",
                 expected="1 to 512",
-                hint="split the heads: they are what is narrow",
+                hint="split wide heads into several",
             )
 
 
 def check_sink(sink: Any, q: torch.Tensor) -> None:
-    """One floating-point logit a query head."""
-    expected = f"a floating-point tensor ({q.shape[-2]},) on {q.device}: one logit a query head"
+    """One floating-point logit per query head."""
+    expected = f"a floating-point tensor ({q.shape[-2]},) on {q.device}: one logit per query head"
     if (
         not isinstance(sink, torch.Tensor)
         or sink.shape != (q.shape[-2],)

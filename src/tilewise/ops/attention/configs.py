@@ -2,8 +2,7 @@
 formula.
 
 The rows of sm_90 in 16 bit up to head dimension 256 were chosen by timing on an H200 (benchmarks/NOTES.md); the
-others by compiling without
-spills.
+others by compiling with few spills (tests/compile/resources.json).
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Config:
     """block_m queries by block_n keys, warps, stages of the software pipeline, and whether tiles come through the
-    tensor
-    memory accelerator (sm_90 and newer)."""
+    tensor memory accelerator (sm_90 and newer).
+    """
 
     block_m: int
     block_n: int
@@ -27,9 +26,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration for head dimensions up to `width` (padded) and the named kinds of formula (all, if none is
-    named).
-    """
+    """A configuration for head dimensions up to `width` (padded) and for `kinds` of formula (all, if none is named)."""
 
     width: int
     config: Config
@@ -120,9 +117,10 @@ _TABLE: dict[tuple[str, int, int], tuple[Row, ...]] = {
 
 @functools.lru_cache(maxsize=1024)
 def config(kernel: str, sm: int, head_dim: int, head_dim_v: int, itemsize: int, kind: str = "plain") -> Config:
-    """The configuration of a kernel ('forward', 'keys', 'queries') on compute capability `sm` (80, 90, ...) for a
-    kind of formula
-    (see `variant.formula_kind`)."""
+    """The configuration of a kernel ('forward', 'keys', 'queries') on compute capability `sm` (80, 90, ...).
+
+    `kind` is the formula's (`variant.formula_kind`).
+    """
     width = max(padded(head_dim), padded(head_dim_v))
     if sm >= 120:
         sm = 80  # 99 KB of shared memory, as sm_86 and sm_89 have, which the rows of sm_80 leave room for

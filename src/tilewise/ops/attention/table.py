@@ -185,7 +185,7 @@ ROWS: tuple[Row, ...] = (
             _GPU,
             _dtypes(*_HALF, torch.float32),
             Need(
-                "deterministic=False where captured tensors take gradients by atomics",
+                "deterministic=False, or no captured tensor that takes a gradient (atomics)",
                 lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
             ),
         ),

@@ -1,6 +1,4 @@
-"""Host side of the portable Triton kernels: formulas become device functions, sizes become a grid, and kernels are
-launched.
-"""
+"""Host side of the Triton kernels: formulas become device functions, sizes become a grid, kernels are launched."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Few queries, many keys: the keys of one key/value head are split over programs, and partial results merge by
-log-sum-exp.
+"""Few queries, many keys: a head's keys are split over programs, and partial results merge by log-sum-exp.
 
 All queries of a group share the head's keys, so a program holds seqlen_q * group rows (Flash-Decoding, Dao et al.
 2023). The merge law: lse = log sum exp(lse_s), o = sum exp(lse_s - lse) o_s.
@@ -123,7 +122,7 @@ def attention_merge(
     O_PART, LSE_PART, SINK, O, LSE, stride_ob, stride_os, stride_oh, seqlen_q, splits,
     HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """One program a row (batch, query, head): fold its splits in order."""
+    """One program per row (batch, query, head): fold its splits in order."""
     pid = tl.program_id(0)
     row = pid.to(tl.int64)
     h = pid % HEADS

@@ -25,7 +25,7 @@ def tile_lists(
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: a tile of queries lists its tiles of keys, or with FOR_KEYS a tile of keys its tiles of
+    """One program per row: a tile of queries lists its tiles of keys, or with FOR_KEYS a tile of keys its tiles of
     queries. A row is laid out as `tiles.visit.visit` says.
 
     Rows are (batch, head, slot), or (head, slot) when packed; a tile that reaches beyond the other side's end is
