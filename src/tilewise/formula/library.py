@@ -118,7 +118,7 @@ def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dilated(step: int) -> Mask:
-    """Every `step`-th key, counted from the query; with a window, the dilated window of Beltagy et al., "Longformer"."""
+    """Every `step`-th key, counted from the query; with a window, that of Beltagy et al., "Longformer", dilated."""
     _integer("dilated step", step)
     return mask(lambda b, h, i, j: (i - j) % step == 0, lambda: f"dilated({step})")
 
