@@ -1,0 +1,1 @@
+"""What does not depend on attention: errors, GPUs, random bits, values read back."""

@@ -1,0 +1,1 @@
+"""Operations: one folder each."""

@@ -1,0 +1,1 @@
+"""Device building blocks of kernels and emitted formulas."""
