@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tilewise as tw
+from tilewise.adapters import sdpa
 from tilewise.core.errors import FormulaError, InputError
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.testing.cases import CASES
@@ -182,3 +184,12 @@ def test_what_only_values_tell_is_checked_when_a_compiled_region_runs() -> None:
     assert packed(q[0], torch.tensor([0, 3, 20], dtype=torch.int32)).shape == (20, 2, 8)
     with pytest.raises(InputError, match="layout cu_seqlens_q: got 3 after 22"):
         packed(q[0], torch.tensor([0, 22, 3, 20], dtype=torch.int32))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace.*:DeprecationWarning")
+def test_a_trace_keeps_the_operator_and_not_the_tiles_of_its_example() -> None:
+    q = torch.randn(1, 2, 300, 8)
+    masks = [torch.eye(300, dtype=torch.bool), torch.rand(300, 300) > 0.5]
+    traced = torch.jit.trace(lambda q, m: sdpa.scaled_dot_product_attention(q, q, q, attn_mask=m), (q, masks[0]))
+    for m in masks:
+        torch.testing.assert_close(traced(q, m), F.scaled_dot_product_attention(q, q, q, attn_mask=m))

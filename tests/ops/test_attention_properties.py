@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tilewise.core.errors import FormulaError
+from tilewise.core.errors import FormulaError, UnsupportedError
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, LENGTHS
@@ -114,6 +117,73 @@ def test_an_input_changed_in_place_before_backward_is_an_error(impl: str) -> Non
     k.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()
+
+
+CHANGED: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {}
+
+
+def changed(make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """A call of attention and one of the tensors that its backward reads."""
+    CHANGED[make.__name__] = make
+
+
+@changed
+def mask_tensor(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.arange(16) // 5
+    return tw.attention(q, q, q, mask=tw.document(ids)), ids
+
+
+@changed
+def score_tensor(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    slopes = torch.ones(2)
+    return tw.attention(q, q, q, score=tw.alibi(slopes)), slopes
+
+
+@changed
+def cumulative_lengths(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_seqlens = torch.tensor([0, 5, 16], dtype=torch.int32)
+    return tw.attention(q[0], q[0], q[0], layout=tw.Packed(cu_seqlens)), cu_seqlens
+
+
+@changed
+def seed_tensor(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    seed = torch.tensor([5])
+    return tw.attention(q, q, q, dropout=0.5, seed=seed), seed
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_the_backward_reads_may_not_change_before(name: str) -> None:
+    o, tensor = CHANGED[name](torch.randn(1, 16, 2, 8, requires_grad=True))
+    tensor.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("impl", ["cpu_tiled", "cpu_sdpa", "reference"])
+def test_autograd_alone_keeps_the_inputs(impl: str) -> None:
+    """Checkpointing frees activations, and saved-tensor hooks see each one."""
+    alive, packed = [], []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        q = x * 1.5
+        alive.append(weakref.ref(q))
+        return tw.attention(q, q, q, mask=tw.causal, impl=impl)
+
+    x = torch.randn(1, 32, 2, 8, requires_grad=True)
+    y = checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False)
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+    y.sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t):
+        tw.attention(x, x, x, mask=tw.causal, impl=impl).sum().backward()
+    assert packed.count(x.shape) == 4  # q, k, v and o
+
+
+def test_a_second_derivative_is_refused_not_dropped() -> None:
+    x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(tw.attention(x, x, x, mask=tw.causal).sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="a second derivative"):
+        gradient.square().sum().backward()
 
 
 def test_seed_is_drawn_from_pytorchs_generator() -> None:

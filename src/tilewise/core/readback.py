@@ -11,9 +11,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 T = TypeVar("T")
 
 
+def being_traced() -> bool:
+    """Inside torch.compile, torch.export or torch.jit.trace: what is kept are operators, not the Python around them."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
 def unreadable(tensor: torch.Tensor) -> bool:
     """Whether values cannot be read now: a compiled region, a fake tensor, or a CUDA graph being captured."""
-    if torch.compiler.is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if being_traced() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import FormulaError
-from tilewise.core.readback import host_range
+from tilewise.core.readback import being_traced, host_range
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr, as_expr
 from tilewise.formula.interval import Bounds, Extremum
@@ -33,7 +33,7 @@ def check_indices(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> 
 
     Where an index is itself read from a tensor, that tensor's values are looked at (once a version).
     """
-    if not bound.tensors or torch.compiler.is_compiling():
+    if not bound.tensors or being_traced():
         return
     slots = {table.slot for *_, entering in _index_bounds(bound.text) for table in entering}
     ranges = tuple(host_range(t) if slot in slots else (0, 0) for slot, t in enumerate(bound.tensors))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tilewise.core.readback import being_traced
 from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed
 from tilewise.ops.attention.problem import make_call
@@ -57,7 +58,7 @@ def attention_with_lse(
         deterministic=deterministic,
     )
     row = choose(call, impl)
-    return compiled(row, call) if torch.compiler.is_compiling() else eager(row, call)
+    return compiled(row, call) if being_traced() else eager(row, call)
 
 
 def attention(

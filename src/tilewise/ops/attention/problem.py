@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tilewise.core.readback import host_values
+from tilewise.core.readback import being_traced, host_values
 from tilewise.formula.check import check_indices, reads_values
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.structure import Bound
@@ -98,6 +98,30 @@ class Call:
     def head_dim_v(self) -> int:
         return self.v.shape[-1]
 
+    def give_up_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Every tensor of the call, which then holds none: autograd keeps them, with its hooks and version counts."""
+        mask, score = self.mask, self.score
+        captured = (*(mask.tensors if mask is not None else ()), *(score.tensors if score is not None else ()))
+        tensors = (self.q, self.k, self.v, self.sink, self.cu_seqlens_q, self.cu_seqlens_k, self.seed, *captured)
+        self.q = self.k = self.v = None  # type: ignore[assignment]
+        self.sink = self.cu_seqlens_q = self.cu_seqlens_k = self.seed = None
+        self.mask = mask and Bound(mask.text, (), mask.numbers)
+        self.score = score and Bound(score.text, (), score.numbers)
+        return tensors
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Call:
+        """The call that gave these tensors up."""
+        q, k, v, sink, cu_q, cu_k, seed, *captured = tensors
+        mask, score = self.mask, self.score
+        in_score = len(self.grad_captured)
+        if mask is not None:
+            mask = Bound(mask.text, tuple(captured[: len(captured) - in_score]), mask.numbers)
+        if score is not None:
+            score = Bound(score.text, tuple(captured[len(captured) - in_score :]), score.numbers)
+        return replace(
+            self, q=q, k=k, v=v, sink=sink, mask=mask, score=score, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seed=seed
+        )
+
     def new_output(self) -> torch.Tensor:
         q = self.q
         if q.shape[-1] == self.v.shape[-1]:
@@ -183,7 +207,7 @@ _checked: set[Any] = set()  # signatures and numbers of calls whose tensors were
 def signature_of(q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None, packed: bool) -> Signature | None:
     """The signature of these arguments; None while compiling, or for what is no tensor."""
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-    if torch.compiler.is_compiling() or not tensors or not q.ndim == k.ndim == v.ndim == 4 - packed:
+    if being_traced() or not tensors or not q.ndim == k.ndim == v.ndim == 4 - packed:
         return None
     parts: list[Any] = [packed]
     for x in (q, k, v):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tilewise.core.errors import UnsupportedError
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
 from tilewise.ops.attention.problem import Call, check_values, signature_of
@@ -51,19 +52,39 @@ class _Attention(torch.autograd.Function):
         ctx: Any, row: Row, call: Call, q: Any, k: Any, v: Any, sink: Any, *captured: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = run_forward(row, call)
+        ctx.save_for_backward(o, lse, *call.give_up_tensors())
         ctx.row, ctx.call = row, call
-        ctx.save_for_backward(q, k, v, sink, o, lse, *captured)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        _, _, _, _, o, lse, *_ = ctx.saved_tensors  # raises if an input was changed in place since
-        if do is None:
-            do = torch.zeros_like(o)
-        grads = run_backward(ctx.row, ctx.call, o, lse, _unit_stride(do), dlse)
-        return (None, None, grads.dq, grads.dk, grads.dv, grads.dsink, *grads.captured)
+        o, lse, *tensors = ctx.saved_tensors  # raises if one was changed in place since
+        call = ctx.call.with_tensors(tensors)
+        with torch.no_grad():
+            do = torch.zeros_like(o) if do is None else do
+            grads = run_backward(ctx.row, call, o, lse, _unit_stride(do), dlse)
+        found = (grads.dq, grads.dk, grads.dv, grads.dsink, *grads.captured)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = _Once.apply(o, *found)  # type: ignore[no-untyped-call]
+        return (None, None, *found)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are; differentiating them again raises, instead of leaving attention out of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, o: torch.Tensor, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(
+            "attention",
+            got="a second derivative",
+            expected="first derivatives",
+            hint="PyTorch's scaled_dot_product_attention with the MATH back end has second ones",
+        )
 
 
 def _unit_stride(do: torch.Tensor) -> torch.Tensor:
