@@ -248,6 +248,10 @@ def test_bad_input() -> None:
         (InputError, "window_size", lambda: flash_attn.flash_attn_func(q, k, v, window_size=(1, 2, 3))),
         (InputError, "qkv", lambda: flash_attn.flash_attn_qkvpacked_func(torch.zeros(1, 8, 2, 2, 8))),
         (InputError, "kv", lambda: flash_attn.flash_attn_varlen_kvpacked_func(q[0], k[0], cu, cu, 8, 8)),
+        (InputError, "window_size", lambda: flash_attn.flash_attn_func(q, k, v, window_size=4)),
+        (InputError, "alibi_slopes", lambda: flash_attn.flash_attn_func(q, k, v, alibi_slopes=torch.rand(3))),
+        (InputError, "max_seqlen_k", lambda: flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], cu, cu, 8, 5, return_attn_probs=True)),
         (InputError, "^v: ", lambda: flash_attn.flash_attn_func(q, k, None)),
         (InputError, "dropout", lambda: flash_attn.flash_attn_func(q, k, v, dropout_p=1.0)),
     ]  # fmt: skip

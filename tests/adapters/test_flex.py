@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -255,6 +256,41 @@ def test_no_dense_mask_is_built() -> None:
     assert mask.to_tile_map().classes.numel() == 512 * 512
     # a row of 128 queries sees its own tile, 7 full ones and the oldest, partly
     assert mask.kv_num_blocks[0, 0, 100] + mask.full_kv_num_blocks[0, 0, 100] == 9
+
+
+def test_an_assigned_mask_mod_is_the_mask() -> None:
+    tensors = [x.detach() for x in leaves((1, 2, N, 8), (1, 2, N, 8), (1, 2, N, 8))]
+    found = []
+    for library in (flex, torch_flex):
+        mask = library.create_block_mask(causal, None, None, N, N, device="cpu", BLOCK_SIZE=16)
+        mask.mask_mod = torch_flex.and_masks(mask.mask_mod, lambda b, h, q, k: q - k < 9)
+        found.append(mask)
+    expected, plain = (torch_flex.flex_attention(*(x.to(dtype) for x in tensors), block_mask=found[1])
+                       for dtype in (torch.float64, torch.float32))  # fmt: skip
+    assert_close(flex.flex_attention(*tensors, block_mask=found[0]), expected, plain)
+
+
+def test_block_masks_can_be_pickled() -> None:
+    for source in (causal, tw.causal & tw.window(5), tw.prefix(PREFIX)):
+        mask = flex.create_block_mask(source, BATCH, None, 40, N, device="cpu", BLOCK_SIZE=16)
+        again = pickle.loads(pickle.dumps(mask))
+        assert torch.equal(again.to_tile_map().classes, mask.to_tile_map().classes)
+        assert (again.shape, again.BLOCK_SIZE, repr(again)) == (mask.shape, mask.BLOCK_SIZE, repr(mask))
+
+
+def test_autocast_casts_like_pytorch() -> None:
+    tensors = [x.detach() for x in leaves((1, 2, 20, 8), (1, 2, 20, 8), (1, 2, 20, 8))]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flex.flex_attention(*tensors).dtype == torch_flex.flex_attention(*tensors).dtype == torch.bfloat16
+        mixed = flex.flex_attention(tensors[0], *(x.bfloat16() for x in tensors[1:]))
+    assert mixed.dtype == torch.bfloat16
+
+
+def test_pytorchs_block_mask_inside_a_compiled_region(through_dynamo: None) -> None:
+    tensors = [x.detach() for x in leaves((1, 2, N, 8), (1, 2, N, 8), (1, 2, N, 8))]
+    mask = torch_flex.create_block_mask(causal, None, None, N, N, device="cpu", BLOCK_SIZE=16)
+    compiled = torch.compile(lambda *x: flex.flex_attention(*x, block_mask=mask), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), flex.flex_attention(*tensors, block_mask=mask))
 
 
 def test_moving_a_block_mask_takes_its_tensors_along() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import bias
 
 import tilewise as tw
-from tests.adapters.dense import as_double, as_leaves, assert_close, leaves
+from tests.adapters.dense import as_double, as_leaves, assert_close, dense, leaves
 from tilewise.adapters import sdpa
 from tilewise.core.errors import InputError
 
@@ -93,6 +94,18 @@ def test_gradients_with_masks(shape: tuple[int, ...]) -> None:
     hidden = mask.detach().masked_fill(~visible, -torch.inf)
     if visible.shape[-1] > 1:
         compare(tensors, hidden)
+
+
+@pytest.mark.parametrize("sizes", [(7, 7), (4, 9), (9, 4)], ids=str)
+@pytest.mark.parametrize("corner", [bias.causal_upper_left, bias.causal_lower_right], ids=lambda f: f.__name__)
+def test_causal_biases_are_masks(corner: Any, sizes: tuple[int, int]) -> None:
+    tensors = [x.detach() for x in leaves((1, 2, sizes[0], 8), (1, 2, sizes[1], 8), (1, 2, sizes[1], 8))]
+    mask = corner(*sizes)
+    keep = torch.ones(sizes, dtype=torch.bool).tril(0 if corner is bias.causal_upper_left else sizes[1] - sizes[0])
+    expected, plain = (dense(*(x.to(dtype) for x in tensors), keep)[0] for dtype in (torch.float64, torch.float32))
+    assert_close(sdpa.scaled_dot_product_attention(*tensors, attn_mask=mask), expected, plain)
+    with pytest.raises(InputError, match="causal bias"):
+        sdpa.scaled_dot_product_attention(*tensors, attn_mask=corner(3, 3))
 
 
 def test_rows_that_see_nothing_give_zero() -> None:

@@ -47,8 +47,6 @@ SIDES = ("none", "left", "right")
 
 def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A tiny random model in float64 or float32; the same weights for a name."""
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"this transformers has no {name}")
     config = getattr(transformers, f"{name}Config")(**{**BASE, **MODELS[name], **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="eager")
@@ -331,10 +329,42 @@ def test_a_mask_function_that_cannot_be_traced_is_built_in_full() -> None:
     assert mask.dtype == torch.bool
 
 
-def test_paged_caches_are_refused() -> None:
+@pytest.mark.parametrize("name", ["cache", "indices", "block_indices", "sinks"])
+def test_what_would_change_the_result_if_ignored_is_refused(name: str) -> None:
     q, k, v = leaves((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
-    with pytest.raises(UnsupportedError, match="paged"):
-        adapter.attention_forward(torch.nn.Module(), q, k, v, None, cache=object())
+    with pytest.raises(UnsupportedError, match=name):
+        adapter.attention_forward(torch.nn.Module(), q, k, v, None, **{name: torch.zeros(1)})
+
+
+def test_a_prepared_mask_gives_some_of_its_queries() -> None:
+    whole = adapter.attention_mask(
+        2, 5, 10, q_offset=5, attention_mask=torch.tensor([[True] * 10, [False] + [True] * 9])
+    )
+    assert whole.ndim == 4
+    place = {"b": torch.arange(2)[:, None, None, None], "h": torch.tensor(0), "j": torch.arange(10)}
+    every = whole.mask_for(5, 10).evaluate(i=torch.arange(5, 10)[:, None], **place)
+    for queries in (slice(-1, None), slice(0, None), slice(1, 3)):
+        part = whole[:, :, queries, :]
+        first, last, _ = queries.indices(5)
+        assert part.shape == (2, 1, last - first, 10)
+        rows = torch.arange(10 - (last - first), 10)[:, None]
+        assert torch.equal(part.mask_for(last - first, 10).evaluate(i=rows, **place), every[:, :, queries])
+    with pytest.raises(UnsupportedError, match="adds masks to its scores"):
+        torch.zeros(2, 1, 5, 10) + whole
+
+
+def test_layers_that_share_keys_and_values() -> None:
+    """Gemma 4's last layers run on the last queries alone while a prompt is read, with a slice of the mask."""
+    types = ["sliding_attention", "full_attention"] * 2
+    sizes = {**BASE, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 97}
+    config = transformers.Gemma4TextConfig(**sizes, sliding_window=4, layer_types=types)
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    inputs, found = batch("left", 9), []
+    for implementation in ("tilewise", "eager"):
+        model.set_attn_implementation(implementation)
+        found.append(model.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0))
+    assert torch.equal(*found)
 
 
 def test_register_needs_a_transformers_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from tilewise.core.errors import FormulaError, UnsupportedError
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, LENGTHS
+from tilewise.testing.inputs import make_inputs
 from tilewise.testing.matrix import PROPERTIES, Check, name_of, property_matrix, runnable
 from tilewise.testing.properties import Setting, can_run
 
@@ -107,6 +108,17 @@ def test_empty_inputs(impl: str) -> None:
             assert torch.equal(lse, sink.detach()[None, :, None].expand_as(lse))
             (dsink,) = torch.autograd.grad(lse.sum(), sink)
             assert torch.equal(dsink, torch.full_like(sink, batch * seqlen_q))
+
+
+@pytest.mark.parametrize("name", ["window", "document_window", "relative_bias", "dropout_causal", "bias_batch"])
+def test_a_default_device_changes_nothing(name: str) -> None:
+    """Tensors say where a call runs; a context that puts new tensors elsewhere is the caller's own."""
+    for impl in ("cpu_tiled", "reference"):
+        inputs, other = (make_inputs(CASES[name].with_(batch=1), torch.float32) for _ in range(2))
+        plain = properties.run(Setting(impl), inputs)
+        with torch.device("meta"):
+            elsewhere = properties.run(Setting(impl), other)
+        properties.same_bits(plain, elsewhere, "another default device")
 
 
 @pytest.mark.parametrize("impl", ["cpu_tiled", "cpu_sdpa"])

@@ -207,13 +207,15 @@ def _mask(causal: bool, window_size: tuple[int | None, int | None]) -> tw.Mask |
     return tw.window(left + 1, right)
 
 
-def _score(softcap: float | None, alibi_slopes: torch.Tensor | None) -> tw.Score | None:
+def _score(softcap: float | None, alibi_slopes: torch.Tensor | None, batch: int, heads: int) -> tw.Score | None:
     softcap = 0.0 if softcap is None else softcap
     if softcap < 0.0:
         raise InputError("softcap", got=softcap, expected="0 for none, or a number > 0")
     score = tw.softcap(softcap) if softcap else None
     if alibi_slopes is None:
         return score
+    if alibi_slopes.shape not in ((heads,), (batch, heads)):
+        raise InputError("alibi_slopes", got=tuple(alibi_slopes.shape), expected=f"{(heads,)} or {(batch, heads)}")
     return tw.alibi(alibi_slopes) if score is None else score >> tw.alibi(alibi_slopes)
 
 
@@ -231,10 +233,14 @@ def _attention(
     max_seqlens: tuple[Any, Any] = (0, 0),
 ) -> Result:
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
-    if len(window_size) != 2:
-        raise InputError("window_size", got=window_size, expected="(left, right)")
+    sides = window_size if isinstance(window_size, (tuple, list)) else ()
+    if len(sides) != 2 or not all(side is None or isinstance(side, int) for side in sides):
+        raise InputError(
+            "window_size", got=repr(window_size), expected="(left, right), integers", hint="-1 is no limit"
+        )
     q, k, v = (_unit_stride(x) for x in (q, k, v))
-    mask, score = _mask(causal, window_size), _score(softcap, alibi_slopes)
+    batch = layout.batch if layout is not None else q.shape[0]
+    mask, score = _mask(causal, window_size), _score(softcap, alibi_slopes, batch, q.shape[-2])
     seed = None
     if return_attn_probs and dropout_p:  # drawn here so that S_dmask shows the same pattern
         seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=q.device)
@@ -278,6 +284,10 @@ def _probabilities(
         keys = [slice(a, b) for a, b in pairwise(cu_k)]
         parts = [(b, q[r], k[c], lse[:, r]) for b, (r, c) in enumerate(zip(rows, keys, strict=True))]
         extents = (int(max_seqlens[0]), int(max_seqlens[1]))
+        longest = tuple(max((b - a for a, b in pairwise(ends)), default=0) for ends in (cu_q, cu_k))
+        for name, got, least in zip(("max_seqlen_q", "max_seqlen_k"), extents, longest, strict=True):
+            if got < least:
+                raise InputError(name, got=got, expected=f"at least {least}, the longest sequence")
     heads = q.shape[-2]
     result = torch.zeros(len(parts), heads, *extents, dtype=q.dtype, device=q.device)
     for b, q_b, k_b, lse_b in parts:

@@ -12,11 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, and_masks, create_mask, noop_mask, or_masks
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    FlexKernelOptions,
+    and_masks,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import tilewise as tw
-from tilewise.adapters.axes import raw_mask, raw_score, seqlen_first
+from tilewise.adapters.axes import autocast, raw_mask, raw_score, seqlen_first
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.formula.expr import Expr, load
 from tilewise.formula.walk import transform
@@ -26,6 +34,7 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "FlexKernelOptions",
     "and_masks",
     "create_block_mask",
     "create_mask",
@@ -66,9 +75,20 @@ class BlockMask(TorchBlockMask):
         self.BLOCK_SIZE = block_size
         self.device = torch.device(device)
         self._lead = (shape[0], shape[1])
-        self._masks: dict[int, tw.Mask | None] = {}
+        self.mask_mod = mask_mod
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """The mask as PyTorch's FlexAttention takes it; what is assigned is traced anew."""
+        return self._evaluated
+
+    @mask_mod.setter
+    def mask_mod(self, mask_mod: MaskMod | tw.Mask | None) -> None:
         self._source = mask_mod
-        self.mask_mod = _mask_mod(mask_mod, shape[3] - shape[2])
+        self._evaluated = _mask_mod(mask_mod, self.seq_lengths[1] - self.seq_lengths[0])
+        self._masks: dict[int, tw.Mask | None] = {}
+        for lazy in _LAZY:
+            self.__dict__.pop(lazy, None)
         self.mask_for(*self.seq_lengths)
 
     def mask_for(self, seqlen_q: int, seqlen_k: int) -> tw.Mask | None:
@@ -131,6 +151,9 @@ class BlockMask(TorchBlockMask):
     def __getitem__(self, index: Any) -> Any:
         return self.to_torch()[index]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _block_mask, (self._source, self.shape, self.BLOCK_SIZE, self.device)
+
     @classmethod
     def from_kv_blocks(cls, *args: Any, **options: Any) -> TorchBlockMask:  # type: ignore[override]
         """PyTorch's own BlockMask of lists of tiles, which `flex_attention` takes too."""
@@ -154,6 +177,10 @@ class BlockMask(TorchBlockMask):
         return f"BlockMask({self.mask_for(*self.seq_lengths)!r}, shape={self.shape}, block_size={self.BLOCK_SIZE})"
 
     __str__ = __repr__
+
+
+def _block_mask(source: Any, shape: Any, block_size: Any, device: Any) -> BlockMask:
+    return BlockMask(source, shape=shape, block_size=block_size, device=device)
 
 
 def _mask_mod(source: MaskMod | tw.Mask | None, shift: int) -> MaskMod:
@@ -229,7 +256,7 @@ def _from_torch(block_mask: TorchBlockMask) -> MaskMod | None:
         return None
     listed = TileMap.from_block_mask(block_mask).classes
     batch, heads = listed.shape[:2]
-    if mask_mod is not noop_mask:
+    if mask_mod is not noop_mask and not torch.compiler.is_compiling():  # which could not act on the outcome
         own = BlockMask(
             mask_mod,
             shape=(batch, heads, seqlen_q, seqlen_k),
@@ -303,7 +330,7 @@ def flex_attention(
     mask = None if block_mask is None else mask_of(_fitting(block_mask, seqlen_q, seqlen_k), seqlen_q, seqlen_k)
     if score_mod is not None and not isinstance(score_mod, tw.Score):
         score_mod = raw_score(score_mod, seqlen_k - seqlen_q)
-    q, k, v = (seqlen_first(x) for x in (query, key, value))
+    q, k, v = (seqlen_first(x) for x in autocast(query, key, value))
     o, lse = tw.attention_with_lse(q, k, v, mask=mask, score=score_mod, scale=scale)
     o = o.transpose(1, 2)
     if return_aux is not None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import tilewise as tw
 from tilewise.adapters.axes import autocast, broadcast_load, raw_index, raw_mask, seqlen_first
@@ -36,6 +37,7 @@ def scaled_dot_product_attention(
         query: (..., num_heads_q, seqlen_q, head_dim); 2-D and 3-D tensors have no heads or no batch.
         key, value: (..., num_heads_kv, seqlen_k, head_dim and head_dim_v); leading dimensions broadcast.
         attn_mask: bool or float, broadcastable to (..., num_heads_q, seqlen_q, seqlen_k); a float one takes a gradient.
+            Or one of `torch.nn.attention.bias`: `causal_upper_left`, `causal_lower_right`.
         dropout_p: probability with which a weight is dropped, also in eval mode, as PyTorch's.
         is_causal: query q sees keys 0 to q.
         scale: factor of query key^T; default head_dim ** -0.5.
@@ -58,8 +60,13 @@ def scaled_dot_product_attention(
 
     mask: tw.Mask | None = None
     score: tw.Score | None = None
-    if is_causal:
-        mask = tw.causal if shift == 0 else raw_mask(_top_left, shift)
+    if isinstance(attn_mask, CausalBias):
+        sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+        if sizes != (seqlen_q, seqlen_k):
+            raise InputError("attn_mask", got=f"a causal bias of {sizes}", expected=f"{(seqlen_q, seqlen_k)}")
+        is_causal = attn_mask.variant == CausalVariant.UPPER_LEFT
+    if is_causal or isinstance(attn_mask, CausalBias):
+        mask = raw_mask(_top_left, shift) if is_causal and shift else tw.causal
     elif attn_mask is not None:
         table = _table(attn_mask, lead, seqlen_q, seqlen_k)
         if attn_mask.dtype == torch.bool:

@@ -61,6 +61,28 @@ class _Mask(flex.BlockMask):
         self._function, self._offsets = function, offsets
         super().__init__(lambda b, h, q, k: function(b, h, q + q_offset, k + kv_offset), shape=shape, device=device)
 
+    ndim = 4  # of (batch, heads, seqlen_q, seqlen_k), as the tensor in whose place it stands
+
+    def __getitem__(self, index: Any) -> Any:
+        """Some of the queries: models slice a prepared mask as they slice their hidden states."""
+        everything = slice(None)
+        if not (isinstance(index, tuple) and len(index) > 2 and isinstance(index[2], slice)):
+            return super().__getitem__(index)
+        if any(part != everything for part in (*index[:2], *index[3:])) or index[2].step not in (None, 1):
+            return super().__getitem__(index)
+        start, stop, _ = index[2].indices(self.seq_lengths[0])
+        offsets = (self._offsets[0] + start, self._offsets[1])
+        shape = (*self._lead, max(stop - start, 0), self.seq_lengths[1])
+        return _Mask(self._function, offsets, shape, self.device)
+
+    def __radd__(self, scores: Any) -> Any:
+        raise UnsupportedError(
+            "attn_implementation",
+            got="a model that adds masks to its scores itself",
+            expected="one that uses transformers' attention interface",
+            hint="load it with attn_implementation='eager'",
+        )
+
     def mask_for(self, seqlen_q: int, seqlen_k: int) -> tw.Mask | None:
         shift, (q_offset, kv_offset) = seqlen_k - seqlen_q, self._offsets
         if shift not in self._masks:
@@ -167,10 +189,13 @@ def attention_forward(
         (batch, seqlen_q, num_heads_q, head_dim_v), and None for the weights, which are never built.
 
     Raises:
-        UnsupportedError: a paged cache (continuous batching).
+        UnsupportedError: a paged cache (continuous batching), or a model that selects keys or sinks for each query.
     """
     if kwargs.get("cache") is not None:
         raise UnsupportedError("cache", got="a paged cache", expected="none", hint="generate() without paging works")
+    for name in ("indices", "block_indices", "sinks"):  # what ignoring would change the result
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(name, got="a tensor", expected="None", hint="use attn_implementation='eager'")
     sizes = (query.shape[-2], key.shape[-2])
     shift = sizes[1] - sizes[0]
     score = None if not softcap else tw.softcap(float(softcap))

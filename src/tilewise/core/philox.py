@@ -52,5 +52,5 @@ def keep_mask(seed: int, dropout: float, row: torch.Tensor, i: torch.Tensor, j: 
 
 def threshold(dropout: float) -> int:
     """Scores whose word is below this are dropped; the probability is rounded to float32, as it travels to kernels."""
-    rounded = float(torch.tensor(dropout, dtype=torch.float32))
+    rounded = float(torch.tensor(dropout, dtype=torch.float32, device="cpu"))
     return int(min(rounded * 2.0**32, 4294967040.0))

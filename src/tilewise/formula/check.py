@@ -59,8 +59,9 @@ def _check(
 ) -> None:
     batch, heads, first, seqlen_k = sizes
     ends = {"i0": first, "i1": seqlen_k - 1, "j0": 0, "j1": seqlen_k - 1, "block_i": 1, "block_j": 1}
-    symbols = {name: torch.tensor(value) for name, value in ends.items()}
-    symbols |= {"b": torch.arange(batch)[:, None], "h": torch.arange(heads)}  # every one: an index need not be monotone
+    symbols = {name: torch.tensor(value, device="cpu") for name, value in ends.items()}
+    # every b and h: an index need not be monotone in them
+    symbols |= {"b": torch.arange(batch, device="cpu")[:, None], "h": torch.arange(heads, device="cpu")}
     for slot, dim, index, low, high, entering in _index_bounds(text):
         limit = shapes[slot][dim]
         shown = render(transform(index, lambda node, _: as_expr(numbers[node.value]) if node.op == "num" else None))
@@ -92,5 +93,6 @@ def _values(
     entering: tuple[Extremum, ...],
 ) -> torch.Tensor:
     """One bound for every batch element and head; a table of captured values is the tensor's whole range."""
-    tables = [torch.tensor(ranges[t.slot][t.kind == "max"]).reshape([1] * len(t.dims)) for t in entering]
+    ends = [ranges[t.slot][t.kind == "max"] for t in entering]
+    tables = [torch.tensor(end, device="cpu").reshape([1] * len(t.dims)) for end, t in zip(ends, entering, strict=True)]
     return evaluate([bound], symbols, (), numbers, torch.float64, tables)[0]

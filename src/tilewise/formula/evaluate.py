@@ -91,15 +91,13 @@ def _value(
         return torch.as_tensor(value, dtype=types[node.kind], device=device)
     if node.op in ("load", "table"):
         source = sources[node.op == "table"][node.value]
-        picked = source[tuple(args)] if args else source
-        return torch.as_tensor(picked, dtype=types[node.kind])
+        picked: torch.Tensor = source[tuple(args)] if args else source
+        return picked.to(types[node.kind])
     if node.op.startswith("to_"):
         if node.kind == "int" and args[0].is_floating_point():
             return args[0].trunc().to(torch.int64)
         return args[0].to(types[node.kind])
     if node.op == "where":
         return torch.where(args[0], args[1], args[2])
-    if len(args) == 1:
-        result: torch.Tensor = _UNARY[node.op](args[0])
-        return result
-    return torch.as_tensor(_BINARY[node.op](args[0], args[1]))
+    result: torch.Tensor = _UNARY[node.op](args[0]) if len(args) == 1 else _BINARY[node.op](args[0], args[1])
+    return result

@@ -121,8 +121,8 @@ class _Sequence:
         self.call = call
         self.compute = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         self.shift = call.rows_k - call.rows_q
-        self.b = torch.arange(call.first_batch, call.first_batch + call.batch)[:, None, None, None]
-        self.h = torch.arange(call.num_heads_q)[:, None, None]
+        self.b = torch.arange(call.first_batch, call.first_batch + call.batch, device="cpu")[:, None, None, None]
+        self.h = torch.arange(call.num_heads_q, device="cpu")[:, None, None]
         self.slope: Expr | None = None
         self.captured: list[tuple[Expr, Expr]] = []  # (load, its gradient)
         if call.score is not None:
@@ -154,7 +154,8 @@ class _Sequence:
         """int8 (query tiles, key tiles): visited if any batch element or head needs it, FULL only if all have it so."""
         call = self.call
         if call.mask is None:
-            return torch.full((-(-call.rows_q // BLOCK_M), -(-call.rows_k // BLOCK_N)), FULL, dtype=torch.int8)
+            tiles = (-(-call.rows_q // BLOCK_M), -(-call.rows_k // BLOCK_N))
+            return torch.full(tiles, FULL, dtype=torch.int8, device="cpu")
         classes = classify(
             call.mask,
             seqlen_q=call.rows_q,
@@ -169,8 +170,8 @@ class _Sequence:
         return torch.where(low == high, low, torch.where(high > 0, 1, 0).to(torch.int8))
 
     def _symbols(self, rows: slice, keys: slice) -> dict[str, torch.Tensor]:
-        i = torch.arange(rows.start, rows.stop)[:, None] + self.shift
-        return {"b": self.b, "h": self.h, "i": i, "j": torch.arange(keys.start, keys.stop)}
+        i = torch.arange(rows.start, rows.stop, device="cpu")[:, None] + self.shift
+        return {"b": self.b, "h": self.h, "i": i, "j": torch.arange(keys.start, keys.stop, device="cpu")}
 
     def _grouped(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
         """(batch, rows, heads_q, dim) -> (batch, heads_kv, group * rows, dim)."""
