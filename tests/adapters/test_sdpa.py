@@ -168,6 +168,9 @@ def test_bad_input() -> None:
     }.items():
         with pytest.raises(InputError, match=name):
             sdpa.scaled_dot_product_attention(q, k, v, **arguments)
+    jagged = torch.nested.nested_tensor([torch.zeros(n, 2, 8) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(InputError, match="key: got a nested tensor"):
+        sdpa.scaled_dot_product_attention(q, jagged, v)
     with pytest.raises(InputError, match="broadcast"):
         sdpa.scaled_dot_product_attention(q, k[:, :1].expand(-1, 3, -1, -1), v)
 

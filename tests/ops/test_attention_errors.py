@@ -149,6 +149,13 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
         "reaches 0 to 1",
     ),
     "index_beyond_heads": ({"score": tw.alibi(tensors(3))}, FormulaError, "score: index 0", "reaches 0 to 3"),
+    "q_nested": ({"q": torch.nested.nested_tensor([tensors(6, 4, 8)] * 2)}, InputError, "q", "nested"),
+    "k_jagged": (
+        {"k": torch.nested.nested_tensor([tensors(9, 2, 8), tensors(3, 2, 8)], layout=torch.jagged)},
+        InputError,
+        "k",
+        "nested",
+    ),
     "q_sparse": ({"q": tensors(2, 6, 4, 8).to_sparse()}, InputError, "q", "sparse"),
     "captured_complex": (
         {"score": lambda s, b, h, i, j: s + COMPLEX[h]},

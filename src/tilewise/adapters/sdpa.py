@@ -49,6 +49,10 @@ def scaled_dot_product_attention(
     Raises:
         InputError: what PyTorch refuses too (heads that differ without `enable_gqa`, `attn_mask` with `is_causal`).
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.is_nested:
+            hint = "tilewise.attention(layout=tilewise.Packed(cu_seqlens)) runs sequences of different lengths"
+            raise InputError(name, got="a nested tensor", expected="a dense tensor", hint=hint)
     if min(query.ndim, key.ndim, value.ndim) < 2:
         raise InputError("query", got=f"shape {tuple(query.shape)}", expected="tensors (..., seqlen, dim)")
     if attn_mask is not None and is_causal:

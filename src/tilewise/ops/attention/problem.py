@@ -209,6 +209,8 @@ def signature_of(q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     if being_traced() or not tensors or not q.ndim == k.ndim == v.ndim == 4 - packed:
         return None
+    if q.is_nested or k.is_nested or v.is_nested:  # which have no shape
+        return None
     parts: list[Any] = [packed]
     for x in (q, k, v):
         parts += (x.dtype, x.device, x.shape, x.stride())
