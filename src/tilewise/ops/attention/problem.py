@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,30 +97,6 @@ class Call:
     @property
     def head_dim_v(self) -> int:
         return self.v.shape[-1]
-
-    def give_up_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Every tensor of the call, which then holds none: autograd keeps them, with its hooks and version counts."""
-        mask, score = self.mask, self.score
-        captured = (*(mask.tensors if mask is not None else ()), *(score.tensors if score is not None else ()))
-        tensors = (self.q, self.k, self.v, self.sink, self.cu_seqlens_q, self.cu_seqlens_k, self.seed, *captured)
-        self.q = self.k = self.v = None  # type: ignore[assignment]
-        self.sink = self.cu_seqlens_q = self.cu_seqlens_k = self.seed = None
-        self.mask = mask and Bound(mask.text, (), mask.numbers)
-        self.score = score and Bound(score.text, (), score.numbers)
-        return tensors
-
-    def with_tensors(self, tensors: Sequence[Any]) -> Call:
-        """The call that gave these tensors up."""
-        q, k, v, sink, cu_q, cu_k, seed, *captured = tensors
-        mask, score = self.mask, self.score
-        in_score = len(self.grad_captured)
-        if mask is not None:
-            mask = Bound(mask.text, tuple(captured[: len(captured) - in_score]), mask.numbers)
-        if score is not None:
-            score = Bound(score.text, tuple(captured[len(captured) - in_score :]), score.numbers)
-        return replace(
-            self, q=q, k=k, v=v, sink=sink, mask=mask, score=score, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seed=seed
-        )
 
     def new_output(self) -> torch.Tensor:
         q = self.q

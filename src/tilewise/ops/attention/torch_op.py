@@ -6,6 +6,7 @@ Both lead to the same two functions, `run_forward` and `run_backward`, which pic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,15 +53,18 @@ class _Attention(torch.autograd.Function):
         ctx: Any, row: Row, call: Call, q: Any, k: Any, v: Any, sink: Any, *captured: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = run_forward(row, call)
-        ctx.save_for_backward(o, lse, *call.give_up_tensors())
+        masking = call.mask.tensors if call.mask is not None else ()
+        packing = (call.cu_seqlens_q, call.cu_seqlens_k, call.seed)
+        ctx.save_for_backward(o, lse, q, k, v, sink, *captured, *masking, *packing)
+        call.q = call.k = call.v = None  # type: ignore[assignment]  # autograd alone keeps what is large
         ctx.row, ctx.call = row, call
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        o, lse, *tensors = ctx.saved_tensors  # raises if one was changed in place since
-        call = ctx.call.with_tensors(tensors)
+        o, lse, q, k, v, *_ = ctx.saved_tensors  # raises if one was changed in place since
+        call = replace(ctx.call, q=q, k=k, v=v)
         with torch.no_grad():
             do = torch.zeros_like(o) if do is None else do
             grads = run_backward(ctx.row, call, o, lse, _unit_stride(do), dlse)
