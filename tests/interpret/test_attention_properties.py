@@ -112,6 +112,25 @@ def test_any_number_of_splits_gives_the_same(
     assert splits == {expected}
 
 
+def test_a_window_is_shared_among_all_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is visible is divided, not the whole sequence, of which a window is the end."""
+    plan, parts = triton_decode._plan, []
+
+    def watched(call: Call) -> tuple[Plan, Plan, int]:
+        split, merge, splits = plan(call)
+        launch = split.launch
+        monkeypatch.setattr(split, "launch", lambda tensors, *rest: (launch(tensors, *rest), parts.append(tensors[4])))
+        return split, merge, splits
+
+    monkeypatch.setattr(triton_decode, "_num_sms", lambda device: 3)
+    monkeypatch.setattr(triton_decode, "_PROGRAMS_PER_SM", 2)
+    monkeypatch.setattr(triton_decode, "_plan", watched)
+    q, k = torch.randn(1, 1, 4, 16), torch.randn(1, 1300, 2, 16)
+    tw.attention(q, k, k, mask=tw.window(320), impl="triton_decode")
+    assert parts[0].shape == (4, 3)
+    assert bool((parts[0] > -torch.inf).all())
+
+
 def _drawn_tensors(*last_dims: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(2, length, 2, 8, generator=generator, requires_grad=True) for length in last_dims]

@@ -90,7 +90,7 @@ TWINS = [
     Twin(triton_bwd, QUERIES, "ACCUMULATE(ds", "ACCUMULATE(p", BACKWARD, ONE["alibi_causal"]),
     Twin(triton_bwd, (*KEYS, *QUERIES), "seed = tl.load(SEED)", "seed = tl.load(SEED) + 1", BACKWARD, ONE["dropout"]),
     # decode
-    Twin(triton_decode, SPLIT, "+ tiles_per_split)", "+ tiles_per_split - 1)", FORWARD, MANY_KEYS, "triton_decode"),
+    Twin(triton_decode, SPLIT, "begin + share)", "begin + share - 1)", FORWARD, MANY_KEYS, "triton_decode"),
     Twin(triton_decode, SPLIT, "alpha[:, None]", "1.0", FORWARD,
          RISING.with_(heads_q=8, heads_kv=8, seqlen_q=2, seqlen_k=400), "triton_decode"),
     Twin(triton_decode, SPLIT, "offs_i = offs_m + shift", "offs_i = offs_m", FORWARD, MANY_KEYS, "triton_decode"),

@@ -26,11 +26,11 @@ _PROGRAMS_PER_SM = 4
 _PLANS = Plans()
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "tiles_per_split", "splits", "mask_nums", "score_nums"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "splits", "mask_nums", "score_nums"])
 def attention_split(
     Q, K, V, O_PART, LSE_PART,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    mask_args, mask_nums, score_args, score_nums, seqlen_q, seqlen_k, tiles_per_split, splits, scale,
+    mask_args, mask_nums, score_args, score_nums, seqlen_q, seqlen_k, splits, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
@@ -77,8 +77,9 @@ def attention_split(
     first_j, last_j = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, ROWS)
     mask_once = call_once(b, h[:, None], offs_i[:, None], mask_args, mask_nums, MASK_ONCE)
     score_once = call_once(b, h[:, None], offs_i[:, None], score_args, score_nums, SCORE_ONCE)
-    begin += split * tiles_per_split
-    end = tl.minimum(end, begin + tiles_per_split)
+    share = tl.maximum(end - begin + splits - 1, 0) // splits  # of what is visible, however long the sequence
+    begin += split * share
+    end = tl.minimum(end, begin + share)
 
     # main loop
     for n in range(begin, end):
@@ -186,7 +187,7 @@ def _plan(call: Call) -> tuple[Plan, Plan, int]:
     block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
     split = Plan(
         attention_split, heads * splits, (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v)),
-        (call.rows_q, call.rows_k, per_split, splits),
+        (call.rows_q, call.rows_k, splits),
         (*sizes, rows, block_n, block_d, block_dv, *visibility, *scoring, matmul_precision(call)), 4,
         3 if block_d <= 128 else 2,
     )  # fmt: skip
