@@ -347,7 +347,7 @@ def apply_torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if known is None:
         offered = {
             f"{path}.{name}".removeprefix("torch.")
-            for path, space in reversed(_SPACES.items())
+            for path, space in _SPACES.items()
             for name in TABLE
             if callable(getattr(space, name, None)) and (space is torch or not hasattr(torch, name))
         }
