@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ ORDER = torch.randint(0, SK, (SK,))
 ONE = torch.tensor(0.75, dtype=torch.float64)
 ROW = torch.tensor([1.25], dtype=torch.float64)
 THREE = torch.tensor(3)
+FLAG = torch.tensor(True)
 
 
 def symbols() -> dict[str, torch.Tensor]:
@@ -77,6 +79,37 @@ MASKS: dict[str, Callable[..., Any]] = {
     "negative_index": lambda b, h, i, j: IDS[b, SK - 1 - j] == 0,
     "constant": lambda b, h, i, j: True,
     "keywords": lambda b, h, i, j: torch.where(condition=i >= j, input=torch.max(i, other=j), other=-i) > 2,
+    "methods": lambda b, h, i, j: i.ge(j).logical_and(j.ne(2)).logical_or(i.eq(9)) & i.sub(j).abs().lt(6).logical_not(),
+    "method_where": lambda b, h, i, j: (i >= j).where(h == 0, j > 3) | i.where(i > j, -j).less_equal(0),
+    "clip": lambda b, h, i, j: i.clip(0, 3) + torch.clamp_min(j, 2) + j.clamp_max(5) + torch.clip(i, min=4) > 15,
+    "int_powers": lambda b, h, i, j: i.pow(2) + torch.pow(j, 2.0) + i.square() > 60,
+    "sign": lambda b, h, i, j: torch.sign(i - j) + (j - 4).sign() > 0,
+    "ceil": lambda b, h, i, j: torch.ceil(i / 4) + (-j / 3).ceil() + i.ceil() < (j / 2).trunc() + torch.trunc(-i / 5),
+    "div_trunc": lambda b, h, i, j: (
+        torch.div(i - j, 3, rounding_mode="trunc") == (j - 4).div(-2, rounding_mode="trunc")
+    ),
+    "div_trunc_float": lambda b, h, i, j: torch.div(i - j, 2.5, rounding_mode="trunc") == (i - 5).div(THREE).floor(),
+    "div_trunc_zero": lambda b, h, i, j: torch.div(i - j, j - 40, rounding_mode="trunc") == 0,
+    "bitwise_xor": lambda b, h, i, j: torch.bitwise_xor(i >= j, j > 3) ^ torch.bitwise_not(h == 1),
+    "xor_bool": lambda b, h, i, j: (True ^ (i >= j)) ^ False,
+    "captured_left": lambda b, h, i, j: (THREE - i <= 0) & (FLAG ^ (THREE // (j + 1) == 1)) & (FLAG & (i != j) | FLAG),
+    "product": lambda b, h, i, j: (i >= j) * (j > 3) * True,
+    "sum": lambda b, h, i, j: (i >= j) + (j > 3) + False,
+    "larger_bool": lambda b, h, i, j: torch.maximum(i >= j, j > 3) & torch.minimum(h == 1, j < 9).logical_not(),
+    "sum_of_sums": lambda b, h, i, j: sum([i >= j, j > 3, h == 1]) >= 2,
+    "masked_fill": lambda b, h, i, j: (i >= j).masked_fill(j > 5, False) | (i.masked_fill(h == 1, -1) == -1),
+    "relu": lambda b, h, i, j: torch.relu(i - j) + torch.nn.functional.relu(j - i) < 4,
+    "likes": lambda b, h, i, j: (torch.zeros_like(i) == torch.ones_like(j) - 1) & torch.ones_like(i, dtype=torch.bool),
+    "full_like": lambda b, h, i, j: i - j < torch.full_like(i, 2.5),
+    "news": lambda b, h, i, j: b.new_ones((), dtype=torch.bool) & (i > j.new_full((1,), 3)) & ~(i == i.new_zeros(())),
+    "kinds": lambda b, h, i, j: (i.to(j) / 2).type_as(i) + i.to(THREE) + j.to("cpu", torch.int32).to(i.device) > 7,
+    "dtype": lambda b, h, i, j: (
+        ((i.dtype, (i / 2).dtype, (i > j).dtype) == (torch.int64, torch.float32, torch.bool))
+        & (j.to(dtype=i.dtype) > 3)
+    ),
+    "detach": lambda b, h, i, j: (i.detach() >= j) & (j / 2).detach().gt(1) & IDS[b, j].detach().ne(1),
+    "negative_constants": lambda b, h, i, j: (j < ORDER[-2] + IDS[-1, j]) & KEEP[i, -SK],
+    "ellipsis": lambda b, h, i, j: KEEP[..., i, j] & (ORDER[i, ...] > 2) | KEEP[i, ..., j],
 }
 SCORES: dict[str, Callable[..., Any]] = {
     "identity": lambda s, b, h, i, j: s,
@@ -111,6 +144,41 @@ SCORES: dict[str, Callable[..., Any]] = {
     "number_to_the_score": lambda s, b, h, i, j: 2.0**s + torch.pow(0.5, s) + torch.pow(input=s, exponent=2) + 1**s,
     "larger_and_smaller": lambda s, b, h, i, j: torch.max(s, s * s) + torch.min(s, other=-s),
     "add_functions": lambda s, b, h, i, j: torch.add(torch.mul(s, 2.0), torch.sub(s, torch.neg(s))),
+    "roots": lambda s, b, h, i, j: (
+        torch.rsqrt(s * s + 1) + (s * s + 1) ** 0.5 + (abs(s) + 1).pow(-0.5) + i.double().pow(0.5)
+    ),
+    "powers": lambda s, b, h, i, j: (
+        s**2.0 + s.pow(3.0) + s**1.0 + torch.pow(s, 4.0) * 0.1 + s**1 + (i + 1.5).double() ** -1.0
+    ),
+    "inverses": lambda s, b, h, i, j: s.reciprocal() + s**-1 + torch.pow(s, -2.0) + (i.double() + 1).reciprocal(),
+    "powers_of_captured": lambda s, b, h, i, j: SLOPES[h] ** 2 * s + 2.0 ** SLOPES[h] + s * ONE.mul(s).pow(2.0),
+    "log1p": lambda s, b, h, i, j: torch.log1p(s * s) + (s * 1e-9).log1p() + torch.special.log1p(abs(s) * 1e6),
+    "expm1": lambda s, b, h, i, j: torch.expm1(s) + (s * 1e-9).expm1() + torch.special.expm1(s - 30),
+    "sign": lambda s, b, h, i, j: s * torch.sign(s) + (s - s).sign() + torch.sign(i - j),
+    "rounding": lambda s, b, h, i, j: (
+        torch.ceil(s) + s.trunc() + s.div(0.3, rounding_mode="trunc") + (s * 1e20).trunc() * 0
+    ),
+    "relu": lambda s, b, h, i, j: torch.relu(s) + torch.nn.functional.relu(-s) * 0.5 + s.relu() + s.clamp_min(0.5),
+    "softplus": lambda s, b, h, i, j: torch.nn.functional.softplus(s * 9) + torch.nn.functional.softplus(s, beta=2.0),
+    "softplus_far": lambda s, b, h, i, j: (
+        torch.nn.functional.softplus(s * 1e3) + torch.nn.functional.softplus(s, 1, 0.5)
+    ),
+    "silu": lambda s, b, h, i, j: torch.nn.functional.silu(s) + torch.nn.SiLU()(s * 3.0),
+    "logsigmoid": lambda s, b, h, i, j: torch.nn.functional.logsigmoid(s) + torch.nn.functional.logsigmoid(s * 300),
+    "expit": lambda s, b, h, i, j: (
+        torch.special.expit(s) + torch.special.exp2(s) + s.exp2() + s.log2().masked_fill(s <= 0, 0)
+    ),
+    "masked_fill": lambda s, b, h, i, j: s.masked_fill(i < j, -100.0) + torch.masked_fill(s, KEEP[i, j], ONE),
+    "method_where": lambda s, b, h, i, j: s.where(i >= j, -1e4) + ONE.where(i > j, s) + torch.where(KEEP[i, j], s, 0),
+    "likes": lambda s, b, h, i, j: (
+        s + torch.zeros_like(s) + torch.ones_like(s) * 0.5 + torch.full_like(s, 2) + s.new_full((), 3)
+    ),
+    "widths": lambda s, b, h, i, j: (
+        s.double() + i.double() * 0.5 + s.to(s.dtype if s.device is None else s.device) + i.type_as(s)
+    ),
+    "half": lambda s, b, h, i, j: s + i.half() * 0.5 + j.bfloat16(),
+    "methods_of_numbers": lambda s, b, h, i, j: s.mul(2).add(1, alpha=0.5).sub(0.25).div(3).neg().remainder(2),
+    "captured_left": lambda s, b, h, i, j: ONE % (s * s + 1.0) + ONE * i - ONE.mul(s).add(s).maximum(s),
 }
 
 
@@ -158,6 +226,8 @@ def test_random_scores_mean_what_pytorch_computes(tree: Any) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
+torch.library.define("tilewise_test::tanh", "(Tensor x) -> Tensor")  # a user's own operator, for what messages call it
+
 # what a function is told when it may not -----------------------------------------------------------------------------
 
 
@@ -201,7 +271,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "where_of_int": (lambda b, h, i, j: torch.where(i, j, 0) > 0, "operand of where"),
     "string": (lambda b, h, i, j: i > "a", "str"),
     "none": (lambda b, h, i, j: None, "NoneType"),
-    "power": (lambda b, h, i, j: i**-1 > 0, "exponent"),
+    "power": (lambda b, h, i, j: i**-1 > 0, "exponent -1"),
+    "power_of_a_position": (lambda b, h, i, j: i**j > 0, "base i, exponent j"),
+    "power_zero": (lambda b, h, i, j: i.pow(0) > 0, "exponent 0"),
+    "power_of_a_tensor": (lambda b, h, i, j: i**THREE > 0, "exponent tensor[]"),
     "index_of_symbol": (lambda b, h, i, j: i[0] > 0, "an index"),
     "unknown_method": (lambda b, h, i, j: i.item() > 0, "attribute 'item'"),
     "shape": (lambda b, h, i, j: i.shape[0] > 0, "attribute 'shape'"),
@@ -218,7 +291,23 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "modulo_zero": (lambda b, h, i, j: i % 0 == j, "got 0"),
     "number_too_wide": (lambda b, h, i, j: i < 2**63, "got 9223372036854775808"),
     "base": (lambda b, h, i, j: (-2.0) ** i > 0, "base -2.0"),
-    "rounding_mode": (lambda b, h, i, j: torch.div(i, 2, rounding_mode="trunc") > 0, "trunc"),
+    "rounding_mode": (lambda b, h, i, j: torch.div(i, 2, rounding_mode="up") > 0, "'up'"),
+    "uint8": (lambda b, h, i, j: i.to(torch.uint8) > 0, "torch.uint8"),
+    "int8": (lambda b, h, i, j: i.to(dtype=torch.int8) > 0, "torch.int8"),
+    "int16": (lambda b, h, i, j: i.type_as(THREE.short()) > 0, "torch.int16"),
+    "method_argument": (lambda b, h, i, j: i.clamp(low=0) > j, "torch.Tensor.clamp at"),
+    "method_operand": (lambda b, h, i, j: i.max() > j, "missing 1 required positional argument: 'other'"),
+    "dimension": (lambda b, h, i, j: torch.max(i, 0) > j, "got other 0"),
+    "no_method_of_a_tensor": (lambda b, h, i, j: i.silu() > j, "attribute 'silu'"),
+    "ndim": (lambda b, h, i, j: i.ndim > 0, "attribute 'ndim'"),
+    "requires_grad": (lambda b, h, i, j: i.requires_grad, "attribute 'requires_grad'"),
+    "fill_too_wide": (lambda b, h, i, j: i.masked_fill(i > j, 0.5) > 0, "the float value 0.5 for the int expression i"),
+    "new_size": (lambda b, h, i, j: i.new_ones(3) > 0, "got 3"),
+    "custom_operator": (lambda b, h, i, j: torch.ops.tilewise_test.tanh(i) > 0, "torch.ops.tilewise_test.tanh at"),
+    "custom_overload": (lambda b, h, i, j: torch.ops.tilewise_test.tanh.default(i) > 0, "test.tanh.default at"),
+    "special": (lambda b, h, i, j: torch.special.erf(i) > 0, "torch.special.erf at"),
+    "functional": (lambda b, h, i, j: torch.nn.functional.gelu(i) > 0, "torch.nn.functional.gelu at"),
+    "tensor_method": (lambda b, h, i, j: ONE.atan2(i) > 0, "torch.Tensor.atan2 at"),
 }
 
 
@@ -235,8 +324,22 @@ def test_what_is_offered_instead_is_public() -> None:
     with pytest.raises(FormulaError) as caught:
         tw.score(lambda s, b, h, i, j: torch.erf(s))
     offered = caught.value.expected.removeprefix("one of ").split(", ")
-    assert "tanh" in offered
-    assert all(callable(getattr(torch, name)) and not name.startswith("_") for name in offered)
+    assert {"tanh", "nn.functional.softplus", "special.expit"} <= {*offered}
+    assert all(callable(operator.attrgetter(name)(torch)) and not name.startswith("_") for name in offered)
+
+
+def test_an_unknown_method_is_not_a_matter_of_control_flow() -> None:
+    with pytest.raises(FormulaError) as caught:
+        tw.mask(lambda b, h, i, j: i.cumsum(0) > j)
+    assert "attribute 'cumsum' of a traced value" in str(caught.value)
+    assert "not" in caught.value.expected
+    assert "control flow" not in str(caught.value)
+
+
+def test_a_score_cannot_be_detached() -> None:
+    for function in (lambda s, b, h, i, j: s + s.detach(), lambda s, b, h, i, j: s * SLOPES[h].detach()):
+        with pytest.raises(FormulaError, match="detach at"):
+            tw.score(function)
 
 
 def test_a_formula_is_evaluated_with_every_symbol_it_uses() -> None:

@@ -7,8 +7,8 @@ structure: two formulas that differ only in numbers or tensors have the same str
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,13 @@ UNARY_FLOAT = ("tanh", "sigmoid", "exp", "exp2", "log", "log2", "sqrt", "sin", "
 COMPARISONS = ("lt", "le", "eq", "ne")
 LOGIC = ("and", "or", "not")
 _ORDER = ("bool", "int", "float")
+_OF_BOOLS = {"mul": "and", "min": "and", "add": "or", "max": "or"}  # PyTorch's arithmetic of booleans is boolean
 
 
-def _method(op: str) -> Callable[[Expr], Expr]:
-    return lambda self: unary(op, self)
+_KINDS: dict[Any, str] = {bool: "bool", int: "int", float: "float", torch.bool: "bool"}
+_KINDS |= dict.fromkeys((torch.int32, torch.int64), "int")  # narrower ones would wrap in PyTorch, and not here
+_KINDS |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), "float")
+_DTYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float32}
 
 
 class Expr:
@@ -36,6 +39,8 @@ class Expr:
     """
 
     __hash__ = object.__hash__
+    __array_ufunc__ = None  # an operator with a NumPy scalar on its left comes here
+    device = None  # a symbol lives nowhere; `x.to(None)` leaves x where it is
 
     def __init__(self, op: str, args: tuple[Expr, ...], kind: str, value: Any = None) -> None:
         self.op = op
@@ -81,19 +86,12 @@ class Expr:
         return binary("mod", other, self)
 
     def __pow__(self, other: Any) -> Expr:
-        if isinstance(other, int) and 1 <= other <= 4:
-            result = self
-            for _ in range(other - 1):
-                result = result * self
-            return result
-        raise FormulaError(
-            "power", got=f"exponent {other!r}", expected="an integer from 1 to 4", hint="use exp(p * log(x))"
-        )
+        result: Expr = self.pow(other)
+        return result
 
     def __rpow__(self, base: Any) -> Expr:
-        if isinstance(base, (int, float)) and base > 0:
-            return unary("exp2", self * math.log2(base))
-        raise FormulaError("power", got=f"base {base!r}", expected="a number > 0", hint="use exp(x * log(p))")
+        result: Expr = as_expr(base).pow(self)
+        return result
 
     def __neg__(self) -> Expr:
         return unary("neg", self)
@@ -137,52 +135,23 @@ class Expr:
         return logic("or", other, self)
 
     def __xor__(self, other: Any) -> Expr:
-        return compare("ne", _as_bool(self, "^"), _as_bool(as_expr(other), "^"))
+        return logic("xor", self, other)
+
+    def __rxor__(self, other: Any) -> Expr:
+        return logic("xor", other, self)
 
     def __invert__(self) -> Expr:
         return negate(_as_bool(self, "~"))
 
-    # the tensor methods that FlexAttention-style functions call on positions and scores
-    def to(self, dtype: Any, **_: Any) -> Expr:
-        return self if dtype is None or isinstance(dtype, (torch.device, str)) else cast(self, dtype)
-
-    device = None  # a symbol lives nowhere; `x.to(None)` leaves x where it is
-
-    def new_ones(self, size: Any = (), *, dtype: Any = float, **_: Any) -> Expr:
-        return cast(lit(1), dtype)  # PyTorch's and_masks starts from this
-
-    def new_zeros(self, size: Any = (), *, dtype: Any = float, **_: Any) -> Expr:
-        return cast(lit(0), dtype)
-
-    def float(self) -> Expr:
-        return cast(self, torch.float32)
-
-    def int(self) -> Expr:
-        return cast(self, torch.int32)
-
-    def long(self) -> Expr:
-        return cast(self, torch.int64)
-
-    def bool(self) -> Expr:
-        return cast(self, torch.bool)
-
-    abs = _method("abs")
-    tanh = _method("tanh")
-    exp = _method("exp")
-    log = _method("log")
-    sqrt = _method("sqrt")
-    sigmoid = _method("sigmoid")
-    floor = _method("floor")
-
-    def clamp(self, min: Any = None, max: Any = None) -> Expr:
-        result = self if min is None else binary("max", self, min)
-        return result if max is None else binary("min", result, max)
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.kind]
 
     # what would need a value while only a symbol exists
     def _no_value(self, what: str, hint: str) -> Any:
         raise FormulaError(
             f"{what} of a traced value at {caller_line()}",
-            got=f"the expression {render(self)}",
+            got=f"the expression {render(as_expr(self))}",
             expected="an expression without data-dependent Python control flow",
             hint=hint,
         )
@@ -209,9 +178,16 @@ class Expr:
         return self._no_value("an index", "index a captured tensor with positions, not a position")
 
     def __getattr__(self, name: str) -> Any:
+        """PyTorch's methods, from the table of what formulas may hold."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._no_value(f"attribute {name!r}", "a traced value has the operators of the formula language only")
+        from tilewise.formula.functions import method
+
+        return method(as_expr(self), name)
+
+    def whole(self) -> Expr:
+        """Itself; a captured tensor with indices missing (`functions.Row`) raises."""
+        return self
 
     def __repr__(self) -> str:
         return render(self)
@@ -220,7 +196,7 @@ class Expr:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from tilewise.formula.trace import apply_torch_function
+        from tilewise.formula.functions import apply_torch_function
 
         return apply_torch_function(func, args, kwargs or {})
 
@@ -243,9 +219,9 @@ TRUE, FALSE = lit(True), lit(False)
 
 
 def as_expr(value: Any) -> Expr:
-    """Lift a Python number or a captured one-element tensor into an expression."""
+    """Lift a number or a captured one-element tensor into an expression."""
     if isinstance(value, Expr):
-        return value
+        return value.whole()
     if isinstance(value, bool):
         return TRUE if value else FALSE
     if isinstance(value, int):
@@ -267,6 +243,10 @@ def as_expr(value: Any) -> Expr:
         return Expr("num", (), "int", value)
     if isinstance(value, torch.SymFloat):
         return Expr("num", (), "float", value)
+    if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
+        number = value.item()
+        if isinstance(number, (int, float)):
+            return as_expr(number)
     raise FormulaError(
         f"operand at {caller_line()}",
         got=f"{type(value).__name__} {value!r}",
@@ -286,7 +266,7 @@ def load(tensor: torch.Tensor, indices: Sequence[Any]) -> Expr:
             f"index into a captured tensor at {caller_line()}",
             got=f"{len(indices)} indices for a tensor of shape {tuple(tensor.shape)}",
             expected="one index for each dimension, 0 to 4 dimensions",
-            hint="index every dimension: bias[b, h, i, j]",
+            hint="index every dimension: write bias[h, i, j] rather than bias[h]",
         )
     exprs = tuple(as_expr(index) for index in indices)
     for position, index in enumerate(exprs):
@@ -297,19 +277,20 @@ def load(tensor: torch.Tensor, indices: Sequence[Any]) -> Expr:
                 expected="an integer expression",
                 hint="cast with .to(torch.int32), or use // instead of /",
             )
+        if isinstance(index.value, int) and index.value < 0:  # a constant counts from the end
+            exprs = (*exprs[:position], as_expr(index.value + tensor.shape[position]), *exprs[position + 1 :])
     return Expr("load", exprs, tensor_kind(tensor.dtype), tensor)
 
 
 def cast(value: Any, dtype: Any) -> Expr:
     """Convert to bool, int or float; the width is the kernel's choice (float32, int32, int64 where needed)."""
-    expr = as_expr(value)
-    if dtype in (int, float, bool):
-        kind: str = dtype.__name__
-    elif isinstance(dtype, torch.dtype) and not dtype.is_complex:
-        kind = tensor_kind(dtype)
-    else:
+    expr, kind = as_expr(value), _KINDS.get(dtype)
+    if kind is None:
         raise FormulaError(
-            "cast", got=repr(dtype), expected="a real torch.dtype", hint="use torch.float32 or torch.int32"
+            f"cast at {caller_line()}",
+            got=repr(dtype),
+            expected="torch.bool, int32, int64, float16, bfloat16, float32 or float64",
+            hint="use torch.float32 or torch.int32",
         )
     if expr.op == "lit":
         return lit({"bool": bool, "int": int, "float": float}[kind](expr.value))
@@ -329,10 +310,14 @@ def _join(a: Expr, b: Expr) -> tuple[Expr, Expr, str]:
 
 def binary(op: str, left: Any, right: Any) -> Expr:
     """add sub mul div floordiv mod min max, with PyTorch's promotion of bool, int and float."""
-    a, b, kind = _join(_numeric(as_expr(left)), _numeric(as_expr(right)))
+    a, b = as_expr(left), as_expr(right)
+    if a.kind == b.kind == "bool" and op in _OF_BOOLS:
+        return logic(_OF_BOOLS[op], a, b)
+    a, b, kind = _join(_numeric(a), _numeric(b))
     if op == "div":
         a, b, kind = cast(a, float), cast(b, float), "float"
-    if op in ("floordiv", "mod") and kind == "int" and isinstance(right, int) and right == 0:
+    written = b.op == "num" and not isinstance(right, Expr) and isinstance(b.value, int)  # not the number of a slot
+    if op in ("floordiv", "mod") and kind == "int" and written and b.value == 0:
         raise FormulaError(f"divisor at {caller_line()}", got=0, expected="an integer other than 0")
     if op == "floordiv" and kind == "float":
         return unary("floor", binary("div", a, b))
@@ -359,7 +344,8 @@ def compare(op: str, left: Any, right: Any) -> Expr:
     return Expr(op, (a, b), "bool")
 
 
-def _as_bool(expr: Expr, operator: str) -> Expr:
+def _as_bool(value: Any, operator: str) -> Expr:
+    expr = as_expr(value)
     if expr.kind != "bool":
         raise FormulaError(
             f"operand of {operator} at {caller_line()}",
@@ -371,14 +357,16 @@ def _as_bool(expr: Expr, operator: str) -> Expr:
 
 
 def logic(op: str, left: Any, right: Any) -> Expr:
-    """and, or of boolean expressions; literal True and False fold away."""
-    name = "&" if op == "and" else "|"
-    a, b = _as_bool(as_expr(left), name), _as_bool(as_expr(right), name)
+    """and, or, xor of boolean expressions; literal True and False fold away."""
+    name = {"and": "&", "or": "|", "xor": "^"}[op]
+    a, b = _as_bool(left, name), _as_bool(right, name)
     absorbing = op == "or"
     for x, y in ((a, b), (b, a)):
+        if x.op == "lit" and op == "xor":
+            return negate(y) if x.value else y
         if x.op == "lit":
             return x if x.value is absorbing else y
-    return Expr(op, (a, b), "bool")
+    return compare("ne", a, b) if op == "xor" else Expr(op, (a, b), "bool")
 
 
 def negate(expr: Expr) -> Expr:
@@ -390,7 +378,7 @@ def negate(expr: Expr) -> Expr:
 
 def where(condition: Any, if_true: Any, if_false: Any) -> Expr:
     """`if_true` where the condition holds, else `if_false`."""
-    c = _as_bool(as_expr(condition), "where")
+    c = _as_bool(condition, "where")
     a, b = as_expr(if_true), as_expr(if_false)
     if c.op == "lit":
         return a if c.value else b

@@ -7,6 +7,7 @@ keys the last query stands at the last key. Each raises InputError for an argume
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     children: list[list[int]] = [[] for _ in parents]
     roots: list[int] = []
     for node, parent in enumerate(parents):
-        if not isinstance(parent, int) or not -1 <= parent < len(parents) or parent == node:
+        if not isinstance(parent, numbers.Integral) or not -1 <= parent < len(parents) or parent == node:
             raise InputError(
                 "tree parents", got=f"parent {parent!r} of node {node}", expected="-1 or another node's index"
             )
@@ -194,8 +195,9 @@ def alibi(slopes: torch.Tensor) -> Score:
 
 def softcap(cap: float) -> Score:
     """cap * tanh(s / cap): scores stay within (-cap, cap) (Gemma Team, "Gemma 2")."""
-    number = isinstance(cap, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(cap, bool)
-    if not number or (isinstance(cap, (int, float)) and not 0 < cap < math.inf):
+    symbolic = isinstance(cap, (torch.SymInt, torch.SymFloat))
+    number = isinstance(cap, (int, float, numbers.Real)) and not isinstance(cap, bool)
+    if not symbolic and not (number and 0 < cap < math.inf):
         raise InputError("softcap cap", got=repr(cap), expected="a finite number > 0")
     return score(lambda s, b, h, i, j: float(cap) * e.unary("tanh", s / float(cap)), lambda: f"softcap({cap})")
 
@@ -266,8 +268,8 @@ def _lead(table: torch.Tensor, b: Expr, h: Expr) -> tuple[Expr, Expr]:
 
 def _integer(name: str, value: Any, least: int = 1, kind: str = "an integer") -> None:
     """Symbolic integers of torch.compile pass."""
-    whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-    if not whole or (isinstance(value, int) and value < least):
+    whole = isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)
+    if not isinstance(value, torch.SymInt) and not (whole and value >= least):
         raise InputError(name, got=repr(value), expected=f"{kind} >= {least}")
 
 
@@ -276,7 +278,7 @@ def _extents(name: str, value: Any) -> tuple[int, ...]:
         raise InputError(name, got=repr(value), expected="1 to 3 extents, for example (32, 32)")
     for size in value:
         _integer(name, size, kind="extents that are integers")
-    return tuple(value)
+    return tuple(size if isinstance(size, int) else int(size) for size in value)
 
 
 def _tensor(name: str, value: Any, ranks: tuple[int, ...], kind: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -165,9 +166,10 @@ def scale_of(scale: Any, head_dim: int) -> float:
             expected="a number",
             hint="multiply q by it, or write score=lambda s, b, h, i, j: s * scale",
         )
+    number = isinstance(scale, (numbers.Real, torch.Tensor, torch.SymInt, torch.SymFloat))
     try:
-        value = float(scale)
-    except (TypeError, ValueError):
+        value = float(scale) if number and not isinstance(scale, bool) else math.nan
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
         value = math.nan
     if not math.isfinite(value):
         raise InputError("scale", got=repr(scale), expected="a finite number", hint="the default is head_dim ** -0.5")
@@ -176,7 +178,8 @@ def scale_of(scale: Any, head_dim: int) -> float:
 
 def dropout_of(dropout: Any) -> float:
     """The probability of dropping a weight."""
-    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+    number = isinstance(dropout, (int, float, numbers.Real)) and not isinstance(dropout, bool)
+    if not number or not 0.0 <= dropout < 1.0:
         raise InputError(
             "dropout", got=repr(dropout), expected="a probability in [0, 1)", hint="0.0 turns it off, as in evaluation"
         )
@@ -187,12 +190,13 @@ def seed_of(seed: Any, device: torch.device, dropout: float) -> torch.Tensor | N
     """A seed on the device: drawn from PyTorch's generator (advances under CUDA graph replay), or the caller's."""
     if isinstance(seed, torch.Tensor) and seed.numel() == 1 and seed.dtype == torch.int64 and seed.device == device:
         return seed.reshape(1) if dropout else None
-    if seed is None or (isinstance(seed, int) and 0 <= seed < 2**63):
+    whole = isinstance(seed, (int, numbers.Integral)) and not isinstance(seed, bool)
+    if seed is None or (whole and 0 <= seed < 2**63):
         if not dropout:
             return None
         if seed is None:
             return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
-        return torch.full((1,), seed, dtype=torch.int64, device=device)
+        return torch.full((1,), seed if isinstance(seed, int) else int(seed), dtype=torch.int64, device=device)
     raise InputError(
         "seed",
         got=repr(seed),

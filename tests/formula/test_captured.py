@@ -1,0 +1,70 @@
+"""Indices into captured tensors: one after another, constant ones from the end, and too few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.formula.test_trace import CUBE, HYPER, IDS, KEEP, ORDER, PLANE, SK
+from tilewise.core.errors import FormulaError
+
+RUNS = torch.stack([torch.arange(SK), torch.arange(SK) + 3], 1)
+SAME: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "two": (lambda s, b, h, i, j: s + PLANE[i][j], lambda s, b, h, i, j: s + PLANE[i, j]),
+    "three": (lambda s, b, h, i, j: s * CUBE[h, i][j], lambda s, b, h, i, j: s * CUBE[h, i, j]),
+    "four": (lambda s, b, h, i, j: HYPER[b][h][i][j] - s, lambda s, b, h, i, j: HYPER[b, h, i, j] - s),
+    "halves": (lambda s, b, h, i, j: s + HYPER[b, h][i, j], lambda s, b, h, i, j: s + HYPER[b, h, i, j]),
+    "of_an_index": (lambda s, b, h, i, j: s + ORDER[IDS[b][i]], lambda s, b, h, i, j: s + ORDER[IDS[b, i]]),
+    "constant": (lambda s, b, h, i, j: s + RUNS[j][0], lambda s, b, h, i, j: s + RUNS[j, 0]),
+    "from_the_end": (lambda s, b, h, i, j: s + RUNS[j][-1], lambda s, b, h, i, j: s + RUNS[j, 1]),
+    "every_end": (lambda s, b, h, i, j: s + PLANE[-SK, i], lambda s, b, h, i, j: s + PLANE[0, i]),
+    "ellipsis_first": (lambda s, b, h, i, j: s + PLANE[..., i, j], lambda s, b, h, i, j: s + PLANE[i, j]),
+    "ellipsis_amid": (lambda s, b, h, i, j: s + PLANE[i, ..., j], lambda s, b, h, i, j: s + PLANE[i, j]),
+    "ellipsis_last": (lambda s, b, h, i, j: s + PLANE[i, j, ...], lambda s, b, h, i, j: s + PLANE[i, j]),
+    "ellipsis_for_more": (lambda s, b, h, i, j: s + PLANE[i, ...][j], lambda s, b, h, i, j: s + PLANE[i, j]),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_another_way_to_write_an_index(name: str) -> None:
+    """Not compared with PyTorch on index tensors, where `t[b][i]` is another thing: FlexAttention maps single ones."""
+    other, plain = SAME[name]
+    assert tw.score(other) == tw.score(plain)
+
+
+def test_an_index_past_the_end_stays_outside() -> None:
+    q = torch.zeros(1, SK, 1, 4)
+    with pytest.raises(FormulaError, match="which reaches -1 to -1"):
+        tw.attention(q, q, q, mask=lambda b, h, i, j: KEEP[i][-SK - 1])
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "compared": (lambda b, h, i, j: PLANE[i] > 0, "1 indices"),
+    "reflected": (lambda b, h, i, j: j > PLANE[i], "1 indices"),
+    "returned": (lambda b, h, i, j: KEEP[i], "1 indices"),
+    "arithmetic": (lambda b, h, i, j: i + CUBE[h][i] > 0, "2 indices"),
+    "negated": (lambda b, h, i, j: ~KEEP[i], "1 indices"),
+    "condition": (lambda b, h, i, j: torch.where(KEEP[i], i, j) > 0, "1 indices"),
+    "index": (lambda b, h, i, j: ORDER[IDS[b]] > 0, "1 indices"),
+    "method": (lambda b, h, i, j: PLANE[i].sum() > 0, "1 indices"),
+    "function": (lambda b, h, i, j: torch.tanh(PLANE[i]) > 0, "1 indices"),
+    "branch": (lambda b, h, i, j: KEEP[i] and True, "1 indices"),
+    "iterated": (lambda b, h, i, j: next(iter(KEEP[i])), "1 indices"),
+    "one_too_many": (lambda b, h, i, j: KEEP[i][j, j], "3 indices"),
+    "sliced": (lambda b, h, i, j: PLANE[i][:] > 0, "slice"),
+    "column": (lambda b, h, i, j: PLANE[..., j][i] > 0, "ellipsis"),
+    "two_ellipses": (lambda b, h, i, j: PLANE[..., i, j, ...] > 0, "4 indices"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tensor_short_of_indices_is_no_value(name: str) -> None:
+    function, said = REFUSED[name]
+    with pytest.raises(FormulaError) as caught:
+        tw.mask(function)
+    assert said in str(caught.value)
+    assert "test_captured.py:" in str(caught.value)
