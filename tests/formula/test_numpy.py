@@ -59,9 +59,14 @@ def test_numpy_scalars_in_place_of_arguments() -> None:
     assert torch.equal(numpy, tw.attention(q, q, q, scale=0.25, dropout=0.5, seed=3))
 
 
+def test_dropout_may_be_what_and_gives() -> None:
+    q, training = torch.randn(1, 8, 2, 4), False
+    assert torch.equal(tw.attention(q, q, q, dropout=training and 0.1), tw.attention(q, q, q))
+
+
 @pytest.mark.parametrize(
     "argument",
-    [{"scale": "0.3"}, {"scale": True}, {"scale": np.bool_(True)}, {"scale": np.float32("inf")}, {"dropout": False},
+    [{"scale": "0.3"}, {"scale": True}, {"scale": np.bool_(True)}, {"scale": np.float32("inf")}, {"dropout": True},
      {"dropout": np.bool_(False)}, {"seed": True}, {"seed": False, "dropout": 0.5}, {"seed": np.float32(1)},
      {"seed": np.int64(-1)}],
     ids=repr,

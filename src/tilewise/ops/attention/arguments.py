@@ -178,7 +178,7 @@ def scale_of(scale: Any, head_dim: int) -> float:
 
 def dropout_of(dropout: Any) -> float:
     """The probability of dropping a weight."""
-    number = isinstance(dropout, (int, float, numbers.Real)) and not isinstance(dropout, bool)
+    number = isinstance(dropout, (int, float, numbers.Real))  # False too: `self.training and 0.1`
     if not number or not 0.0 <= dropout < 1.0:
         raise InputError(
             "dropout", got=repr(dropout), expected="a probability in [0, 1)", hint="0.0 turns it off, as in evaluation"
