@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+import tilewise as tw
 from tilewise.core.philox import keep_mask
 from tilewise.ops.attention import triton_attention
 from tilewise.ops.attention.problem import Call, make_call, sequences
@@ -21,6 +22,7 @@ from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.matrix import name_of
 from tilewise.tiles.dropout import keep_tile
+from tilewise.tiles.load import row_values
 from tilewise.tiles.visit import locate, visit, visits
 
 LISTED = [CASES[name] for name in ("document", "document_window", "tree", "dilated_window", "neighborhood_2d",
@@ -124,6 +126,35 @@ def test_every_packed_tile_has_one_slot() -> None:
         located[(1,)](cu, out, len(lengths), slots, block)
         places = [(b, tile) for b, tile in out.tolist() if tile * block < lengths[b]]
         assert places == [(b, tile) for b, length in enumerate(lengths) for tile in range(-(-length // block))]
+
+
+@triton.jit
+def first_values(CU, OUT, batch, rows, HEADS: tl.constexpr, PACKED: tl.constexpr):
+    for slot in range(batch * HEADS):
+        at = 0 * rows + slot  # a number of the device in the interpreter too
+        b = at // HEADS
+        row0 = tl.load(CU + b) if PACKED else 0 * b
+        tl.store(OUT + slot, row_values(b, at % HEADS, row0, rows, batch, HEADS, PACKED))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batched", "packed"])
+def test_each_row_has_a_number_of_its_own(packed: bool) -> None:
+    """Numbers by row: sequences begin at multiples of 16 bytes, do not overlap, and end inside the tensor."""
+    draws = random.Random(2)
+    for _ in range(25):
+        lengths = [draws.choice([0, 1, draws.randint(0, 100)]) for _ in range(draws.randint(1, 9))]
+        lengths = lengths if packed else [draws.randint(1, 100)] * len(lengths)
+        batch, heads = len(lengths), 3
+        cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        rows = sum(lengths) if packed else lengths[0]
+        q = torch.zeros(*((rows,) if packed else (batch, rows)), heads, 16)
+        call = make_call(q, q, q, layout=tw.Packed(cu) if packed else None)
+        first = torch.empty(batch * heads, dtype=torch.int64)
+        first_values[(1,)](cu, first, batch, rows, heads, packed)
+        assert not (first % 4).any()
+        taken = [int(first[b * heads + h]) + m for b in range(batch) for h in range(heads) for m in range(lengths[b])]
+        assert len(set(taken)) == len(taken)
+        assert max(taken, default=0) < max(1, triton_attention._row_values_size(call))
 
 
 @triton.jit

@@ -80,7 +80,8 @@ TWINS = [
     Twin(triton_fwd, FWD, "row0_k = tl.load(CU_K + b)", "row0_k = tl.load(CU_Q + b)", FORWARD, ONE["packed_cross"]),
     Twin(triton_fwd, FWD, "(m2 + tl.math.log2(l_safe)) * LN2", "m2 + tl.math.log2(l_safe)", FORWARD, ONE["plain"]),
     # backward
-    Twin(triton_bwd, QUERIES, "delta -= ", "delta += ", BACKWARD, ONE["lse_gradient"]),
+    Twin(triton_bwd, QUERIES, "1) - dlse", "1) + dlse", BACKWARD, ONE["lse_gradient"]),
+    Twin(triton_bwd, KEYS, "row_values(b, h, row0_q", "row_values(b, h, 0 * row0_q", BACKWARD, ONE["packed_causal"]),
     Twin(triton_bwd, KEYS, "- delta[None, :]", "", BACKWARD, ONE["causal"]),
     Twin(triton_bwd, KEYS, *SHIFT, BACKWARD, ONE["causal_more_keys"]),
     Twin(triton_bwd, KEYS, "for g in range(GROUP)", "for g in range(1)", BACKWARD, ONE["gqa_2"]),

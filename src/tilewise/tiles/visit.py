@@ -83,6 +83,17 @@ def visit(t, begin, full_begin, num_full, listed, width, LISTS: tl.constexpr, MA
 
 
 @triton.jit
+def visit_ahead(t, ahead, count, begin, full_begin, num_full, listed, width, LISTS: tl.constexpr, MASKED: tl.constexpr):
+    """(tile t, tile t + 1 if it comes from a list): a list's next tile is loaded while this one is worked on."""
+    tile = ahead
+    if LISTS:
+        ahead = visit(tl.minimum(t + 1, count - 1), begin, full_begin, num_full, listed, width, LISTS, MASKED)
+    else:
+        tile = visit(t, begin, full_begin, num_full, listed, width, LISTS, MASKED)
+    return tile, ahead
+
+
+@triton.jit
 def row_ends(b, h, rows, begin, end, args, nums, ROWS: tl.constexpr):
     """First and last visible position of the other axis for each row, int32, within [begin, end)."""
     first = tl.zeros_like(rows) + begin

@@ -38,7 +38,6 @@ _TABLE: dict[tuple[str, int, int], tuple[Row, ...]] = {
     ("forward", 90, 2): (
         Row(64, Config(64, 64, 4, 3, True), ("band", "curved")),
         Row(64, Config(64, 128, 4, 3, True)),
-        Row(128, Config(128, 128, 8, 3), ("plain",)),
         Row(128, Config(64, 64, 4, 2, True), ("lists",)),
         Row(128, Config(64, 64, 4, 3, True)),
         Row(256, Config(128, 64, 8, 2, True)),
@@ -46,12 +45,12 @@ _TABLE: dict[tuple[str, int, int], tuple[Row, ...]] = {
     ),
     ("keys", 90, 2): (
         Row(64, Config(64, 64, 4, 3, True)),
-        Row(128, Config(32, 64, 4, 4), ("curved",)),
         Row(128, Config(64, 64, 4, 2, True)),
-        Row(256, Config(64, 64, 8, 1, True)),
+        Row(256, Config(64, 64, 8, 2, True)),
         Row(512, Config(16, 16, 8, 1)),
     ),
     ("queries", 90, 2): (
+        Row(64, Config(64, 64, 4, 2, True), ("band", "lists", "curved")),
         Row(64, Config(64, 64, 4, 3, True)),
         Row(128, Config(64, 64, 4, 2, True), ("band", "lists", "curved")),
         Row(128, Config(128, 64, 8, 3, True)),

@@ -14,12 +14,12 @@ from tilewise.core.readback import host_values
 from tilewise.formula.emit import Captured, encoded, number_arguments, tensor_arguments
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.configs import Config, config, padded
-from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
+from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, sink_gradient
 from tilewise.ops.attention.problem import Call, signature_of
 from tilewise.ops.attention.table import capability, interpreting
 from tilewise.ops.attention.triton_bwd import attention_bwd_keys, attention_bwd_queries
 from tilewise.ops.attention.triton_fwd import attention_fwd
-from tilewise.ops.attention.triton_launch import Plan, Plans, call_key
+from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, describable
 from tilewise.ops.attention.triton_lists import block_extrema, tile_lists
 from tilewise.ops.attention.variant import (
     MaskFunctions,
@@ -29,7 +29,9 @@ from tilewise.ops.attention.variant import (
     score_functions,
 )
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
+from tilewise.tiles.load import DEVICE, HOST, POINTER
 
+_INT32 = 2**31 - 1  # coordinates of the tensor memory accelerator
 _NO_LISTS = (None, 0, 0, 0)
 _PLANS = Plans()
 
@@ -68,7 +70,7 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
             return backward(call, _padded_rows(o), lse, _padded_rows(do), dlse)
         plans = _PLANS.put(key, _backward_plans(call, o, do))
     queries, keys = plans
-    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    delta, lse2 = lse.new_empty((2, _row_values_size(call)))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
     grads = tuple(
@@ -86,7 +88,18 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         keys.launch((q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, seed, *lists), arguments, scalars)
     if call.score is not None:
         captured = [None if g is None else g.to(t.dtype) for g, t in zip(captured, call.score.tensors, strict=True)]
-    return Gradients(dq, dk, dv, sink_gradient(call, lse, delta), captured)
+    return Gradients(dq, dk, dv, _sink_gradient(call, o, lse, do, dlse, delta), captured)
+
+
+def _sink_gradient(
+    call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor
+) -> torch.Tensor | None:
+    """The kernel's delta begins each sequence at a place of its own; of packed ones it is computed anew."""
+    if not call.grad_sink:
+        return None
+    if call.packed:
+        return sink_gradient(call, lse, delta_of(o, do, dlse, True))
+    return sink_gradient(call, lse, delta.view(*lse.shape[:2], -1)[..., : lse.shape[-1]])
 
 
 def _fetchable(*tensors: torch.Tensor) -> bool:
@@ -119,15 +132,21 @@ def _padded_rows(x: torch.Tensor) -> torch.Tensor:
 
 def _forward_plan(call: Call) -> Plan:
     cfg = _config("forward", call)
+    tma = _tma(call, cfg)
     mask, score = functions(call)
     slots = _slots(call, cfg.block_m, False)
     strides = (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *strides_of(call.new_output()))
     scoring = (score and score.queries.once, score and score.queries.apply)
+    m, n, d, d_v = _blocks(call, cfg)
     constants = (
-        *_sizes(call), *_blocks(call, cfg), *_visibility(mask, "queries"), *scoring, *_modes(call, cfg)
+        *_sizes(call), m, n, d, d_v, *_visibility(mask, "queries"), *scoring, *_modes(call), tma.value
     )  # fmt: skip
     grid, lengths = slots * call.num_heads_q * _batches(call), (*_lengths(call), slots)
-    return Plan(attention_fwd, grid, strides, lengths, constants, cfg.warps, cfg.stages, (cfg, mask), cfg.tma)
+    boxes = {1: (n, d), 2: (n, d_v), 4: (m, d_v)} if tma is HOST else {}  # k, v, o
+    extra = (cfg, mask)
+    return Plan(
+        attention_fwd, grid, strides, lengths, constants, cfg.warps, cfg.stages, extra, boxes, tma is DEVICE
+    )  # fmt: skip
 
 
 def _backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan]:
@@ -140,16 +159,26 @@ def _backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan
         (attention_bwd_keys, "keys", "keys", call.num_heads_kv, (*_contiguous(call.k), *_contiguous(call.v))),
     ):
         cfg = _config(name, call)
+        tma = _tma(call, cfg, do)
         slots = _slots(call, cfg.block_n if name == "keys" else cfg.block_m, name == "keys")
         side = score and getattr(score, owner)
         scoring = (side and side.once, side and side.apply, side and side.slope)
+        m, n, d, d_v = _blocks(call, cfg)
         constants = (
-            *_sizes(call), *_blocks(call, cfg), *_visibility(mask, owner), *scoring,
-            *((side and side.accumulate,) if name == "queries" else ()), *_modes(call, cfg),
+            *_sizes(call), m, n, d, d_v, *_visibility(mask, owner), *scoring,
+            *((side and side.accumulate,) if name == "queries" else ()), *_modes(call), tma.value,
         )  # fmt: skip
+        boxes: dict[int, tuple[int, ...]] = {}
+        if tma is HOST and name == "queries":
+            boxes = {1: (n, d), 2: (n, d_v), 9: (m, d)}  # k, v, dq
+        elif tma is HOST:
+            boxes = {0: (m, d), 3: (m, d_v), 4: (m,), 5: (m,), 6: (n, d), 7: (n, d_v)}  # q, do, lse2, delta, dk, dv
+        elif tma is DEVICE and name == "keys":
+            boxes = {4: (m,), 5: (m,)}  # lse2, delta
         grid, lengths = slots * heads * _batches(call), (*_lengths(call), slots)
+        extra, strides = (cfg, mask), (*inputs, *outputs)
         plans.append(
-            Plan(kernel, grid, (*inputs, *outputs), lengths, constants, cfg.warps, cfg.stages, (cfg, mask), cfg.tma)
+            Plan(kernel, grid, strides, lengths, constants, cfg.warps, cfg.stages, extra, boxes, tma is DEVICE)
         )
     return plans[0], plans[1]
 
@@ -187,10 +216,23 @@ def _visibility(mask: MaskFunctions | None, owner: str) -> tuple[Any, ...]:
     return (mask.classify is not None, side.tiles, side.rows, side.once, side.visible)
 
 
-def _modes(call: Call, cfg: Config) -> tuple[Any, ...]:
-    """SCALE_FIRST, PACKED, DROPOUT, PRECISION, TMA"""
+def _modes(call: Call) -> tuple[Any, ...]:
+    """SCALE_FIRST, PACKED, DROPOUT, PRECISION"""
     scale_first = call.score is not None or call.scale <= 0.0
-    return (scale_first, call.packed, call.dropout > 0.0, matmul_precision(call), cfg.tma)
+    return (scale_first, call.packed, call.dropout > 0.0, matmul_precision(call))
+
+
+def _tma(call: Call, cfg: Config, *others: torch.Tensor) -> Any:
+    """How the kernels' tiles come (`tiles.load`): one descriptor would show packed sequences their neighbours' rows."""
+    if not cfg.tma or _row_values_size(call) > _INT32:
+        return POINTER
+    return HOST if all(map(describable, (call.q, call.k, call.v, *others))) else DEVICE
+
+
+def _row_values_size(call: Call) -> int:
+    """Numbers in a tensor that `tiles.load.row_values` divides."""
+    rows = call.rows_q + (3 * call.batch if call.packed else 0)
+    return _batches(call) * call.num_heads_q * (-(-rows // 4) * 4)
 
 
 def _scalars(call: Call) -> tuple[float, float, float]:
@@ -268,7 +310,7 @@ def _lists(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, A
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch
     rows = batches * heads * slots
-    width = 2 + -(-_longest(call, not for_keys) // (cfg.block_m if for_keys else cfg.block_n))
+    width = 2 + -(-max(1, _longest(call, not for_keys)) // (cfg.block_m if for_keys else cfg.block_n))
     listed = torch.empty((rows, width), dtype=torch.int32, device=call.q.device)
     list_key = key and ("lists", key, for_keys, cfg)
     lister = _PLANS.get(list_key)

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.dropout import keep_tile
-from tilewise.tiles.load import load_rows, rows_of, store_rows
-from tilewise.tiles.visit import call_once, locate, row_ends, visit, visits
+from tilewise.tiles.load import HOST, POINTER, load_rows, load_values, row_values, rows_of, store_rows
+from tilewise.tiles.visit import call_once, locate, row_ends, visit, visit_ahead, visits
 
 
 @triton.jit
@@ -102,30 +102,33 @@ def attention_bwd_queries(
     in_q = offs_m < seqlen_q
     row = b * HEADS + h
 
-    # pointers
-    b64, h64, hk64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
-    q64, k64 = row0_q.to(tl.int64), row0_k.to(tl.int64)
-    Q_base = Q + b64 * stride_qb + q64 * stride_qs + h64 * stride_qh
-    O_base = O + b64 * stride_ob + q64 * stride_os + h64 * stride_oh
-    DO_base = DO + b64 * stride_db + q64 * stride_ds + h64 * stride_dh
-    DQ_base = DQ + b64 * stride_dqb + q64 * stride_dqs + h64 * stride_dqh
-    K_base = K + b64 * stride_kb + k64 * stride_ks + hk64 * stride_kh
-    V_base = V + b64 * stride_vb + k64 * stride_vs + hk64 * stride_vh
-    at = (h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q) + offs_m
-    K_rows = rows_of(K_base, seqlen_k, stride_ks, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
-    V_rows = rows_of(V_base, seqlen_k, stride_vs, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)
+    # rows
+    b64, h64 = b.to(tl.int64), h.to(tl.int64)
+    hk = h // GROUP
+    OUT: tl.constexpr = HOST if TMA == HOST else POINTER  # what is written once is worth no descriptor made here
+    Q_rows = rows_of(Q, b, row0_q, h, seqlen_q, stride_qb, stride_qs, stride_qh, HEAD_DIM, BLOCK_M, BLOCK_D, POINTER)
+    K_rows = rows_of(K, b, row0_k, hk, seqlen_k, stride_kb, stride_ks, stride_kh, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+    V_rows = rows_of(V, b, row0_k, hk, seqlen_k, stride_vb, stride_vs, stride_vh, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)
+    O_rows = rows_of(O, b, row0_q, h, seqlen_q, stride_ob, stride_os, stride_oh, HEAD_DIM_V, BLOCK_M, BLOCK_DV, POINTER)
+    DO_rows = rows_of(
+        DO, b, row0_q, h, seqlen_q, stride_db, stride_ds, stride_dh, HEAD_DIM_V, BLOCK_M, BLOCK_DV, POINTER
+    )
+    DQ_rows = rows_of(DQ, b, row0_q, h, seqlen_q, stride_dqb, stride_dqs, stride_dqh, HEAD_DIM, BLOCK_M, BLOCK_D, OUT)
 
-    # prologue
-    do = load_rows(DO_base, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, False)  # [BLOCK_M, DV]
-    o = load_rows(O_base, start_m, stride_os, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, False)  # [BLOCK_M, DV]
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if DLSE is not None:
-        delta -= tl.load(DLSE + at, mask=in_q, other=0.0)
+    # prologue: all loads are on their way before the first is waited for
+    q = load_rows(Q_rows, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True, POINTER)  # [BLOCK_M, D]
+    do = load_rows(DO_rows, start_m, stride_ds, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, POINTER)  # [BLOCK_M, DV]
+    o = load_rows(O_rows, start_m, stride_os, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True, POINTER)  # [BLOCK_M, DV]
+    at = (h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q) + offs_m
     lse = tl.load(LSE + at, mask=in_q, other=float("inf"))
+    dlse = 0.0
+    if DLSE is not None:
+        dlse = tl.load(DLSE + at, mask=in_q, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) - dlse
     lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
+    at = row_values(b, h, row0_q, rows_q, batch, HEADS, PACKED) + offs_m
     tl.store(DELTA + at, delta, mask=in_q)
     tl.store(LSE2 + at, lse2, mask=in_q)
-    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True, False)  # [BLOCK_M, D]
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     c = LOG2E if SCALE_FIRST else scale * LOG2E
     seed = tl.load(SEED) if DROPOUT else 0
@@ -142,8 +145,10 @@ def attention_bwd_queries(
         b, h, start_m + shift, i1, 0, seqlen_k, mask_args, mask_nums, listed, LISTS, TILES, BLOCK_N
     )
     for MASKED in tl.static_range(2):
-        for t in range(num_partial if MASKED else num_full):
-            n = visit(t, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
+        count = num_partial if MASKED else num_full
+        ahead = visit(0, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
+        for t in range(count):
+            n, ahead = visit_ahead(t, ahead, count, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
             dq = query_tile(
                 dq, q, do, lse2, delta, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j,
                 last_j, c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums, score_once,
@@ -152,12 +157,12 @@ def attention_bwd_queries(
             )  # fmt: skip
 
     # epilogue
-    store_rows(DQ_base, start_m, stride_dqs, dq * scale, in_q, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_rows(DQ_rows, start_m, stride_dqs, dq * scale, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, OUT)
 
 
 @triton.jit
 def keys_tile(
-    dk, dv, k, v, m, Q_rows, DO_rows, LSE2_base, DELTA_base, stride_qs, stride_ds, seqlen_q, seqlen_k, shift,
+    dk, dv, k, v, m, Q_rows, DO_rows, LSE2, DELTA, row_base, stride_qs, stride_ds, seqlen_q, seqlen_k, shift,
     b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale, seed, row, mask_once, mask_args, mask_nums,
     score_once, score_args, score_nums,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -171,12 +176,9 @@ def keys_tile(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     in_q = offs_m < seqlen_q
     q = load_rows(Q_rows, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, MASKED, TMA)  # [BLOCK_M, D]
-    if MASKED:
-        lse2 = tl.load(LSE2_base + offs_m, mask=in_q, other=float("inf"))  # rows beyond the end get p = 0
-        delta = tl.load(DELTA_base + offs_m, mask=in_q, other=0.0)
-    else:
-        lse2 = tl.load(LSE2_base + offs_m)
-        delta = tl.load(DELTA_base + offs_m)
+    at = row_base + start_m
+    lse2 = load_values(LSE2, at, in_q, float("inf"), MASKED, BLOCK_M, TMA)  # rows beyond the end get p = 0
+    delta = load_values(DELTA, at, in_q, 0.0, MASKED, BLOCK_M, TMA)
     st = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
     if SCALE_FIRST:
         st = st * scale
@@ -254,16 +256,21 @@ def attention_bwd_keys(
     in_k = offs_n < seqlen_k
     j1 = tl.minimum(start_n + BLOCK_N, seqlen_k) - 1
 
-    # pointers
-    b64, hk64, q64, k64 = b.to(tl.int64), hk.to(tl.int64), row0_q.to(tl.int64), row0_k.to(tl.int64)
-    K_base = K + b64 * stride_kb + k64 * stride_ks + hk64 * stride_kh
-    V_base = V + b64 * stride_vb + k64 * stride_vs + hk64 * stride_vh
-    DK_base = DK + b64 * stride_dkb + k64 * stride_dks + hk64 * stride_dkh
-    DV_base = DV + b64 * stride_dvb + k64 * stride_dvs + hk64 * stride_dvh
+    # rows
+    b64 = b.to(tl.int64)
+    OUT: tl.constexpr = HOST if TMA == HOST else POINTER
+    K_rows = rows_of(K, b, row0_k, hk, seqlen_k, stride_kb, stride_ks, stride_kh, HEAD_DIM, BLOCK_N, BLOCK_D, POINTER)
+    V_rows = rows_of(
+        V, b, row0_k, hk, seqlen_k, stride_vb, stride_vs, stride_vh, HEAD_DIM_V, BLOCK_N, BLOCK_DV, POINTER
+    )
+    DK_rows = rows_of(DK, b, row0_k, hk, seqlen_k, stride_dkb, stride_dks, stride_dkh, HEAD_DIM, BLOCK_N, BLOCK_D, OUT)
+    DV_rows = rows_of(
+        DV, b, row0_k, hk, seqlen_k, stride_dvb, stride_dvs, stride_dvh, HEAD_DIM_V, BLOCK_N, BLOCK_DV, OUT
+    )
 
     # prologue
-    k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, True, False)  # [BLOCK_N, D]
-    v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False)  # [BLOCK_N, DV]
+    k = load_rows(K_rows, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, True, POINTER)  # [BLOCK_N, D]
+    v = load_rows(V_rows, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, POINTER)  # [BLOCK_N, DV]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     c = LOG2E if SCALE_FIRST else scale * LOG2E
@@ -274,11 +281,11 @@ def attention_bwd_keys(
         h = hk * GROUP + g
         h64 = h.to(tl.int64)
         row = b * HEADS + h
-        Q_base = Q + b64 * stride_qb + q64 * stride_qs + h64 * stride_qh
-        DO_base = DO + b64 * stride_db + q64 * stride_ds + h64 * stride_dh
-        Q_rows = rows_of(Q_base, seqlen_q, stride_qs, HEAD_DIM, BLOCK_M, BLOCK_D, TMA)
-        DO_rows = rows_of(DO_base, seqlen_q, stride_ds, HEAD_DIM_V, BLOCK_M, BLOCK_DV, TMA)
-        rows_base = h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q
+        Q_rows = rows_of(Q, b, row0_q, h, seqlen_q, stride_qb, stride_qs, stride_qh, HEAD_DIM, BLOCK_M, BLOCK_D, TMA)
+        DO_rows = rows_of(
+            DO, b, row0_q, h, seqlen_q, stride_db, stride_ds, stride_dh, HEAD_DIM_V, BLOCK_M, BLOCK_DV, TMA
+        )
+        row_base = row_values(b, h, row0_q, rows_q, batch, HEADS, PACKED)
         first_i, last_i = row_ends(b, h, offs_j, shift, seqlen_k, mask_args, mask_nums, ROWS)
         mask_once = call_once(b, h, offs_j[:, None], mask_args, mask_nums, MASK_ONCE)
         score_once = call_once(b, h, offs_j[:, None], score_args, score_nums, SCORE_ONCE)
@@ -289,10 +296,14 @@ def attention_bwd_keys(
             b, h, start_n, j1, shift, seqlen_q, mask_args, mask_nums, listed, LISTS, TILES, BLOCK_M
         )
         for MASKED in tl.static_range(2):
-            for t in range(num_partial if MASKED else num_full):
-                m = visit(t, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
+            count = num_partial if MASKED else num_full
+            ahead = visit(0, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
+            for t in range(count):
+                m, ahead = visit_ahead(
+                    t, ahead, count, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED
+                )
                 dk, dv = keys_tile(
-                    dk, dv, k, v, m, Q_rows, DO_rows, LSE2 + rows_base, DELTA + rows_base, stride_qs, stride_ds,
+                    dk, dv, k, v, m, Q_rows, DO_rows, LSE2, DELTA, row_base, stride_qs, stride_ds,
                     seqlen_q, seqlen_k, shift, b, h, offs_j, first_i, last_i, start_n, c, scale, dropout, keep_scale,
                     seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED, VISIBLE, SCORE, SLOPE,
@@ -300,5 +311,5 @@ def attention_bwd_keys(
                 )  # fmt: skip
 
     # epilogue
-    store_rows(DK_base, start_n, stride_dks, dk * scale, in_k, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_rows(DV_base, start_n, stride_dvs, dv, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+    store_rows(DK_rows, start_n, stride_dks, dk * scale, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, OUT)
+    store_rows(DV_rows, start_n, stride_dvs, dv, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, OUT)

@@ -19,7 +19,7 @@ from tilewise.ops.attention.triton_attention import (
 )
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key
 from tilewise.tiles.arithmetic import LN2, LOG2E
-from tilewise.tiles.load import load_rows
+from tilewise.tiles.load import POINTER, load_rows
 from tilewise.tiles.visit import call_once, row_ends, span_tiles
 
 _PROGRAMS_PER_SM = 4
@@ -87,7 +87,7 @@ def attention_split(
         offs_n = start_n + tl.arange(0, BLOCK_N)
         in_k = offs_n < seqlen_k
         offs_j = tl.minimum(offs_n, seqlen_k - 1)
-        k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, True, False)  # [BLOCK_N, D]
+        k = load_rows(K_base, start_n, stride_ks, in_k, HEAD_DIM, BLOCK_N, BLOCK_D, True, POINTER)  # [BLOCK_N, D]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_R, BLOCK_N]
         if SCORE is not None:
             s = SCORE(s, b, h[:, None], offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
@@ -104,7 +104,7 @@ def attention_split(
         p = tl.math.exp2((s - m_use[:, None]) * LOG2E)
         alpha = tl.math.exp2((m_i - m_use) * LOG2E)
         l_i = l_i * alpha + tl.sum(p, 1)
-        v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, False)  # [BLOCK_N, DV]
+        v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, POINTER)  # [BLOCK_N, DV]
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         m_i = m_new
 

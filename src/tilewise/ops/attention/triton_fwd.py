@@ -7,8 +7,8 @@ import triton.language as tl
 
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.dropout import keep_tile
-from tilewise.tiles.load import load_rows, rows_of, store_rows
-from tilewise.tiles.visit import call_once, locate, row_ends, visit, visits
+from tilewise.tiles.load import HOST, POINTER, load_rows, rows_of, store_rows
+from tilewise.tiles.visit import call_once, locate, row_ends, visit, visit_ahead, visits
 
 
 @triton.jit
@@ -95,19 +95,18 @@ def attention_fwd(
     in_q = offs_m < seqlen_q
     row = b * HEADS + h
 
-    # pointers: a packed tensor has no batch stride and starts at its sequence's first row
-    b64, h64, hk64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
-    Q_base = Q + b64 * stride_qb + row0_q.to(tl.int64) * stride_qs + h64 * stride_qh
-    K_base = K + b64 * stride_kb + row0_k.to(tl.int64) * stride_ks + hk64 * stride_kh
-    V_base = V + b64 * stride_vb + row0_k.to(tl.int64) * stride_vs + hk64 * stride_vh
-    O_base = O + b64 * stride_ob + row0_q.to(tl.int64) * stride_os + h64 * stride_oh
+    # rows: a packed tensor has no batch stride and starts at its sequence's first row
+    b64, h64 = b.to(tl.int64), h.to(tl.int64)
+    hk = h // GROUP
+    OUT: tl.constexpr = HOST if TMA == HOST else POINTER  # what is written once is worth no descriptor made here
+    Q_rows = rows_of(Q, b, row0_q, h, seqlen_q, stride_qb, stride_qs, stride_qh, HEAD_DIM, BLOCK_M, BLOCK_D, POINTER)
+    K_rows = rows_of(K, b, row0_k, hk, seqlen_k, stride_kb, stride_ks, stride_kh, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+    V_rows = rows_of(V, b, row0_k, hk, seqlen_k, stride_vb, stride_vs, stride_vh, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)
+    O_rows = rows_of(O, b, row0_q, h, seqlen_q, stride_ob, stride_os, stride_oh, HEAD_DIM_V, BLOCK_M, BLOCK_DV, OUT)
     LSE_base = LSE + (h64 * rows_q + row0_q if PACKED else row.to(tl.int64) * rows_q)
 
-    K_rows = rows_of(K_base, seqlen_k, stride_ks, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
-    V_rows = rows_of(V_base, seqlen_k, stride_vs, HEAD_DIM_V, BLOCK_N, BLOCK_DV, TMA)
-
     # prologue
-    q = load_rows(Q_base, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True, False)  # [BLOCK_M, D]
+    q = load_rows(Q_rows, start_m, stride_qs, in_q, HEAD_DIM, BLOCK_M, BLOCK_D, True, POINTER)  # [BLOCK_M, D]
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -126,8 +125,10 @@ def attention_fwd(
         b, h, start_m + shift, i1, 0, seqlen_k, mask_args, mask_nums, listed, LISTS, TILES, BLOCK_N
     )
     for MASKED in tl.static_range(2):
-        for t in range(num_partial if MASKED else num_full):
-            n = visit(t, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
+        count = num_partial if MASKED else num_full
+        ahead = visit(0, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
+        for t in range(count):
+            n, ahead = visit_ahead(t, ahead, count, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
             acc, l_i, m_i = fold_tile(
                 acc, l_i, m_i, q, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
                 c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
@@ -149,4 +150,5 @@ def attention_fwd(
     l_safe = tl.where(empty, 1.0, l_i)
     lse = tl.where(empty, float("-inf"), (m2 + tl.math.log2(l_safe)) * LN2)
     tl.store(LSE_base + offs_m, lse, mask=in_q)
-    store_rows(O_base, start_m, stride_os, acc * (keep_scale / l_safe)[:, None], in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+    acc = acc * (keep_scale / l_safe)[:, None]
+    store_rows(O_rows, start_m, stride_os, acc, in_q, HEAD_DIM_V, BLOCK_M, BLOCK_DV, OUT)

@@ -4,12 +4,15 @@ pass pointers and numbers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import copy
+import inspect
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.problem import Call
@@ -35,6 +38,21 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return buffer
 
 
+def describable(x: torch.Tensor) -> bool:
+    """Whether one descriptor reaches a (batch, seqlen, heads, dim) tensor whose rows are fetchable."""
+    sizes = zip(x.shape, x.stride(), strict=True)
+    return x.ndim == 4 and all(size > 0 and (size == 1 or stride > 0) for size, stride in sizes)
+
+
+def describe(x: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """A descriptor whose tiles are (rows, columns) of one sequence and head, or (numbers,) of a vector."""
+    if len(box) == 1:
+        return TensorDescriptor(x, [x.numel()], [1], list(box))
+    row = -(-x.shape[-1] // 8) * 8  # any multiple of 16 bytes does where there is but one
+    strides = [stride if size > 1 else row for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], [1, box[0], 1, box[1]])
+
+
 @dataclass
 class Plan:
     """One kernel for one kind of call: its grid, its constant arguments, and once launched the compiled kernel.
@@ -51,19 +69,75 @@ class Plan:
     warps: int
     stages: int
     extra: Any = None
-    scratch: bool = False  # whether the kernel writes tensor descriptors
+    boxes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of the pointers that go as descriptors
+    scratch: bool = False  # whether the kernel writes tensor descriptors for itself
     compiled: Any = field(default=None, init=False)
+    encoders: dict[int, Encoder] = field(default_factory=dict, init=False)
 
     def launch(self, pointers: tuple[Any, ...], formula: tuple[Any, ...], scalars: tuple[float, ...] = ()) -> None:
         if self.scratch:
             triton.set_allocator(_scratch)
+        if self.encoders:
+            pointers = self._encoded(pointers)
+        elif self.boxes:
+            pointers = tuple(describe(x, self.boxes[n]) if n in self.boxes else x for n, x in enumerate(pointers))
         arguments = (*pointers, *self.strides, *formula, *self.sizes, *scalars, *self.constants)
         if self.compiled is not None:
             self.compiled(*arguments)
             return
         compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.warps, num_stages=self.stages)
         if remember and hasattr(compiled, "launch_metadata"):  # the interpreter returns nothing
+            if self.boxes:
+                compiled, self.encoders = _without_wrapper(compiled, pointers, sorted(self.boxes))
             self.compiled = compiled[(self.grid, 1, 1)]
+
+    def _encoded(self, pointers: tuple[Any, ...]) -> tuple[Any, ...]:
+        arguments: list[Any] = []
+        start = 0
+        for n, encoder in self.encoders.items():
+            arguments += pointers[start:n]
+            arguments += encoder(pointers[n])
+            start = n + 1
+        return (*arguments, *pointers[start:])
+
+
+Encoder = Callable[[torch.Tensor], tuple[Any, ...]]
+
+
+def _without_wrapper(compiled: Any, pointers: tuple[Any, ...], described: list[int]) -> tuple[Any, dict[int, Encoder]]:
+    """A compiled kernel that takes descriptors in the driver's form, and what brings tensors into it.
+
+    Triton 3.6 wraps the launcher of a kernel with descriptors in a function that looks at every argument and encodes
+    descriptors from scratch: 9 us each where 1 us is needed once shapes are known (benchmarks/NOTES.md). Other
+    versions are left as they are.
+    """
+    wrapper = getattr(compiled.run, "launch", None)
+    inner = inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
+    if not {"launcher", "tensordesc_meta", "tensordesc_indices"} <= inner.keys() or None in inner["tensordesc_meta"]:
+        return compiled, {}
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as types
+
+    run = copy.copy(compiled.run)
+    run.launch = inner["launcher"]
+    compiled = copy.copy(compiled)
+    compiled._run = run
+    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+    encoders = {}
+    for n, meta in zip(described, inner["tensordesc_meta"], strict=True):
+        tile = (meta["swizzle"], meta["elem_size"], types[meta["elem_type"]], meta["block_size"])
+        encoders[n] = _encoder(fill, tile, pointers[n])
+    return compiled, encoders
+
+
+def _encoder(fill: Callable[..., Any], tile: tuple[Any, ...], like: TensorDescriptor) -> Encoder:
+    """Encodes tensors of the shape and strides of one that was described before."""
+    shape, strides = like.shape, like.strides
+    sizes = (*shape, *strides)
+
+    def encode(x: torch.Tensor) -> tuple[Any, ...]:
+        return (fill(x.data_ptr(), *tile, shape, strides, 0), *sizes)
+
+    return encode
 
 
 class Plans:
