@@ -11,6 +11,7 @@ import torch
 import tilewise as tw
 from tests.interpret.small_tiles import single, use_tiles
 from tilewise.core.errors import UnsupportedError
+from tilewise.ops.attention import triton_attention
 from tilewise.testing import cases as build
 from tilewise.testing import properties
 from tilewise.testing.case import Case
@@ -52,6 +53,12 @@ def test_every_small_case_runs() -> None:
 def test_gradients_hold_for_other_tiles(tiles: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_tiles(monkeypatch, tiles)
     properties.gradients_equal_reference(Setting("triton"), single(CASES[name]))
+
+
+@pytest.mark.parametrize("name", ["causal", "document", "gqa_2", "packed_causal"])
+def test_gradients_hold_where_pairs_take_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "_together", lambda call, mask, slots, pairs: min(pairs, 3))
+    properties.gradients_equal_reference(Setting("triton"), CASES[name])
 
 
 @pytest.mark.parametrize(

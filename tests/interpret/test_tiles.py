@@ -23,7 +23,7 @@ from tilewise.testing.inputs import make_inputs
 from tilewise.testing.matrix import name_of
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.load import row_values
-from tilewise.tiles.visit import locate, visit, visits
+from tilewise.tiles.visit import locate, take_turns, visit, visits
 
 LISTED = [CASES[name] for name in ("document", "document_window", "tree", "dilated_window", "neighborhood_2d",
           "neighborhood_3d", "head_blocks", "explicit", "packed_document")]  # fmt: skip
@@ -104,6 +104,25 @@ def test_extrema_of_a_call_are_pytorchs() -> None:
             got, build_tables(rule.tables, call.mask.tensors, cfg.block_m, cfg.block_n), strict=True
         ):
             assert torch.equal(table, want)
+
+
+@triton.jit
+def turns(OUT, slots, pairs, together):
+    for n in range(slots * pairs):
+        pair, slot = take_turns(0 * slots + n, slots, pairs, together)
+        tl.store(OUT + n * 2, pair)
+        tl.store(OUT + n * 2 + 1, slot)
+
+
+@pytest.mark.parametrize(("slots", "pairs"), [(1, 1), (5, 1), (1, 7), (4, 6), (3, 7)])
+@pytest.mark.parametrize("together", [1, 2, 4, 7])
+def test_every_slot_of_every_pair_has_its_turn(slots: int, pairs: int, together: int) -> None:
+    """Pairs in groups, in order; within a group slot by slot."""
+    out = torch.full((slots * pairs, 2), -1, dtype=torch.int32)
+    turns[(1,)](out, slots, pairs, together)
+    groups = [range(first, min(first + together, pairs)) for first in range(0, pairs, together)]
+    want = [(pair, slot) for group in groups for slot in range(slots) for pair in group]
+    assert [tuple(place) for place in out.tolist()] == want
 
 
 @triton.jit

@@ -5,6 +5,19 @@ import triton.language as tl
 
 
 @triton.jit
+def take_turns(pid, slots, pairs, together):
+    """(pair of batch and head, slot) of a program: `together` pairs take turns, slot by slot, before the next ones.
+
+    Programs start in order of pid. With the longest slots of several pairs first, the last programs to start are
+    short, and the GPU is not left to a few long ones.
+    """
+    first = pid // (slots * together) * together
+    rest = pid - first * slots
+    width = tl.minimum(together, pairs - first)
+    return first + rest % width, rest // width
+
+
+@triton.jit
 def locate(slot, CU_SEQLENS, batch, BLOCK: tl.constexpr):
     """(sequence, tile inside it) of a packed slot.
 

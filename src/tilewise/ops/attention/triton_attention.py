@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -141,7 +142,8 @@ def _forward_plan(call: Call) -> Plan:
     constants = (
         *_sizes(call), m, n, d, d_v, *_visibility(mask, "queries"), *scoring, *_modes(call), tma.value
     )  # fmt: skip
-    grid, lengths = slots * call.num_heads_q * _batches(call), (*_lengths(call), slots)
+    pairs = call.num_heads_q * _batches(call)
+    grid, lengths = slots * pairs, (*_lengths(call), slots, _together(call, mask, slots, pairs))
     boxes = {1: (n, d), 2: (n, d_v), 4: (m, d_v)} if tma is HOST else {}  # k, v, o
     extra = (cfg, mask)
     return Plan(
@@ -175,7 +177,8 @@ def _backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan
             boxes = {0: (m, d), 3: (m, d_v), 4: (m,), 5: (m,), 6: (n, d), 7: (n, d_v)}  # q, do, lse2, delta, dk, dv
         elif tma is DEVICE and name == "keys":
             boxes = {4: (m,), 5: (m,)}  # lse2, delta
-        grid, lengths = slots * heads * _batches(call), (*_lengths(call), slots)
+        pairs = heads * _batches(call)
+        grid, lengths = slots * pairs, (*_lengths(call), slots, _together(call, mask, slots, pairs))
         extra, strides = (cfg, mask), (*inputs, *outputs)
         plans.append(
             Plan(kernel, grid, strides, lengths, constants, cfg.warps, cfg.stages, extra, boxes, tma is DEVICE)
@@ -361,6 +364,21 @@ def _slots(call: Call, block: int, for_keys: bool) -> int:
     """Tiles of one head: of one batch element, or of all packed sequences (see `tiles.visit.locate`)."""
     rows = call.rows_k if for_keys else call.rows_q
     return -(-rows // block) + (call.batch if call.packed else 0)
+
+
+def _together(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) -> int:
+    """How many pairs of batch and head take turns (`tiles.visit.take_turns`): one where all programs are equally long,
+    or rows so few that pairs would only lose each other's cache; else as many as fill the GPU once, up to 8.
+    """
+    if mask is None or slots < 32:
+        return 1
+    turns = 8 if mask.classify is not None else round(2 * _multiprocessors(call.q.device) / slots)
+    return max(1, min(pairs, turns, 8))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _longest(call: Call, of_keys: bool) -> int:

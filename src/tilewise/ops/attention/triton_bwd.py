@@ -11,7 +11,7 @@ import triton.language as tl
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.load import HOST, POINTER, load_rows, load_values, row_values, rows_of, store_rows
-from tilewise.tiles.visit import call_once, locate, row_ends, visit, visit_ahead, visits
+from tilewise.tiles.visit import call_once, locate, row_ends, take_turns, visit, visit_ahead, visits
 
 
 @triton.jit
@@ -61,8 +61,8 @@ def query_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "list_stride_b", "list_stride_h", "list_stride_r",
-        "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
+        "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "list_stride_b", "list_stride_h",
+        "list_stride_r", "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
     ]
 )  # fmt: skip
 def attention_bwd_queries(
@@ -70,7 +70,7 @@ def attention_bwd_queries(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_db, stride_ds, stride_dh, stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
     mask_args, mask_nums, score_args, score_nums, grads,
-    batch, seqlen_q, seqlen_k, rows_q, slots, scale, dropout, keep_scale,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, scale, dropout, keep_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
@@ -79,11 +79,11 @@ def attention_bwd_queries(
     TMA: tl.constexpr,
 ):  # fmt: skip
     """dQ, and for the keys' kernel delta - dlse and lse in base 2, with empty rows at 0."""
-    # who am I
-    pid = tl.program_id(0)
-    slot = slots - 1 - pid % slots
-    h = (pid // slots) % HEADS
-    b = pid // slots // HEADS
+    # who am I: the last queries, which see most under a causal mask, go first
+    pair, turn = take_turns(tl.program_id(0), slots, HEADS if PACKED else batch * HEADS, together)
+    slot = slots - 1 - turn
+    h = pair % HEADS
+    b = pair // HEADS
     row0_q = b * 0
     row0_k = b * 0
     m = slot
@@ -216,8 +216,8 @@ def keys_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "list_stride_b", "list_stride_h", "list_stride_r",
-        "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
+        "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "list_stride_b", "list_stride_h",
+        "list_stride_r", "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
     ]
 )  # fmt: skip
 def attention_bwd_keys(
@@ -225,7 +225,7 @@ def attention_bwd_keys(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_db, stride_ds, stride_dh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, scale, dropout, keep_scale,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, scale, dropout, keep_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
@@ -233,11 +233,10 @@ def attention_bwd_keys(
     PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # who am I: the first keys, which most queries see under a causal mask, go first
-    pid = tl.program_id(0)
-    slot = pid % slots
     HEADS_KV: tl.constexpr = HEADS // GROUP
-    hk = (pid // slots) % HEADS_KV
-    b = pid // slots // HEADS_KV
+    pair, slot = take_turns(tl.program_id(0), slots, HEADS_KV if PACKED else batch * HEADS_KV, together)
+    hk = pair % HEADS_KV
+    b = pair // HEADS_KV
     row0_q = b * 0
     row0_k = b * 0
     n = slot

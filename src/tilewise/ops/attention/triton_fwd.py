@@ -8,7 +8,7 @@ import triton.language as tl
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.load import HOST, POINTER, load_rows, rows_of, store_rows
-from tilewise.tiles.visit import call_once, locate, row_ends, visit, visit_ahead, visits
+from tilewise.tiles.visit import call_once, locate, row_ends, take_turns, visit, visit_ahead, visits
 
 
 @triton.jit
@@ -55,9 +55,8 @@ def fold_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "list_stride_b", "list_stride_h", "list_stride_r",
-        "mask_nums", "score_nums", "scale",
-        "dropout", "keep_scale"
+        "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "list_stride_b", "list_stride_h",
+        "list_stride_r", "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
     ]
 )  # fmt: skip
 def attention_fwd(
@@ -65,18 +64,18 @@ def attention_fwd(
     list_stride_r,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, scale, dropout, keep_scale,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, scale, dropout, keep_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    # who am I: slots run fastest, so neighbours share keys; the last queries, which see most, go first
-    pid = tl.program_id(0)
-    slot = slots - 1 - pid % slots
-    h = (pid // slots) % HEADS
-    b = pid // slots // HEADS
+    # who am I: the last queries, which see most under a causal mask, go first
+    pair, turn = take_turns(tl.program_id(0), slots, HEADS if PACKED else batch * HEADS, together)
+    slot = slots - 1 - turn
+    h = pair % HEADS
+    b = pair // HEADS
     row0_q = b * 0
     row0_k = b * 0
     m = slot
