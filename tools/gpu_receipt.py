@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     environment = current("cuda")
     before = {family.name: family.hash() for family in gpu_families()}
     outcomes = Outcomes()
-    status = pytest.main([str(ROOT / "tests" / "gpu"), "-n", given.workers, "-q"], plugins=[outcomes])
+    options = ["-n", given.workers, "--dist", "loadgroup", "-q"]
+    status = pytest.main([str(ROOT / "tests" / "gpu"), *options], plugins=[outcomes])
     for family in gpu_families():
         if family.hash() != before[family.name]:
             print(f"{family.name}: its sources changed while the tests ran, no receipt", file=sys.stderr)

@@ -11,6 +11,7 @@ import tilewise as tw
 from tests.gpu.matrix import DEVICE
 
 GIB = 2**30
+pytestmark = pytest.mark.xdist_group("large")  # one after another: two at a time would not fit
 
 
 @pytest.fixture(autouse=True)
