@@ -7,7 +7,7 @@ import torch
 
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.walk import symbols
-from tilewise.ops.attention import triton_attention, triton_launch
+from tilewise.ops.attention import triton_launch, triton_plans
 from tilewise.ops.attention.configs import Config
 from tilewise.testing.case import Case
 from tilewise.testing.inputs import make_inputs
@@ -38,7 +38,7 @@ TILES = {
 
 def use_tiles(patch: pytest.MonkeyPatch, name: str) -> None:
     """Let every kernel run with the tiles of `TILES[name]`; no plan is remembered from other tiles."""
-    patch.setattr(triton_attention, "_config", lambda kernel, call: TILES[name][kernel])
+    patch.setattr(triton_plans, "_config", lambda kernel, call: TILES[name][kernel])
     patch.setattr(triton_launch, "remember", False)
 
 

@@ -11,7 +11,7 @@ import torch
 import tilewise as tw
 from tests.interpret.small_tiles import single, use_tiles
 from tilewise.core.errors import UnsupportedError
-from tilewise.ops.attention import triton_attention
+from tilewise.ops.attention import triton_plans
 from tilewise.testing import cases as build
 from tilewise.testing import properties
 from tilewise.testing.case import Case
@@ -57,7 +57,7 @@ def test_gradients_hold_for_other_tiles(tiles: str, name: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", ["causal", "document", "gqa_2", "packed_causal"])
 def test_gradients_hold_where_pairs_take_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_attention, "_together", lambda call, mask, slots, pairs: min(pairs, 3))
+    monkeypatch.setattr(triton_plans, "_together", lambda call, mask, slots, pairs: min(pairs, 3))
     properties.gradients_equal_reference(Setting("triton"), CASES[name])
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 import tilewise as tw
 from tilewise.core.philox import keep_mask
-from tilewise.ops.attention import triton_attention
+from tilewise.ops.attention import triton_attention, triton_plans
 from tilewise.ops.attention.problem import Call, make_call, sequences
 from tilewise.ops.attention.triton_lists import block_extrema
 from tilewise.schedule.rule import Extremum, TileRule, build_tables, tile_rule
@@ -51,10 +51,10 @@ def _tile_ranges(call: Call) -> Iterator[tuple[int, int, int, int, int]]:
 def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
     """Each tile of one side lists, in order, what `TileMap` calls FULL and PARTIAL of the other side."""
     call = call_of(case)
-    plan = triton_attention._forward_plan(call)
+    plan = triton_plans.forward_plan(call)
     if for_keys:
         o, do = call.new_output(), call.new_output()
-        plan = triton_attention._backward_plans(call, o, do)[1]
+        plan = triton_plans.backward_plans(call, o, do)[1]
     cfg, mask = plan.extra
     assert mask.classify is not None, "this mask has loop bounds and needs no lists"
     listed, by_batch, by_head, _ = triton_attention._lists(call, plan, for_keys, None, {})
@@ -98,7 +98,7 @@ def test_extrema_of_a_call_are_pytorchs() -> None:
         call = call_of(case)
         assert call.mask is not None
         rule: TileRule = tile_rule(call.mask.text)
-        cfg, _ = triton_attention._forward_plan(call).extra
+        cfg, _ = triton_plans.forward_plan(call).extra
         got = triton_attention._tables(rule, call.mask.tensors, cfg)
         for table, want in zip(
             got, build_tables(rule.tables, call.mask.tensors, cfg.block_m, cfg.block_n), strict=True
@@ -173,7 +173,7 @@ def test_each_row_has_a_number_of_its_own(packed: bool) -> None:
         assert not (first % 4).any()
         taken = [int(first[b * heads + h]) + m for b in range(batch) for h in range(heads) for m in range(lengths[b])]
         assert len(set(taken)) == len(taken)
-        assert max(taken, default=0) < max(1, triton_attention._row_values_size(call))
+        assert max(taken, default=0) < max(1, triton_plans.row_values_size(call))
 
 
 @triton.jit

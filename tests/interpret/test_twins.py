@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.interpret.small_tiles import single, use_tiles
-from tilewise.ops.attention import triton_attention, triton_bwd, triton_decode, triton_fwd, triton_lists
+from tilewise.ops.attention import (
+    triton_attention,
+    triton_bwd,
+    triton_decode,
+    triton_fwd,
+    triton_lists,
+    triton_plans,
+)
 from tilewise.testing import cases as build
 from tilewise.testing import properties
 from tilewise.testing.case import Case, Spelled
@@ -56,6 +63,8 @@ class Twin(NamedTuple):
 FORWARD, BACKWARD = properties.equals_reference, properties.gradients_equal_reference
 FWD, KEYS, QUERIES = ("attention_fwd",), ("attention_bwd_keys",), ("attention_bwd_queries",)
 SPLIT, MERGE = ("attention_split",), ("attention_merge",)
+HOSTS = {triton_fwd: triton_plans, triton_bwd: triton_plans, triton_lists: triton_attention,
+         triton_decode: triton_decode}  # who names a module's kernels  # fmt: skip
 SHIFT = ("shift = seqlen_k - seqlen_q", "shift = 0")
 ONE = {name: single(case) for name, case in CASES.items() if not case.gpu}
 MANY_KEYS = Case("many_keys", 1, 2, 64 * 5 + 9, 4, 2, mask=build.window(250), score=build.softcap, sink=True)
@@ -120,9 +129,8 @@ def test_a_broken_twin_is_caught(twin: Any, tmp_path: Path, monkeypatch: pytest.
     setting = Setting(twin.impl)
     twin.check(setting, twin.case)  # whole, it passes
     copy = broken_copy(twin.module, twin.old, twin.new, tmp_path)
-    host = triton_decode if twin.module is triton_decode else triton_attention
     for kernel in twin.kernels:
-        monkeypatch.setattr(host, kernel, getattr(copy, kernel))
+        monkeypatch.setattr(HOSTS[twin.module], kernel, getattr(copy, kernel))
     with pytest.raises(AssertionError):
         twin.check(setting, twin.case)
 
@@ -136,5 +144,5 @@ def test_a_copy_with_no_mistake_passes(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         copy = broken_copy(module, "import triton\n", "import triton\n", tmp_path)
         for kernel in kernels:
-            monkeypatch.setattr(triton_attention, kernel, getattr(copy, kernel))
+            monkeypatch.setattr(HOSTS[module], kernel, getattr(copy, kernel))
     properties.gradients_equal_reference(Setting("triton"), ONE["document_window"])

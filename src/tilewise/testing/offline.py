@@ -43,7 +43,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from tilewise.ops.attention import triton_attention, triton_launch
+    from tilewise.ops.attention import triton_launch, triton_plans
 
     class OfflineDriver:
         def get_current_target(self) -> GPUTarget:
@@ -71,7 +71,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
     try:
         with (
             mock.patch.object(JITFunction, "run", run),
-            mock.patch.object(triton_attention, "capability", return_value=sm),
+            mock.patch.object(triton_plans, "capability", return_value=sm),
             mock.patch.object(triton_launch, "remember", False),
         ):
             yield compiled

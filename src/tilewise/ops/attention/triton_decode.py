@@ -10,14 +10,8 @@ import triton.language as tl
 
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.triton_attention import (
-    formula_arguments,
-    functions,
-    matmul_precision,
-    on_device,
-    strides_of,
-)
-from tilewise.ops.attention.triton_launch import Plan, Plans, call_key
+from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
+from tilewise.ops.attention.triton_plans import formula_arguments, functions, matmul_precision, strides_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.load import POINTER, load_rows
 from tilewise.tiles.visit import call_once, row_ends, span_tiles

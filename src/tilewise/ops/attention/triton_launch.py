@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,13 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     if buffer is None or buffer.numel() < size:
         buffer = _buffers[device] = torch.empty(max(size, 2**20), dtype=torch.int8, device="cuda")
     return buffer
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensors'."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def describable(x: torch.Tensor) -> bool:
