@@ -58,7 +58,8 @@ def attention_with_lse(
         deterministic=deterministic,
     )
     row = choose(call, impl)
-    return compiled(row, call) if being_traced() else eager(row, call)
+    traced = call.signature is None and being_traced()
+    return compiled(row, call) if traced else eager(row, call)
 
 
 def attention(

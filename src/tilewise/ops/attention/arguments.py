@@ -16,10 +16,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+_DENSE = Dense()
+
+
 def layout_of(layout: Any) -> Dense | Packed:
     """The layout; None is dense."""
     if layout is None:
-        return Dense()
+        return _DENSE
     if not isinstance(layout, (Dense, Packed)):
         raise InputError(
             "layout",
@@ -188,6 +191,8 @@ def dropout_of(dropout: Any) -> float:
 
 def seed_of(seed: Any, device: torch.device, dropout: float) -> torch.Tensor | None:
     """A seed on the device: drawn from PyTorch's generator (advances under CUDA graph replay), or the caller's."""
+    if seed is None and not dropout:
+        return None
     if isinstance(seed, torch.Tensor) and seed.numel() == 1 and seed.dtype == torch.int64 and seed.device == device:
         return seed.reshape(1) if dropout else None
     whole = isinstance(seed, (int, numbers.Integral)) and not isinstance(seed, bool)

@@ -131,7 +131,7 @@ def make_call(
     bound_mask = None if mask is None else as_mask(mask).bound
     bound_score = None if score is None else as_score(score).bound
     signature = signature_of(q, k, v, bound_mask, bound_score, packed)
-    captures = any(bound is not None and len(bound.tensors) > 0 for bound in (bound_mask, bound_score))
+    captures = bool((bound_mask and bound_mask.tensors) or (bound_score and bound_score.tensors))
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if captures else None
     checked = signature is not None and (signature, numbers) in _checked
     if not checked:

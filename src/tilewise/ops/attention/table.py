@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -120,8 +121,6 @@ _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def interpreting() -> bool:
     """Whether Triton runs its kernels in the interpreter (TRITON_INTERPRET=1), where CPU tensors are fine."""
-    import os
-
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -209,7 +208,7 @@ def choose(call: Call, impl: str | None) -> Row:
         return _choose(call, impl)
     key = (
         call.signature, impl, call.sink is None, call.dropout == 0.0, call.deterministic, call.wants_grad,
-        call.grad_captured, interpreting(),
+        call.grad_captured, call.q.device.type != "cuda" and interpreting(),
     )  # fmt: skip
     row = _chosen.get(key)
     if row is None:

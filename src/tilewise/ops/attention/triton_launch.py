@@ -95,9 +95,7 @@ class Plan:
             return
         compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.warps, num_stages=self.stages)
         if remember and hasattr(compiled, "launch_metadata"):  # the interpreter returns nothing
-            if self.boxes:
-                compiled, self.encoders = _without_wrapper(compiled, pointers, sorted(self.boxes))
-            self.compiled = compiled[(self.grid, 1, 1)]
+            self.compiled, self.encoders = _shortcut(compiled, self.grid, pointers, sorted(self.boxes))
 
     def _encoded(self, pointers: tuple[Any, ...]) -> tuple[Any, ...]:
         arguments: list[Any] = []
@@ -112,29 +110,45 @@ class Plan:
 Encoder = Callable[[torch.Tensor], tuple[Any, ...]]
 
 
-def _without_wrapper(compiled: Any, pointers: tuple[Any, ...], described: list[int]) -> tuple[Any, dict[int, Encoder]]:
-    """A compiled kernel that takes descriptors in the driver's form, and what brings tensors into it.
+def _shortcut(
+    compiled: Any, grid: int, pointers: tuple[Any, ...], described: list[int]
+) -> tuple[Callable[..., None], dict[int, Encoder]]:
+    """What launches a compiled kernel, and what brings tensors into the form in which it takes descriptors.
 
-    Triton 3.6 wraps the launcher of a kernel with descriptors in a function that looks at every argument and encodes
-    descriptors from scratch: 9 us each where 1 us is needed once shapes are known (benchmarks/NOTES.md). Other
-    versions are left as they are.
+    Between `compiled[grid]` and the driver, Triton 3.6 looks at every argument for descriptors and encodes each from
+    scratch, at 9 us apiece where 1 us is needed once shapes are known, and allocates scratch memory that most kernels
+    do not use (benchmarks/NOTES.md). Other versions are left as they are.
     """
-    wrapper = getattr(compiled.run, "launch", None)
-    inner = inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
-    if not {"launcher", "tensordesc_meta", "tensordesc_indices"} <= inner.keys() or None in inner["tensordesc_meta"]:
-        return compiled, {}
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as types
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
 
-    run = copy.copy(compiled.run)
-    run.launch = inner["launcher"]
-    compiled = copy.copy(compiled)
-    compiled._run = run
-    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+    run = compiled.run
+    if not triton.__version__.startswith("3.6.") or not isinstance(run, CudaLauncher):
+        return compiled[(grid, 1, 1)], {}
+    inner = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+    launch, metas = inner.get("launcher", run.launch), inner.get("tensordesc_meta", ())
+    driver = triton.runtime.driver.active
     encoders = {}
-    for n, meta in zip(described, inner["tensordesc_meta"], strict=True):
-        tile = (meta["swizzle"], meta["elem_size"], types[meta["elem_type"]], meta["block_size"])
-        encoders[n] = _encoder(fill, tile, pointers[n])
-    return compiled, encoders
+    for n, meta in zip(described, metas, strict=True):
+        tile = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"])
+        encoders[n] = _encoder(driver.utils.fill_tma_descriptor, tile, pointers[n])
+    plain = copy.copy(compiled)
+    plain._run = copy.copy(run)
+    plain._run.launch = launch
+    watched = plain[(grid, 1, 1)]
+    if run.global_scratch_size or run.profile_scratch_size:
+        return watched, encoders
+    runtime = triton.knobs.runtime
+    get_device, get_stream = driver.get_current_device, driver.get_current_stream
+    fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
+
+    def direct(*arguments: Any) -> None:
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            watched(*arguments)  # by a profiler
+        else:
+            launch(grid, 1, 1, get_stream(get_device()), *fixed, None, None, None, *arguments)
+
+    return direct, encoders
 
 
 def _encoder(fill: Callable[..., Any], tile: tuple[Any, ...], like: TensorDescriptor) -> Encoder:
