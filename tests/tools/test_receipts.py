@@ -69,15 +69,6 @@ def test_matrix_names_the_device_only_with_a_receipt(toy: Path, tmp_path: Path) 
     assert "verified on NVIDIA H200, 2026-01-01 (10 tests)" in support_matrix.proof(row, tmp_path, toy)
 
 
-def test_replaced_touches_only_what_stands_between_the_markers() -> None:
-    page = f"before\n{support_matrix.BEGIN}\nold\n{support_matrix.END}\nafter\n"
-    text = support_matrix.replaced(page, "| new |")
-    assert text == page.replace("old", "| new |")
-    assert support_matrix.replaced(text, "| new |") == text
-    with pytest.raises(ValueError, match="markers"):
-        support_matrix.replaced("no markers", "| new |")
-
-
 def test_every_dispatch_row_but_the_reference_has_a_family() -> None:
     rows = [row.name for operation in support_matrix.OPERATIONS for row in support_matrix.rows(operation)]
     assert [name for name in rows if families.family_of(name) is None] == ["reference"]

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.records import append
+from tests.tools.samples import sample
+from tools import readme, speed_table
+
+PROBLEM = {"formula": "causal", "seqlen_q": 8192, "batch": 2, "num_heads_q": 16, "head_dim": 128, "dtype": "bfloat16"}
+
+
+def test_replaced_touches_only_what_stands_between_the_markers() -> None:
+    begin, end = readme.markers("speed")
+    page = f"before\n{begin}\nold\n{end}\nafter\n"
+    text = readme.replaced(page, "speed", "| new |")
+    assert text == page.replace("old", "| new |")
+    assert readme.replaced(text, "speed", "| new |") == text
+    with pytest.raises(ValueError, match="markers"):
+        readme.replaced("no markers", "speed", "| new |")
+
+
+def test_every_part_has_its_place() -> None:
+    text = readme.README.read_text(encoding="utf-8")
+    assert all(marker in text for part in readme.PARTS for marker in readme.markers(part))
+
+
+def _fill(results: Path, formula: str, question: str, times: dict[str, float], run: str = "new") -> None:
+    for impl, time in times.items():
+        record = sample(
+            question=question, problem={**PROBLEM, "formula": formula}, impl=impl, run=run, device="NVIDIA H200",
+            p20_ms=time, p50_ms=time, p80_ms=time, date=f"2026-0{2 if run == 'new' else 1}-01T00:00:00Z",
+        )  # fmt: skip
+        append(record, results)
+
+
+def test_the_table_has_each_peers_time_over_ours(tmp_path: Path) -> None:
+    for question, ours in (("attention_forward", 2.0), ("attention_backward", 4.0)):
+        _fill(tmp_path, "full", question, {"tilewise.triton": 99.0, "flex": 1.0}, run="old")
+        _fill(tmp_path, "full", question, {"tilewise.triton": ours, "flex": 5.0, "cudnn": 1.5})
+        _fill(tmp_path, "window", question, {"tilewise.triton": ours, "flex": 3.0})
+    lines = speed_table.table(tmp_path).splitlines()
+    assert lines[0] == "| forward / backward, times as fast as | full | window |"
+    assert lines[2] == "| FlexAttention, compiled | 2.50 / 1.25 | 1.50 / 0.75 |"
+    assert lines[3] == "| cuDNN | 0.75 / 0.38 |  |"
+    assert lines[-1] == "NVIDIA H200, bfloat16, batch 2, 16 heads of 128, 8,192 tokens, 2026-02-01."
+
+
+def test_without_records_the_table_says_so(tmp_path: Path) -> None:
+    assert speed_table.table(tmp_path) == "No records yet."
