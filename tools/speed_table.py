@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.records import RESULTS, Record, read_all
-from benchmarks.report import latest
+from benchmarks.report import latest, ratio
 
 DEVICE = "h200"
 PASSES = ("attention_forward", "attention_backward")
@@ -39,6 +39,5 @@ def _by_formula(rows: list[tuple[str, dict[str, Record]]]) -> list[tuple[str, di
 
 
 def _ratio(row: dict[str, Record], peer: str) -> str:
-    ours = [record.p50_ms for impl, record in row.items() if impl.startswith("tilewise") and record.p50_ms is not None]
-    theirs = row[peer].p50_ms if peer in row else None
-    return f"{theirs / min(ours):.2f}" if ours and theirs is not None else ""
+    value = ratio({impl: record for impl, record in row.items() if impl == peer or impl.startswith("tilewise")})
+    return "" if value is None else f"{value:.2f}"

@@ -133,7 +133,7 @@ def _lists(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, A
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
         return _NO_LISTS
-    slots = slots_of(call, cfg.block_n if for_keys else cfg.block_m, for_keys)
+    slots = slots_of(call, cfg, for_keys)
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch
     rows = batches * heads * slots

@@ -115,9 +115,9 @@ def _shortcut(
 ) -> tuple[Callable[..., None], dict[int, Encoder]]:
     """What launches a compiled kernel, and what brings tensors into the form in which it takes descriptors.
 
-    Between `compiled[grid]` and the driver, Triton 3.6 looks at every argument for descriptors and encodes each from
-    scratch, at 9 us apiece where 1 us is needed once shapes are known, and allocates scratch memory that most kernels
-    do not use (benchmarks/NOTES.md). Other versions are left as they are.
+    Between `compiled[grid]` and the driver, Triton 3.6 looks at every argument for descriptors, encodes each from its
+    Python object, and sees to scratch memory and hooks: most of it needless once shapes are known (benchmarks/NOTES.md
+    has the cost). Other versions are left as they are.
     """
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
 

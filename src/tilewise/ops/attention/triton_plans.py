@@ -70,7 +70,7 @@ def _plan(
     cfg = _config(name, call)
     tma = _tma(call, cfg, *fetched)
     blocks = (cfg.block_m, cfg.block_n, padded(call.head_dim), padded(call.head_dim_v))
-    slots = slots_of(call, cfg.block_n if of_keys else cfg.block_m, of_keys)
+    slots = slots_of(call, cfg, of_keys)
     pairs = (call.num_heads_kv if of_keys else call.num_heads_q) * _batches(call)
     return Plan(
         kernel,
@@ -200,9 +200,9 @@ def bound_arguments(bound: Bound | None) -> tuple[tuple[Any, ...], tuple[Any, ..
 # grids ---------------------------------------------------------------------------------------------------------------
 
 
-def slots_of(call: Call, block: int, for_keys: bool) -> int:
+def slots_of(call: Call, cfg: Config, of_keys: bool) -> int:
     """Tiles of one head: of one batch element, or of all packed sequences (see `tiles.visit.locate`)."""
-    rows = call.rows_k if for_keys else call.rows_q
+    rows, block = (call.rows_k, cfg.block_n) if of_keys else (call.rows_q, cfg.block_m)
     return -(-rows // block) + (call.batch if call.packed else 0)
 
 
