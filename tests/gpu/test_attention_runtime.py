@@ -262,11 +262,12 @@ def test_other_packed_lengths_compile_nothing(compilations: list[str]) -> None:
     def step(lengths: list[int]) -> None:
         cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
         q, k, v = leaves(sum(lengths), 2, 64)
-        o = tw.attention(q, k, v, mask=tw.causal, layout=tw.Packed(cu), impl="triton")
+        mask = tw.causal & tw.dilated(3)  # no other test's: what a process has compiled before is not counted
+        o = tw.attention(q, k, v, mask=mask, layout=tw.Packed(cu), impl="triton")
         torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
 
     step([100, 28])
-    assert compilations
+    assert compilations, "the listener counts nothing: this test could not fail"
     compilations.clear()
     for lengths in ([128], [1] * 16, [0, 5, 0], [300, 2, 77, 512]):
         step(lengths)

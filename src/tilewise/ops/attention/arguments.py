@@ -191,20 +191,27 @@ def dropout_of(dropout: Any) -> float:
 
 def seed_of(seed: Any, device: torch.device, dropout: float) -> torch.Tensor | None:
     """A seed on the device: drawn from PyTorch's generator (advances under CUDA graph replay), or the caller's."""
-    if seed is None and not dropout:
+    if seed is not None:
+        _check_seed(seed, device)
+    if not dropout:
         return None
-    if isinstance(seed, torch.Tensor) and seed.numel() == 1 and seed.dtype == torch.int64 and seed.device == device:
-        return seed.reshape(1) if dropout else None
-    whole = isinstance(seed, (int, numbers.Integral)) and not isinstance(seed, bool)
-    if seed is None or (whole and 0 <= seed < 2**63):
-        if not dropout:
-            return None
-        if seed is None:
-            return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
-        return torch.full((1,), seed if isinstance(seed, int) else int(seed), dtype=torch.int64, device=device)
-    raise InputError(
-        "seed",
-        got=repr(seed),
-        expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}",
-        hint="None draws one from PyTorch's generator",
-    )
+    if seed is None:
+        return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
+    if isinstance(seed, torch.Tensor):
+        return seed.reshape(1)
+    return torch.full((1,), seed if isinstance(seed, int) else int(seed), dtype=torch.int64, device=device)
+
+
+def _check_seed(seed: Any, device: torch.device) -> None:
+    if isinstance(seed, torch.Tensor):
+        good = seed.numel() == 1 and seed.dtype == torch.int64 and seed.device == device
+    else:
+        whole = isinstance(seed, (int, numbers.Integral)) and not isinstance(seed, bool)
+        good = whole and 0 <= int(seed) < 2**63
+    if not good:
+        raise InputError(
+            "seed",
+            got=repr(seed),
+            expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}",
+            hint="None draws one from PyTorch's generator",
+        )

@@ -185,17 +185,17 @@ class _Sequence:
     def _scores(self, q: torch.Tensor, keys: slice, rows: slice, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(raw, final) scores (batch, heads_q, rows, keys): the scaled dot product, and what the softmax sees.
 
-        Without a score they are one tensor, which may be overwritten: new memory costs a CPU more than arithmetic.
+        The second may be overwritten, since new memory costs a CPU more than arithmetic; without a score it is the
+        first.
         """
         call = self.call
         raw = torch.matmul(q, self._keys(call.k, keys).transpose(-1, -2)).mul_(call.scale)
         raw = raw.view(call.batch, call.num_heads_q, rows.stop - rows.start, -1)
         s, symbols = raw, self._symbols(rows, keys)
         if call.score is not None:
-            s = self._evaluate(call.score, call.score.structure.root, {**symbols, "s": raw}).expand_as(raw)
+            s = self._evaluate(call.score, call.score.structure.root, {**symbols, "s": raw}).expand_as(raw).clone()
         if masked and call.mask is not None:
-            seen = self._evaluate(call.mask, call.mask.structure.root, symbols)
-            s = raw.masked_fill_(~seen, -torch.inf) if call.score is None else torch.where(seen, s, -torch.inf)
+            s.masked_fill_(~self._evaluate(call.mask, call.mask.structure.root, symbols), -torch.inf)
         return raw, s
 
     def _evaluate(self, bound: Bound, root: Expr, symbols: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -223,7 +223,7 @@ class _Sequence:
             _, s = self._scores(q, keys, rows, masked)
             m_new = torch.maximum(m, s.amax(-1))
             m_use = torch.where(m_new == -torch.inf, 0.0, m_new)
-            p = torch.sub(s, m_use[..., None], out=s if call.score is None else None).exp_()
+            p = s.sub_(m_use[..., None]).exp_()
             alpha = torch.exp(m - m_use)
             l = l * alpha + p.sum(-1)
             if call.dropout > 0.0:
@@ -247,7 +247,7 @@ class _Sequence:
         dq = torch.zeros_like(q)
         for keys, masked in tile.runs:
             raw, s = self._scores(q, keys, rows, masked)
-            p = torch.sub(s, finite[..., None], out=s if call.score is None else None).exp_()
+            p = s.sub_(finite[..., None]).exp_()
             dp = torch.matmul(do_rows, self._keys(call.v, keys).transpose(-1, -2)).view_as(p)
             dropped = p
             if call.dropout > 0.0:

@@ -131,7 +131,7 @@ def make_call(
     bound_mask = None if mask is None else as_mask(mask).bound
     bound_score = None if score is None else as_score(score).bound
     signature = signature_of(q, k, v, bound_mask, bound_score, packed)
-    captures = bool((bound_mask and bound_mask.tensors) or (bound_score and bound_score.tensors))
+    captures = _captures(bound_mask, bound_score)
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if captures else None
     checked = signature is not None and (signature, numbers) in _checked
     if not checked:
@@ -209,11 +209,16 @@ def signature_of(q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None
 _signatures: dict[tuple[Any, ...], Signature] = {}
 
 
+def _captures(mask: Bound | None, score: Bound | None) -> bool:
+    """Whether a formula reads tensors."""
+    return (mask is not None and len(mask.tensors) > 0) or (score is not None and len(score.tensors) > 0)
+
+
 def check_values(call: Call) -> None:
     """The checks that need values: those that `make_call` could not do while a region was compiled."""
     if call.cu_seqlens_q is not None:
         check_packing(call.cu_seqlens_q, call.cu_seqlens_k, call.q, call.k)
-    if any(bound is not None and bound.tensors for bound in (call.mask, call.score)):
+    if _captures(call.mask, call.score):
         _indices(call)
 
 
