@@ -47,9 +47,9 @@ def _a_tile_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def _softmax_not_rescaled(patch: pytest.MonkeyPatch) -> None:
-    """alpha = exp(m_old - m_new) left at 1: every exp of a (batch, heads, rows) tensor in the forward pass."""
-    exp = torch.exp
-    patch.setattr(cpu.torch, "exp", lambda x: torch.ones_like(x) if x.ndim == 3 else exp(x))
+    """alpha = exp2(m_old - m_new) left at 1: every exp2 of a (batch, heads, rows) tensor in the forward pass."""
+    exp2 = torch.exp2
+    patch.setattr(cpu.torch, "exp2", lambda x: torch.ones_like(x) if x.ndim == 3 else exp2(x))
 
 
 def _lse_without_the_maximum(patch: pytest.MonkeyPatch) -> None:
