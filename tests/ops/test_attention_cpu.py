@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
+import tilewise as tw
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, CPU_CASES
@@ -46,3 +47,17 @@ def test_any_shape_equals_the_reference(dtype: torch.dtype, case: Case) -> None:
     setting = Setting("cpu_tiled", dtype)
     properties.equals_reference(setting, case)
     properties.gradients_equal_reference(setting, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_autocast_changes_no_bit(impl: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 70, 2, 16, dtype=dtype).requires_grad_() for _ in range(3))
+    found = []
+    for cast in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            o = tw.attention(q, k, v, mask=tw.causal, impl=impl)
+            found.append((o, *torch.autograd.grad(o.float().square().sum(), (q, k, v))))
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == dtype
+        assert torch.equal(one, other)

@@ -68,14 +68,15 @@ def sdpa_backward(
 def tiled_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiled online softmax for any formula, head dimension and layout."""
     o, lse = call.new_output(), call.new_lse()
-    for part, rows, _ in _parts(call):
-        sequence = _Sequence(part)
-        for tile in sequence.query_tiles():
-            o_tile, lse_tile = sequence.forward_tile(tile)
-            if rows is None:
-                o[:, tile.rows], lse[:, :, tile.rows] = o_tile, lse_tile
-            else:
-                o[rows][tile.rows], lse[:, rows][:, tile.rows] = o_tile[0], lse_tile[0]
+    with _full_precision():
+        for part, rows, _ in _parts(call):
+            sequence = _Sequence(part)
+            for tile in sequence.query_tiles():
+                o_tile, lse_tile = sequence.forward_tile(tile)
+                if rows is None:
+                    o[:, tile.rows], lse[:, :, tile.rows] = o_tile, lse_tile
+                else:
+                    o[rows][tile.rows], lse[:, rows][:, tile.rows] = o_tile[0], lse_tile[0]
     return o, lse
 
 
@@ -85,15 +86,21 @@ def tiled_backward(
     """Gradients of q, k, v, sink and the score's captured tensors."""
     delta = delta_of(o, do, dlse, call.packed)
     grads = Gradients.zeros(call)
-    for part, rows, keys in _parts(call):
-        sequence = _Sequence(part)
-        views = grads.rows(rows, keys)
-        lse_p = lse if rows is None else lse[None, :, rows]
-        delta_p = delta if rows is None else delta[None, :, rows]
-        do_p = do if rows is None else do[None, rows]
-        for tile in sequence.query_tiles():
-            sequence.backward_tile(tile, do_p, lse_p, delta_p, views)
+    with _full_precision():
+        for part, rows, keys in _parts(call):
+            sequence = _Sequence(part)
+            views = grads.rows(rows, keys)
+            lse_p = lse if rows is None else lse[None, :, rows]
+            delta_p = delta if rows is None else delta[None, :, rows]
+            do_p = do if rows is None else do[None, rows]
+            for tile in sequence.query_tiles():
+                sequence.backward_tile(tile, do_p, lse_p, delta_p, views)
     return grads.finish(call, lse, delta)
+
+
+def _full_precision() -> torch.autocast:
+    """Autocast would take products of the float32 copies in 16 bits."""
+    return torch.autocast("cpu", enabled=False)
 
 
 def _parts(call: Call) -> Iterator[tuple[Call, slice | None, slice | None]]:
