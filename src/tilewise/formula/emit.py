@@ -23,7 +23,7 @@ from tilewise.formula.expr import Expr
 from tilewise.formula.structure import share
 from tilewise.formula.walk import postorder, symbols
 
-EMITTER_VERSION = 4
+EMITTER_VERSION = 5
 
 
 class Captured(NamedTuple):
@@ -176,6 +176,8 @@ class Emitter:
             return f"{self.prefix}.where({', '.join(args)})", False
         if op in ("tanh", "sigmoid"):
             return f"{op}{'_fast' if self.fast else ''}({args[0]})", False
+        if op in ("floordiv", "mod") and node.kind == "float":
+            return f"float_{op}({', '.join(args)})", False
         if op in ("floordiv", "mod", "to_float", "to_int"):
             return f"{op}({', '.join(args)})", False
         source = {"neg": f"-{args[0]}", "not": f"{args[0]} == 0", "to_bool": f"{args[0]} != 0"}[op]
@@ -219,6 +221,8 @@ _HELPER_MODULE = {"triton": "tilewise.tiles.arithmetic", "gluon": "tilewise.tile
 _HELPERS = (
     "as_int",
     "decoded",
+    "float_floordiv",
+    "float_mod",
     "floordiv",
     "mod",
     "sigmoid",

@@ -319,10 +319,6 @@ def binary(op: str, left: Any, right: Any) -> Expr:
     written = b.op == "num" and not isinstance(right, Expr) and isinstance(b.value, int)  # not the number of a slot
     if op in ("floordiv", "mod") and kind == "int" and written and b.value == 0:
         raise FormulaError(f"divisor at {caller_line()}", got=0, expected="an integer other than 0")
-    if op == "floordiv" and kind == "float":
-        return unary("floor", binary("div", a, b))
-    if op == "mod" and kind == "float":
-        return a - b * unary("floor", binary("div", a, b))
     return Expr(op, (a, b), kind)
 
 

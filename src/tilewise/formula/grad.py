@@ -35,7 +35,7 @@ def _half_at_ties(a: Expr, b: Expr, first_wins: Expr) -> Expr:
 
 def _local(node: Expr, g: Expr) -> list[tuple[Expr, Expr]]:
     op, args = node.op, node.args
-    if op in ("sym", "num", "lit", "load", "floor") or op.startswith("to_"):
+    if op in ("sym", "num", "lit", "load", "floor", "floordiv") or op.startswith("to_"):
         return []
     x = args[0]
     if op == "add":
@@ -46,6 +46,8 @@ def _local(node: Expr, g: Expr) -> list[tuple[Expr, Expr]]:
         return [(x, g * args[1]), (args[1], g * x)]
     if op == "div":
         return [(x, g / args[1]), (args[1], unary("neg", g * node / args[1]))]
+    if op == "mod":
+        return [(x, g), (args[1], unary("neg", g * (x // args[1])))]
     if op == "neg":
         return [(x, unary("neg", g))]
     if op == "abs":

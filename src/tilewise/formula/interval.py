@@ -4,7 +4,8 @@
 greatest value it can take while i runs over [i0, i1] and j over [j0, j1]. For a mask, the lower one says "visible
 everywhere" (FULL) and the negated upper one "visible nowhere" (EMPTY). Being expressions themselves they are evaluated
 by PyTorch or emitted into a kernel like any other formula. Sound by construction: every rule may widen, none may
-narrow (float rules that round widen by `_WIDEN`, since kernels round differently).
+narrow (float rules that round widen by `_WIDEN`, since kernels round differently). Where a float value may be NaN
+somewhere in the tile, an end is NaN or missing, and such a comparison is undecided.
 
 A captured tensor enters through tables of minima and maxima (`Extremum`), which `Bounds.tables` lists and the caller
 builds. A dimension indexed by i or j, plus or minus something exact, is reduced in blocks of `block_i` or `block_j`
@@ -75,7 +76,9 @@ class Bounds:
             exact = Expr(node.op, tuple(_low(a) for a in args), node.kind, node.value)
             return Interval(exact, exact)
         result = _apply(node, args)
-        return _widen(result) if node.kind == "float" and node.op not in _EXACT_FLOAT else result
+        if node.kind != "float" or node.op in _EXACT_FLOAT:
+            return result
+        return _widen(result, node.op in _NAN_OF_INFINITY)
 
     def _load(self, node: Expr, indices: list[Interval]) -> Interval:
         if self._whole_tensors:
@@ -133,6 +136,7 @@ class Bounds:
 
 
 _EXACT_FLOAT = ("neg", "abs", "min", "max", "where", "to_float", "floor", "load")
+_NAN_OF_INFINITY = ("add", "sub", "mul", "div", "floordiv", "mod", "sin", "cos")  # inf - inf, 0 * inf, 1 / 0 % 1, ...
 
 
 def _low(interval: Interval) -> Expr:
@@ -157,10 +161,14 @@ def _has_position(expr: Expr) -> bool:
     return any(node.op == "sym" and node.value in ("i", "j", "s") for node in postorder([expr]))
 
 
-def _widen(x: Interval) -> Interval:
+def _widen(x: Interval, infinite_is_nan: bool) -> Interval:
+    if x.low is None or x.high is None:
+        return Interval(None, None)
     slack = lit(_WIDEN)
-    low = None if x.low is None else x.low - unary("abs", x.low) * slack - slack
-    high = None if x.high is None else x.high + unary("abs", x.high) * slack + slack
+    low = x.low - unary("abs", x.low) * slack - slack
+    high = x.high + unary("abs", x.high) * slack + slack
+    if infinite_is_nan:  # each end is poisoned by the other; an end that is finite adds 0
+        low, high = low + (x.high - x.high), high + (x.low - x.low)
     return Interval(low, high)
 
 
@@ -171,16 +179,18 @@ def _hull(values: list[Expr]) -> Interval:
     return Interval(low, high)
 
 
-def _lt(a: Interval, b: Interval, strict: str, negated: str) -> Interval:
+def _lt(a: Interval, b: Interval, strict: str, negated: str, kind: str) -> Interval:
     """Bounds of a < b (strict='lt', negated='le') or a <= b (strict='le', negated='lt'); NaN bounds stay undecided."""
     sure = compare(strict, a.high, b.low) if a.high is not None and b.low is not None else FALSE
+    for end in (a.low, b.high) if kind == "float" else ():
+        sure = FALSE if end is None else logic("and", sure, compare("eq", end, end))
     maybe = negate(compare(negated, b.high, a.low)) if a.low is not None and b.high is not None else TRUE
     return Interval(sure, maybe)
 
 
-def _equal(a: Interval, b: Interval) -> Interval:
+def _equal(a: Interval, b: Interval, kind: str) -> Interval:
     if a.low is None or a.high is None or b.low is None or b.high is None:
-        first, second = _lt(a, b, "le", "lt"), _lt(b, a, "le", "lt")
+        first, second = _lt(a, b, "le", "lt", kind), _lt(b, a, "le", "lt", kind)
         return Interval(FALSE, logic("and", first.high, second.high))
     if a.low is not None and a.low.kind == "bool":
         same = logic("and", compare("eq", a.low, a.high), compare("eq", b.low, b.high))
@@ -203,11 +213,11 @@ def _apply(node: Expr, args: list[Interval]) -> Interval:
         assert args[0].high is not None
         return Interval(negate(args[0].high), negate(args[0].low))
     if op == "lt":
-        return _lt(args[0], args[1], "lt", "le")
+        return _lt(args[0], args[1], "lt", "le", node.args[0].kind)
     if op == "le":
-        return _lt(args[0], args[1], "le", "lt")
+        return _lt(args[0], args[1], "le", "lt", node.args[0].kind)
     if op in ("eq", "ne"):
-        equal = _equal(args[0], args[1])
+        equal = _equal(args[0], args[1], node.args[0].kind)
         assert equal.low is not None
         assert equal.high is not None
         return equal if op == "eq" else Interval(negate(equal.high), negate(equal.low))
@@ -215,7 +225,7 @@ def _apply(node: Expr, args: list[Interval]) -> Interval:
         return _where(args)
     if op.startswith("to_"):
         return _cast(node, args[0])
-    return _arithmetic(op, args)
+    return _arithmetic(op, args, node.kind)
 
 
 def _where(args: list[Interval]) -> Interval:
@@ -244,7 +254,7 @@ def _is_bool(interval: Interval) -> bool:
 
 def _cast(node: Expr, x: Interval) -> Interval:
     if node.kind == "bool":  # nonzero
-        zero = _equal(x, Interval(lit(0), lit(0)))
+        zero = _equal(x, Interval(lit(0), lit(0)), node.args[0].kind)
         assert zero.low is not None
         assert zero.high is not None
         return Interval(negate(zero.high), negate(zero.low))
@@ -252,7 +262,7 @@ def _cast(node: Expr, x: Interval) -> Interval:
     return Interval(None if x.low is None else cast(x.low, to), None if x.high is None else cast(x.high, to))
 
 
-def _arithmetic(op: str, args: list[Interval]) -> Interval:
+def _arithmetic(op: str, args: list[Interval], kind: str) -> Interval:
     a = args[0]
     b = args[1] if len(args) > 1 else a
     if op == "add":
@@ -263,6 +273,8 @@ def _arithmetic(op: str, args: list[Interval]) -> Interval:
         return Interval(
             None if a.high is None else unary("neg", a.high), None if a.low is None else unary("neg", a.low)
         )
+    if kind == "float" and any(end is None for end in (*a, *b)):  # what is not known may be NaN
+        return Interval(None, None)
     if op == "min":
         high = (
             _both(op, a.high, b.high)
@@ -280,7 +292,10 @@ def _arithmetic(op: str, args: list[Interval]) -> Interval:
     if op in ("tanh", "sigmoid", "exp", "exp2", "floor", "sqrt", "log", "log2"):
         return Interval(None if a.low is None else unary(op, a.low), None if a.high is None else unary(op, a.high))
     if op in ("sin", "cos"):
-        return Interval(lit(-1.0), lit(1.0))
+        assert a.low is not None
+        assert a.high is not None
+        nothing = (a.low - a.low) + (a.high - a.high)  # 0, or NaN where an end is infinite
+        return Interval(nothing - lit(1.0), nothing + lit(1.0))
     if op in ("mul", "div", "floordiv"):
         return _scaled(op, a, b)
     if op == "mod" and b.exact and a.low is not None and a.high is not None:
@@ -294,7 +309,7 @@ def _both(op: str, x: Expr | None, y: Expr | None) -> Expr | None:
 
 def _abs(a: Interval) -> Interval:
     if a.low is None or a.high is None:
-        return Interval(lit(0) if a.low is None or a.low.kind == "int" else lit(0.0), None)
+        return Interval(lit(0), None)
     zero = lit(0) if a.low.kind == "int" else lit(0.0)
     low = binary("max", zero, binary("max", a.low, unary("neg", a.high)))
     return Interval(low, binary("max", unary("abs", a.low), unary("abs", a.high)))
@@ -311,6 +326,10 @@ def _scaled(op: str, a: Interval, b: Interval) -> Interval:
 
 
 def _mod(low: Expr, high: Expr, modulus: Expr) -> Interval:
+    if modulus.kind == "float":
+        nothing = (low % modulus - low % modulus) + (high % modulus - high % modulus)  # 0, or NaN
+        zero = lit(0.0)
+        return Interval(binary("min", zero, modulus) + nothing, binary("max", zero, modulus) + nothing)
     same = compare("eq", low // modulus, high // modulus)
     return Interval(
         where(same, low % modulus, binary("min", lit(0), modulus + lit(1))),

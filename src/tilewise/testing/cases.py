@@ -126,6 +126,35 @@ def quotients(case: Case, make: Maker) -> Spelled:
     return Spelled(visible, lambda b, h, i, j: (i // 41 == j // 41) | (j // 47 == 1))
 
 
+def undefined(case: Case, make: Maker) -> Spelled:
+    """The root of a negative number is NaN, of which no comparison holds."""
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return torch.sqrt((i - j).float()) <= 20
+
+    return Spelled(visible, plain.causal)
+
+
+def undefined_value(case: Case, make: Maker) -> Spelled:
+    table = make.integers(0, 9, case.seqlen_k).float()
+    table[20] = torch.nan
+    return Spelled(lambda b, h, i, j: table[j] < 10, lambda b, h, i, j: (j != 20) & (i == i))
+
+
+def float_steps(case: Case, make: Maker) -> Spelled:
+    """0.2 is a little more than a fifth, in 32 bits as in 64: 5 of it reach beyond 1."""
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        distance = (i - j).float()
+        return ((distance // 0.2) % 3.0 == 0) | ((distance % 0.2 > 0.1) & (j % 5 == 0))
+
+    def plain_visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        before = i > j
+        return ((5 * (i - j) - before.long()) % 3 == 0) | (before & (j % 5 == 0))
+
+    return Spelled(visible, plain_visible)
+
+
 # scores ------------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +301,9 @@ CASES: dict[str, Case] = _named(
     anti_causal=Case(_, mask=anti_causal),
     by_head=Case(_, heads_q=4, mask=by_head),
     small_integers=Case(_, heads_q=4, mask=small_integers),
+    undefined=Case(_, 1, 40, 384, 1, 1, mask=undefined),
+    undefined_value=Case(_, mask=undefined_value),
+    float_steps=Case(_, mask=float_steps),
     quotients=Case(_, seqlen_q=100, seqlen_k=130, mask=quotients),
     score_by_row=Case(_, mask=causal, score=by_row),
     score_by_key=Case(_, mask=window(20), score=by_key),

@@ -50,6 +50,22 @@ def mod(a, b):
 
 
 @triton.jit
+def float_mod(a, b):
+    """Remainder of floats with the sign of the divisor, exact."""
+    r = a % b
+    return tl.where((r != 0.0) & ((r < 0.0) != (b < 0.0)), r + b, r)
+
+
+@triton.jit
+def float_floordiv(a, b):
+    """Division of floats rounding down, as PyTorch does: exact, not the floor of a rounded quotient."""
+    q = tl.div_rn(a - float_mod(a, b), b)  # whole but for its rounding
+    whole = tl.floor(q)
+    whole = tl.where(q - whole > 0.5, whole + 1.0, whole)
+    return tl.where(b == 0.0, a / b, whole)
+
+
+@triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
 

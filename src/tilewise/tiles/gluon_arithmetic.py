@@ -46,6 +46,20 @@ def mod(a, b):
 
 
 @gluon.jit
+def float_mod(a, b):
+    r = a % b
+    return gl.where((r != 0.0) & ((r < 0.0) != (b < 0.0)), r + b, r)
+
+
+@gluon.jit
+def float_floordiv(a, b):
+    q = gl.div_rn(a - float_mod(a, b), b)  # whole but for its rounding
+    whole = gl.floor(q)
+    whole = gl.where(q - whole > 0.5, whole + 1.0, whole)
+    return gl.where(b == 0.0, a / b, whole)
+
+
+@gluon.jit
 def sigmoid(x):
     return 1.0 / (1.0 + gl.exp2(-x * LOG2E))
 

@@ -10,13 +10,21 @@ from tilewise.tiles.visit import locate
 
 @triton.jit(do_not_specialize=["size", "blocks"])
 def block_extrema(X, LOW, HIGH, size, blocks, BLOCK: tl.constexpr):
-    """Smallest and largest of each run of BLOCK elements along the last dimension of a contiguous tensor."""
+    """Smallest and largest of each run of BLOCK elements along the last dimension of a contiguous tensor; NaN of a run
+    that holds one.
+    """
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
     offs = tl.minimum((pid % blocks) * BLOCK + tl.arange(0, BLOCK), size - 1)
     x = tl.load(X + row * size + offs)
-    tl.store(LOW + pid, tl.min(x, 0))
-    tl.store(HIGH + pid, tl.max(x, 0))
+    low = tl.min(x, 0)
+    high = tl.max(x, 0)
+    if x.dtype.is_floating():
+        undefined = tl.max((x != x).to(tl.int32), 0) > 0
+        low = tl.where(undefined, float("nan"), low)
+        high = tl.where(undefined, float("nan"), high)
+    tl.store(LOW + pid, low)
+    tl.store(HIGH + pid, high)
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "slots", "width", "nums"])
