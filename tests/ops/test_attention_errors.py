@@ -40,6 +40,13 @@ COMPLEX, WORDS = torch.zeros(4, dtype=torch.complex64), torch.zeros(9, dtype=tor
 
 # name of the problem -> (changed arguments, exception, what its `name` starts with, what `got` contains)
 BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
+    "divisor_of_positions": ({"mask": lambda b, h, i, j: i % j == 0}, FormulaError, "mask: divisor", "j, which"),
+    "divisor_captured": (
+        {"score": lambda s, b, h, i, j: s + (i // PAIR[b])},
+        FormulaError,
+        "score: divisor",
+        "which may be 0",
+    ),
     "q_not_a_tensor": ({"q": [1.0]}, InputError, "q", "list"),
     "k_is_none": ({"k": None}, InputError, "k", "NoneType"),
     "q_rank_3": ({"q": tensors(6, 4, 8)}, InputError, "q", "(6, 4, 8)"),
@@ -295,7 +302,9 @@ def test_why_of_a_named_implementation() -> None:
     assert tw.why(**good(), impl="reference").chosen == "reference"
     assert tw.why(**good(), impl="cpu_sdpa", mask=tw.window(2)).chosen is None
     verdicts = {name: verdict for name, _, verdict in tw.why(**good(), impl="reference").rows}
-    assert verdicts["cpu_tiled"] == "can run this; reference comes first"
+    assert verdicts["cpu_tiled"] == "can run this, but impl='reference' was named"
+    verdicts = {name: verdict for name, _, verdict in tw.why(**good(), impl="triton").rows}
+    assert verdicts["cpu_tiled"] == "can run this, but impl='triton' was named"
 
 
 def test_why_of_an_unknown_implementation() -> None:

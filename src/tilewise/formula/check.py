@@ -1,4 +1,6 @@
-"""Proof, before anything runs, that a formula's indices stay inside the tensors it captures."""
+"""Proof, before anything runs, that a formula's indices stay inside the tensors it captures, and that no integer is
+divided by 0.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr, as_expr
 from tilewise.formula.interval import Bounds, Extremum
 from tilewise.formula.structure import Bound, parse
-from tilewise.formula.walk import render, transform
+from tilewise.formula.walk import postorder, render, transform
 
 
 @functools.lru_cache(maxsize=1024)
@@ -28,14 +30,32 @@ def _index_bounds(text: str) -> tuple[tuple[int, int, Expr, Expr | None, Expr | 
     return tuple(result)
 
 
-def check_indices(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> None:
-    """Raise FormulaError if an index of `bound` can leave its tensor for `sizes` = (batch, heads, first i, seqlen_k).
+@functools.lru_cache(maxsize=1024)
+def _divisor_bounds(text: str) -> tuple[tuple[Expr, Expr | None, Expr | None, tuple[Extremum, ...]], ...]:
+    """For every integer division by more than a number: divisor, lowest, highest, extrema of the tensors that enter."""
+    result = []
+    for node in postorder([parse(text).root]):
+        if node.op in ("floordiv", "mod") and node.kind == "int" and node.args[1].op not in ("num", "lit"):
+            bounds = Bounds(whole_tensors=True)
+            low, high = bounds.of(node.args[1])
+            result.append((node.args[1], low, high, tuple(bounds.tables)))
+    return tuple(result)
 
-    Where an index is itself read from a tensor, that tensor's values are looked at (once a version).
+
+def to_be_proved(bound: Bound | None) -> bool:
+    """Whether a formula reads tensors or divides by what may be 0."""
+    return bound is not None and (len(bound.tensors) > 0 or len(_divisor_bounds(bound.text)) > 0)
+
+
+def prove(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> None:
+    """Raise FormulaError if an index of `bound` can leave its tensor, or a divisor be 0, for `sizes` = (batch, heads,
+    first i, seqlen_k).
+
+    Where an index or a divisor is itself read from a tensor, that tensor's values are looked at (once a version).
     """
-    if not bound.tensors or being_traced():
+    if being_traced() or not to_be_proved(bound):
         return
-    slots = {table.slot for *_, entering in _index_bounds(bound.text) for table in entering}
+    slots = {table.slot for table in _entering(bound.text)}
     ranges = tuple(host_range(t) if slot in slots else (0, 0) for slot, t in enumerate(bound.tensors))
     if None in ranges:
         return
@@ -44,8 +64,13 @@ def check_indices(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> 
 
 @functools.lru_cache(maxsize=4096)
 def reads_values(text: str) -> bool:
-    """Whether an index of the formula is itself read from a tensor, so that it cannot be judged by sizes alone."""
-    return any(entering for *_, entering in _index_bounds(text))
+    """Whether an index or a divisor is itself read from a tensor, so that it cannot be judged by sizes alone."""
+    return len(_entering(text)) > 0
+
+
+def _entering(text: str) -> list[Extremum]:
+    """The tensors whose values decide over an index or a divisor."""
+    return [table for *_, entering in (*_index_bounds(text), *_divisor_bounds(text)) for table in entering]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -64,7 +89,7 @@ def _check(
     symbols |= {"b": torch.arange(batch, device="cpu")[:, None], "h": torch.arange(heads, device="cpu")}
     for slot, dim, index, low, high, entering in _index_bounds(text):
         limit = shapes[slot][dim]
-        shown = render(transform(index, lambda node, _: as_expr(numbers[node.value]) if node.op == "num" else None))
+        shown = _shown(index, numbers)
         if low is None or high is None:
             raise FormulaError(
                 f"{what}: index {dim} into captured tensor {slot}",
@@ -72,9 +97,7 @@ def _check(
                 expected=f"0 to {limit - 1}",
                 hint="clamp the index",
             )
-        reach = [
-            int(end) for bound in (low, high) for end in _values(bound, symbols, numbers, ranges, entering).aminmax()
-        ]
+        reach = _reach(low, high, symbols, numbers, ranges, entering)
         if min(reach) < 0 or max(reach) >= limit:
             raise FormulaError(
                 f"{what}: index {dim} into captured tensor {slot} of shape {tuple(shapes[slot])}",
@@ -83,6 +106,23 @@ def _check(
                 hint="clamp the index with .clamp(min, max), or capture a larger tensor; "
                 "i counts from seqlen_k - seqlen_q",
             )
+    for divisor, low, high, entering in _divisor_bounds(text):
+        reach = [0] if low is None or high is None else _reach(low, high, symbols, numbers, ranges, entering)
+        if min(reach) <= 0 <= max(reach):
+            raise FormulaError(
+                f"{what}: divisor of // or %",
+                got=f"{_shown(divisor, numbers)}, which may be 0",
+                expected="an integer that is never 0",
+                hint="clamp it with .clamp(min=1), also where the quotient is not used",
+            )
+
+
+def _shown(expr: Expr, numbers: tuple[Any, ...]) -> str:
+    return render(transform(expr, lambda node, _: as_expr(numbers[node.value]) if node.op == "num" else None))
+
+
+def _reach(low: Expr, high: Expr, *given: Any) -> list[int]:
+    return [int(end) for bound in (low, high) for end in _values(bound, *given).aminmax()]
 
 
 def _values(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.formula.check import check_indices
+from tilewise.formula.check import prove
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import Mask, as_mask
 from tilewise.formula.structure import Bound
@@ -67,7 +67,7 @@ class TileMap:
             return TileMap(full, seqlen_q, seqlen_k, block_m, block_n)
         bound = as_mask(mask).bound
         if seqlen_q and seqlen_k:
-            check_indices(bound, "mask", (batch, heads, seqlen_k - seqlen_q, seqlen_k))
+            prove(bound, "mask", (batch, heads, seqlen_k - seqlen_q, seqlen_k))
         classes = classify(
             bound,
             seqlen_q=seqlen_q,

@@ -150,7 +150,9 @@ def why(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, impl: str | None =
             verdict = unmet
         elif not row.automatic and impl is None:
             verdict = "can run this, but only when named"
+        elif impl is not None:
+            verdict = f"can run this, but impl={impl!r} was named"
         else:
-            verdict = f"can run this; {chosen or impl} comes first"
+            verdict = f"can run this; {chosen} comes first"
         rows.append((row.name, row.summary, verdict))
     return Explanation(chosen, tuple(rows))

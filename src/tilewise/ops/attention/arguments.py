@@ -174,7 +174,7 @@ def scale_of(scale: Any, head_dim: int) -> float:
         value = float(scale) if number and not isinstance(scale, bool) else math.nan
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
         value = math.nan
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # nor NaN; not math.isfinite, which torch.compile cannot trace
         raise InputError("scale", got=repr(scale), expected="a finite number", hint="the default is head_dim ** -0.5")
     return value
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.core.readback import being_traced, host_values
-from tilewise.formula.check import check_indices, reads_values
+from tilewise.formula.check import prove, reads_values, to_be_proved
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Packed, check_packing
@@ -131,8 +131,8 @@ def make_call(
     bound_mask = None if mask is None else as_mask(mask).bound
     bound_score = None if score is None else as_score(score).bound
     signature = signature_of(q, k, v, bound_mask, bound_score, packed)
-    captures = _captures(bound_mask, bound_score)
-    numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if captures else None
+    unproved = not being_traced() and (to_be_proved(bound_mask) or to_be_proved(bound_score))
+    numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if unproved else None
     checked = signature is not None and (signature, numbers) in _checked
     if not checked:
         check_tensors(q, k, v, 3 if packed else 4)
@@ -167,10 +167,10 @@ def make_call(
         signature,
     )
     if not checked:
-        if captures:
+        if unproved:
             _indices(call)
         formulas = [bound.text for bound in (bound_mask, bound_score) if bound is not None]
-        if signature is not None and not (captures and (packed or any(map(reads_values, formulas)))):
+        if signature is not None and not (unproved and (packed or any(map(reads_values, formulas)))):
             if len(_checked) > 4096:
                 _checked.clear()
             _checked.add((signature, numbers))
@@ -209,16 +209,11 @@ def signature_of(q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None
 _signatures: dict[tuple[Any, ...], Signature] = {}
 
 
-def _captures(mask: Bound | None, score: Bound | None) -> bool:
-    """Whether a formula reads tensors."""
-    return (mask is not None and len(mask.tensors) > 0) or (score is not None and len(score.tensors) > 0)
-
-
 def check_values(call: Call) -> None:
     """The checks that need values: those that `make_call` could not do while a region was compiled."""
     if call.cu_seqlens_q is not None:
         check_packing(call.cu_seqlens_q, call.cu_seqlens_k, call.q, call.k)
-    if _captures(call.mask, call.score):
+    if to_be_proved(call.mask) or to_be_proved(call.score):
         _indices(call)
 
 
@@ -238,7 +233,7 @@ def _indices(call: Call) -> None:
     sizes = (call.batch, call.num_heads_q, first, max(rows_k for _, rows_k in lengths))
     for what, bound in (("mask", call.mask), ("score", call.score)):
         if bound is not None:
-            check_indices(bound, what, sizes)
+            prove(bound, what, sizes)
 
 
 def sequences(call: Call) -> Sequence[tuple[int, slice, slice]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.readback import being_traced
 from tilewise.ops.attention.problem import Call
 
 CAUSAL = "(le j i)"  # the structure of `causal`
@@ -146,7 +147,7 @@ ROWS: tuple[Row, ...] = (
                 lambda c: None if c.head_dim == c.head_dim_v else f"{c.head_dim}, {c.head_dim_v}",
             ),
             # its vectorised maximum loses NaN in rows shorter than a vector
-            Need("seqlen_k of 16 or more", lambda c: None if c.rows_k >= 16 else str(c.rows_k)),
+            Need("seqlen_k of 16 or more", lambda c: None if c.rows_k >= 16 else f"{c.rows_k}"),
         ),
         "PyTorch's fused CPU kernel",
     ),
@@ -195,7 +196,7 @@ ROWS: tuple[Row, ...] = (
         f"{_HERE}.reference",
         "forward",
         "backward",
-        (),
+        (Need("no gradient inside torch.compile", lambda c: "one" if c.wants_grad and being_traced() else None),),
         "float64, every score materialised: the specification",
         automatic=False,
     ),
