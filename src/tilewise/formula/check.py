@@ -70,7 +70,8 @@ def reads_values(text: str) -> bool:
 
 def _entering(text: str) -> list[Extremum]:
     """The tensors whose values decide over an index or a divisor."""
-    return [table for *_, entering in (*_index_bounds(text), *_divisor_bounds(text)) for table in entering]
+    of_indices = [table for *_, entering in _index_bounds(text) for table in entering]
+    return of_indices + [table for *_, entering in _divisor_bounds(text) for table in entering]
 
 
 @functools.lru_cache(maxsize=4096)
