@@ -54,10 +54,7 @@ def load_rows(
             else:
                 tile = tl.load(pointers, mask=in_rows[:, None] & (offs_c[None, :] < DIM), other=0.0)
         else:
-            if COLS == DIM:
-                tile = tl.load(pointers)
-            else:
-                tile = tl.load(pointers, mask=offs_c[None, :] < DIM, other=0.0)
+            tile = tl.load(pointers) if COLS == DIM else tl.load(pointers, mask=offs_c[None, :] < DIM, other=0.0)
     return tile
 
 
@@ -82,10 +79,7 @@ def load_values(values, at, in_rows, other, MASKED: tl.constexpr, BLOCK: tl.cons
     """
     if TMA == POINTER:
         pointers = values + at + tl.arange(0, BLOCK)
-        if MASKED:
-            tile = tl.load(pointers, mask=in_rows, other=other)
-        else:
-            tile = tl.load(pointers)
+        tile = tl.load(pointers, mask=in_rows, other=other) if MASKED else tl.load(pointers)
     else:
         tile = values.load([at.to(tl.int32)])
         if MASKED:

@@ -78,10 +78,7 @@ def tile_lists(
         j0 = (n * BLOCK_N).to(tl.int64)
         j1 = tl.minimum(n * BLOCK_N + BLOCK_N, seqlen_k).to(tl.int64) - 1
         sure, maybe = CLASSIFY(b, h, i0, i1, j0, j1, block_i, block_j, args, nums)
-        if FOR_KEYS:
-            whole = m * BLOCK_M + BLOCK_M <= seqlen_q
-        else:
-            whole = n * BLOCK_N + BLOCK_N <= seqlen_k
+        whole = m * BLOCK_M + BLOCK_M <= seqlen_q if FOR_KEYS else n * BLOCK_N + BLOCK_N <= seqlen_k
         visited = exists & maybe
         full = visited & sure & whole
         partial = visited & (full == 0)
