@@ -253,8 +253,43 @@ def test_bad_input() -> None:
         (InputError, "max_seqlen_k", lambda: flash_attn.flash_attn_varlen_func(
             q[0], k[0], v[0], cu, cu, 8, 5, return_attn_probs=True)),
         (InputError, "^v: ", lambda: flash_attn.flash_attn_func(q, k, None)),
+        (InputError, "^q: got shape", lambda: flash_attn.flash_attn_func(torch.randn(3), k, v)),
+        (InputError, "^q: got list", lambda: flash_attn.flash_attn_func([1], k, v)),  # type: ignore[arg-type]
+        (InputError, "^q: got a torch.sparse_coo", lambda: flash_attn.flash_attn_func(q.to_sparse(), k, v)),
+        (InputError, "^q: got shape", lambda: flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 8, 8)),
+        (InputError, "^cu_seqlens_q: got list", lambda: flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], [0, 8], [0, 8], 8, 8)),
+        (InputError, "^cu_seqlens_k: got shape", lambda: flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], cu, cu[None], 8, 8)),
+        (InputError, "^cu_seqlens: got list", lambda: flash_attn.flash_attn_varlen_qkvpacked_func(
+            torch.zeros(8, 3, 2, 8), [0, 8], 8)),
+        (InputError, "max_seqlen_q: got '8'", lambda: flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], cu, cu, "8", 8, return_attn_probs=True)),
+        (InputError, "^alibi_slopes: got list", lambda: flash_attn.flash_attn_func(q, k, v, alibi_slopes=[1.0])),
+        (InputError, "^alibi_slopes: got torch.int64", lambda: flash_attn.flash_attn_func(
+            q, k, v, alibi_slopes=torch.ones(2).long())),
+        (InputError, "^alibi_slopes", lambda: flash_attn.flash_attn_func(q, k, v, alibi_slopes=torch.rand(2, 2))),
+        (InputError, "^softcap: got 'x'", lambda: flash_attn.flash_attn_func(q, k, v, softcap="x")),
+        (InputError, "^softcap: got nan", lambda: flash_attn.flash_attn_func(q, k, v, softcap=float("nan"))),
         (InputError, "dropout", lambda: flash_attn.flash_attn_func(q, k, v, dropout_p=1.0)),
     ]  # fmt: skip
     for kind, name, call in bad:
-        with pytest.raises(kind, match=name):
+        with pytest.raises(kind, match=name) as caught:
             call()
+        assert caught.value.hint
+
+
+def test_slopes_that_are_a_parameter_compile_with_dynamic_sizes() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slopes = torch.nn.Parameter(torch.rand(4, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self, q: torch.Tensor) -> Any:
+            return flash_attn.flash_attn_func(q, q, q, alibi_slopes=self.slopes, causal=True)
+
+    layer = Layer()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for shape in ((2, 40, 4, 16), (3, 48, 4, 16)):
+        (q,) = leaves(shape)
+        torch.testing.assert_close(compiled(q), layer(q))

@@ -247,6 +247,14 @@ def test_lists_of_a_block_mask_count(mask_mod: Callable[..., Any] | None) -> Non
     assert_close(flex.flex_attention(*tensors, block_mask=mask), reference, dense(*tensors, wide[1] | inside)[0])
 
 
+def test_a_block_mask_of_no_batch_is_pytorchs() -> None:
+    made = [x.create_block_mask(causal, 0, 2, 20, 30, device="cpu", BLOCK_SIZE=16) for x in (flex, torch_flex)]
+    assert made[0].shape == made[1].shape == (0, 2, 20, 30)
+    assert made[0].kv_num_blocks.shape == made[1].kv_num_blocks.shape
+    o = flex.flex_attention(torch.zeros(0, 2, 20, 8), *torch.zeros(2, 0, 2, 30, 8), block_mask=made[0])
+    assert o.shape == (0, 2, 20, 8)
+
+
 def test_no_dense_mask_is_built() -> None:
     """65,536 x 65,536 pairs would take 4 GiB; the formula takes some KB, its tile classes 262,144 bytes."""
     tracemalloc.start()
@@ -345,6 +353,21 @@ def test_bad_input() -> None:
         flex.flex_attention(q, k, v, enable_gqa=True, return_lse=True, return_aux=flex.AuxRequest())
     with pytest.raises(FormulaError, match=r"test_flex\.py"):
         flex.create_block_mask(lambda b, h, q, k: q >= k if b > 0 else k < 3, 1, 1, 20, 20, device="cpu")
+    for name, arguments in {
+        "B: got -1": {"B": -1},
+        "H: got 2.0": {"H": 2.0},
+        "Q_LEN: got -1": {"Q_LEN": -1},
+        "KV_LEN: got '8'": {"KV_LEN": "8"},
+        "BLOCK_SIZE: got 0": {"BLOCK_SIZE": 0},
+        "BLOCK_SIZE: got -8": {"BLOCK_SIZE": (16, -8)},
+        "BLOCK_SIZE: got '8'": {"BLOCK_SIZE": "8"},
+        r"BLOCK_SIZE: got \(1, 2, 3\)": {"BLOCK_SIZE": (1, 2, 3)},
+    }.items():
+        with pytest.raises(InputError, match=f"create_block_mask {name}.* Hint: "):
+            flex.create_block_mask(causal, **{"B": 1, "H": 1, "Q_LEN": 20, "KV_LEN": 20, **arguments}, device="cpu")
+    for given in ({"block_mask": "x"}, {"block_mask": tw.causal}, {"return_aux": "x"}):
+        with pytest.raises(InputError, match=next(iter(given))):
+            flex.flex_attention(q, k, v, enable_gqa=True, **given)
     sliced = torch_flex.create_block_mask(causal, 1, 1, 20, 20, device="cpu")[0:1]
     with pytest.raises(RuntimeError, match="sliced"):
         flex.flex_attention(q, k, v, block_mask=sliced, enable_gqa=True)

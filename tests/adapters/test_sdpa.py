@@ -157,6 +157,47 @@ def test_autocast_casts_like_pytorch() -> None:
         assert sdpa.scaled_dot_product_attention(*tensors).dtype == TORCH(*tensors).dtype == torch.bfloat16
 
 
+def test_dropout_of_every_weight_gives_zero() -> None:
+    tensors = leaves((1, 2, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8), (5, 7))
+    results = [function(*tensors[:3], attn_mask=tensors[3], dropout_p=1.0)
+               for function in (sdpa.scaled_dot_product_attention, TORCH)]  # fmt: skip
+    for o in results:
+        assert bool((o == 0).all())
+        assert all(bool((g == 0).all()) for g in torch.autograd.grad(o.sum(), tensors))
+
+
+EMPTY: dict[str, tuple[tuple[int, ...], int, int, tuple[int, ...]]] = {
+    "no keys, (1, 0)": ((1, 2), 3, 0, (1, 0)),
+    "no keys, (3, 0)": ((1, 2), 3, 0, (3, 0)),
+    "no queries, (0, 1)": ((1, 2), 0, 5, (0, 1)),
+    "neither, (0,)": ((1, 2), 0, 0, (0,)),
+    "no batch": ((0, 2), 3, 5, (0, 1, 1, 5)),
+    "5-D, no queries": ((2, 3, 2), 0, 5, (2, 3, 2, 0, 5)),
+    "5-D, no keys": ((2, 3, 2), 4, 0, (2, 1, 1, 4, 0)),
+    "5-D, no batch": ((2, 0, 2), 4, 5, (2, 0, 1, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("name", EMPTY)
+def test_masks_over_nothing(name: str, kind: str) -> None:
+    lead, seqlen_q, seqlen_k, shape = EMPTY[name]
+    tensors = leaves((*lead, seqlen_q, 8), (*lead, seqlen_k, 8), (*lead, seqlen_k, 8))
+    o = sdpa.scaled_dot_product_attention(*tensors, attn_mask=torch.ones(shape, dtype=getattr(torch, kind)))
+    assert o.shape == (*lead, seqlen_q, 8)
+    assert all(bool((x == 0).all()) for x in (o, *torch.autograd.grad(o.sum(), tensors)))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_compile_in_one_graph(kind: str) -> None:
+    tensors = [x.detach() for x in leaves((2, 4, 20, 16), (2, 4, 33, 16), (2, 4, 33, 16))]
+    mask = torch.randn(20, 33, generator=torch.Generator().manual_seed(1))
+    mask = mask > -0.5 if kind == "bool" else mask.masked_fill(mask < -0.5, -torch.inf)
+    compiled = torch.compile(sdpa.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    expected = sdpa.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    torch.testing.assert_close(compiled(*tensors, attn_mask=mask), expected)
+
+
 def test_bad_input() -> None:
     q, k, v = (x.detach() for x in leaves((1, 2, 8, 8), (1, 2, 9, 8), (1, 2, 9, 8)))
     mask = torch.zeros(8, 9)
@@ -165,9 +206,16 @@ def test_bad_input() -> None:
         "broadcastable": {"attn_mask": torch.zeros(9, 8)},
         "floating": {"attn_mask": mask.int()},
         "dropout": {"dropout_p": 1.5},
+        "dropout: got 'x'": {"dropout_p": "x"},
+        "attn_mask: got list": {"attn_mask": [1]},
     }.items():
-        with pytest.raises(InputError, match=name):
+        with pytest.raises(InputError, match=name) as caught:
             sdpa.scaled_dot_product_attention(q, k, v, **arguments)
+        assert caught.value.hint
+    with pytest.raises(InputError, match="query: got list"):
+        sdpa.scaled_dot_product_attention([1], 2, 3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"value: got shape \(8,\)"):
+        sdpa.scaled_dot_product_attention(q, k, v[0, 0, 0])
     jagged = torch.nested.nested_tensor([torch.zeros(n, 2, 8) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
     with pytest.raises(InputError, match="key: got a nested tensor"):
         sdpa.scaled_dot_product_attention(q, jagged, v)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import tilewise as tw
+from tilewise.core.errors import InputError
 from tilewise.formula.expr import Expr
+
+
+def check_tensors(expected: str, ranks: Sequence[int], hint: str, **tensors: Any) -> None:
+    """Raise InputError unless each is a dense tensor of one of `ranks`."""
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise InputError(name, got=type(x).__name__, expected=f"a tensor {expected}", hint="use torch.as_tensor")
+        if x.is_nested or x.layout != torch.strided:
+            got = f"a {'nested' if x.is_nested else x.layout} tensor"
+            jagged = "tilewise.attention(layout=tilewise.Packed(cu_seqlens)) runs sequences of different lengths"
+            raise InputError(name, got=got, expected=f"a dense tensor {expected}", hint=jagged)
+        if x.ndim not in ranks:
+            raise InputError(name, got=f"shape {tuple(x.shape)}", expected=f"a tensor {expected}", hint=hint)
 
 
 def seqlen_first(x: torch.Tensor) -> torch.Tensor:
@@ -45,5 +59,5 @@ def raw_score(score_mod: Callable[..., Any], shift: int) -> tw.Score:
 
 def broadcast_load(table: torch.Tensor, b: Expr, h: Expr, q: Expr, k: Expr) -> Any:
     """`table[b, h, q, k]` of a tensor of rank 4 whose dimensions of extent 1 are shared."""
-    index = (x if extent > 1 else 0 for x, extent in zip((b, h, q, k), table.shape, strict=True))
+    index = (x if extent != 1 else 0 for x, extent in zip((b, h, q, k), table.shape, strict=True))
     return table[tuple(index)]

@@ -13,12 +13,14 @@ Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Wor
 from __future__ import annotations
 
 import math
+import numbers
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 import tilewise as tw
+from tilewise.adapters.axes import check_tensors
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.philox import keep_mask
 from tilewise.layouts import Packed
@@ -186,6 +188,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """As `flash_attn_varlen_func`, with q, k and v in one tensor qkv (total, 3, num_heads, head_dim)."""
     q, k, v = _split("qkv", qkv, 3, 4)
+    _check_lengths(cu_seqlens=cu_seqlens)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return _attention(q, k, v, Packed(cu_seqlens), options, (max_seqlen, max_seqlen))
 
@@ -194,7 +197,8 @@ def _split(name: str, packed: torch.Tensor, parts: int, rank: int) -> tuple[torc
     if not isinstance(packed, torch.Tensor) or packed.ndim != rank or packed.shape[-3] != parts:
         got = f"shape {tuple(packed.shape)}" if isinstance(packed, torch.Tensor) else type(packed).__name__
         lead = "(batch, seqlen" if rank == 5 else "(total"
-        raise InputError(name, got=got, expected=f"{lead}, {parts}, heads, head_dim)")
+        hint = f"torch.stack of the {parts} tensors along dimension {rank - 3}"
+        raise InputError(name, got=got, expected=f"{lead}, {parts}, heads, head_dim)", hint=hint)
     return packed.unbind(-3)
 
 
@@ -209,19 +213,42 @@ def _mask(causal: bool, window_size: tuple[int | None, int | None]) -> tw.Mask |
 
 def _score(softcap: float | None, alibi_slopes: torch.Tensor | None, batch: int, heads: int) -> tw.Score | None:
     softcap = 0.0 if softcap is None else softcap
-    if softcap < 0.0:
-        raise InputError("softcap", got=softcap, expected="0 for none, or a number > 0")
+    number = isinstance(softcap, (int, float, numbers.Real)) and not isinstance(softcap, bool)
+    if not number or not 0.0 <= softcap < math.inf:
+        hint = "None turns it off too"
+        raise InputError("softcap", got=repr(softcap), expected="0 for none, or a finite number > 0", hint=hint)
     score = tw.softcap(softcap) if softcap else None
     if alibi_slopes is None:
         return score
-    if alibi_slopes.shape not in ((heads,), (batch, heads)):
-        raise InputError("alibi_slopes", got=tuple(alibi_slopes.shape), expected=f"{(heads,)} or {(batch, heads)}")
+    hint, expected = "a slope for each query head, float32", f"a tensor {(heads,)} or {(batch, heads)}"
+    if not isinstance(alibi_slopes, torch.Tensor) or not alibi_slopes.is_floating_point():
+        got = alibi_slopes.dtype if isinstance(alibi_slopes, torch.Tensor) else type(alibi_slopes).__name__
+        raise InputError("alibi_slopes", got=got, expected=expected, hint=hint)
+    # extent by extent: under torch.compile a symbolic size equals none of a tuple's
+    of_batch = alibi_slopes.ndim == 1 or (alibi_slopes.ndim == 2 and alibi_slopes.shape[0] == batch)
+    if not of_batch or alibi_slopes.shape[-1] != heads:
+        raise InputError("alibi_slopes", got=tuple(alibi_slopes.shape), expected=expected, hint=hint)
     return tw.alibi(alibi_slopes) if score is None else score >> tw.alibi(alibi_slopes)
 
 
 def _unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """As the package does; what is no such tensor is named by `attention`."""
-    return x.contiguous() if isinstance(x, torch.Tensor) and x.ndim and x.stride(-1) != 1 else x
+    """As the package does."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check_lengths(**cu_seqlens: Any) -> None:
+    """Raise InputError unless each is a tensor of rank 1; `attention` looks at the rest."""
+    hint = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)"
+    check_tensors("(batch + 1,)", (1,), hint, **cu_seqlens)
+
+
+def _extent(name: str, value: Any) -> int:
+    """A length given as an integer or a tensor of one."""
+    one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
+    if not one and (not isinstance(value, (int, numbers.Integral)) or isinstance(value, bool)):
+        hint = "the longest sequence; only S_dmask needs it"
+        raise InputError(name, got=repr(value), expected="an integer, or an integer tensor of one element", hint=hint)
+    return int(value)
 
 
 def _attention(
@@ -238,6 +265,15 @@ def _attention(
         raise InputError(
             "window_size", got=repr(window_size), expected="(left, right), integers", hint="-1 is no limit"
         )
+    if layout is None:
+        hint = "flash_attn_varlen_func takes (total, heads, dim)"
+        check_tensors("(batch, seqlen, heads, dim)", (4,), hint, q=q, k=k, v=v)
+    else:
+        _check_lengths(cu_seqlens_q=layout.cu_seqlens_q, cu_seqlens_k=layout.keys)
+        hint = "flash_attn_func takes (batch, seqlen, heads, dim)"
+        check_tensors("(total, heads, dim)", (3,), hint, q=q, k=k, v=v)
+    if return_attn_probs:
+        max_seqlens = (_extent("max_seqlen_q", max_seqlens[0]), _extent("max_seqlen_k", max_seqlens[1]))
     q, k, v = (_unit_stride(x) for x in (q, k, v))
     batch = layout.batch if layout is not None else q.shape[0]
     mask, score = _mask(causal, window_size), _score(softcap, alibi_slopes, batch, q.shape[-2])
@@ -271,7 +307,7 @@ def _probabilities(
     score: tw.Score | None,
     scale: float,
     dropout: tuple[float, torch.Tensor | None],
-    max_seqlens: tuple[Any, Any],
+    max_seqlens: tuple[int, int],
 ) -> torch.Tensor:
     """S_dmask, every probability materialised."""
     q, k, lse = tensors
@@ -283,11 +319,12 @@ def _probabilities(
         rows = [slice(a, b) for a, b in pairwise(cu_q)]
         keys = [slice(a, b) for a, b in pairwise(cu_k)]
         parts = [(b, q[r], k[c], lse[:, r]) for b, (r, c) in enumerate(zip(rows, keys, strict=True))]
-        extents = (int(max_seqlens[0]), int(max_seqlens[1]))
+        extents = max_seqlens
         longest = tuple(max((b - a for a, b in pairwise(ends)), default=0) for ends in (cu_q, cu_k))
         for name, got, least in zip(("max_seqlen_q", "max_seqlen_k"), extents, longest, strict=True):
             if got < least:
-                raise InputError(name, got=got, expected=f"at least {least}, the longest sequence")
+                hint = "max(lengths); only S_dmask needs it"
+                raise InputError(name, got=got, expected=f"at least {least}, the longest sequence", hint=hint)
     heads = q.shape[-2]
     result = torch.zeros(len(parts), heads, *extents, dtype=q.dtype, device=q.device)
     for b, q_b, k_b, lse_b in parts:

@@ -8,6 +8,7 @@ not used. Source: Dong et al., "Flex Attention: A Programming Model for Generati
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.nn.attention.flex_attention import (
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import tilewise as tw
-from tilewise.adapters.axes import autocast, raw_mask, raw_score, seqlen_first
+from tilewise.adapters.axes import autocast, check_tensors, raw_mask, raw_score, seqlen_first
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.formula.expr import Expr, load
 from tilewise.formula.walk import transform
@@ -112,8 +113,8 @@ class BlockMask(TorchBlockMask):
             self.mask_for(seqlen_q, seqlen_k),
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
-            batch=self._lead[0],
-            heads=self._lead[1],
+            batch=max(self._lead[0], 1),
+            heads=max(self._lead[1], 1),
             block_m=self.BLOCK_SIZE[0],
             block_n=self.BLOCK_SIZE[1],
             device=self.device,
@@ -220,14 +221,30 @@ def create_block_mask(
         _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order: accepted; about PyTorch's kernels only.
 
     Raises:
+        InputError: a size is wrong.
         FormulaError: `mask_mod` cannot be traced (a data-dependent branch, an operation outside the formula language).
     """
-    for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        if isinstance(size, int) and size < 0:
-            raise InputError(f"create_block_mask {name}", got=size, expected="a length >= 0")
-    blocks = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else (BLOCK_SIZE[0], BLOCK_SIZE[1])
+    shared = "None for a mask shared by all"
+    batch, heads = (1 if n is None else _integer(name, n, 0, shared) for name, n in (("B", B), ("H", H)))
+    lengths = [_integer(name, n, 0, "of the attention to come") for name, n in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN))]
+    blocks = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+    hint = "(queries, keys) of a tile, 128 by default"
+    if len(blocks) != 2:
+        expected = "an integer >= 1, or two of them"
+        raise InputError("create_block_mask BLOCK_SIZE", got=repr(BLOCK_SIZE), expected=expected, hint=hint)
+    block_m, block_n = (_integer("BLOCK_SIZE", n, 1, hint) for n in blocks)
     device = device if device is not None else torch.accelerator.current_accelerator() or "cpu"
-    return BlockMask(mask_mod, shape=(B or 1, H or 1, Q_LEN, KV_LEN), block_size=blocks, device=device)
+    shape = (batch, heads, lengths[0], lengths[1])
+    return BlockMask(mask_mod, shape=shape, block_size=(block_m, block_n), device=device)
+
+
+def _integer(name: str, value: Any, least: int, hint: str) -> int:
+    """An argument of `create_block_mask` as an int; symbolic ones of torch.compile stay so."""
+    whole = isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
+    if not whole or value < least:
+        raise InputError(f"create_block_mask {name}", got=repr(value), expected=f"an integer >= {least}", hint=hint)
+    result: int = value if isinstance(value, (int, torch.SymInt)) else int(value)
+    return result
 
 
 def mask_of(block_mask: TorchBlockMask, seqlen_q: int, seqlen_k: int) -> tw.Mask | None:
@@ -309,17 +326,19 @@ def flex_attention(
     Raises:
         InputError: shapes that FlexAttention refuses too. UnsupportedError: `AuxRequest(max_scores=True)`.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, torch.Tensor) or x.ndim != 4:
-            got = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-            raise InputError(name, got=got, expected="a tensor (batch, heads, seqlen, dim)")
+    hint = "x[None] adds a batch dimension"
+    check_tensors("(batch, heads, seqlen, dim)", (4,), hint, query=query, key=key, value=value)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise InputError(
             "key", got=f"{key.shape[1]} heads", expected=f"{query.shape[1]} as query", hint="pass enable_gqa=True"
         )
     if return_aux is not None:
         if return_lse:
-            raise InputError("return_lse", got="True with return_aux", expected="one of them")
+            hint = "return_aux=AuxRequest(lse=True) alone"
+            raise InputError("return_lse", got="True with return_aux", expected="one of them", hint=hint)
+        if not isinstance(return_aux, AuxRequest):
+            hint = "None returns the output alone"
+            raise InputError("return_aux", got=repr(return_aux), expected="AuxRequest(lse=True) or None", hint=hint)
         if return_aux.max_scores:
             raise UnsupportedError(
                 "return_aux", got="max_scores=True", expected="AuxRequest(lse=True)", hint="lse bounds the scores"
@@ -339,7 +358,10 @@ def flex_attention(
 
 
 def _fitting(block_mask: TorchBlockMask, seqlen_q: int, seqlen_k: int) -> TorchBlockMask:
-    """Raise unless a BlockMask was made for these lengths (one with a single huge tile fits any)."""
+    """Raise unless this is a BlockMask for these lengths (one with a single huge tile fits any)."""
+    if not isinstance(block_mask, TorchBlockMask):
+        hint = "create_block_mask makes one of a function or of a tilewise.Mask"
+        raise InputError("block_mask", got=type(block_mask).__name__, expected="a BlockMask or None", hint=hint)
     if block_mask.BLOCK_SIZE[0] < 1 << 30 and tuple(block_mask.shape[-2:]) != (seqlen_q, seqlen_k):
         raise InputError(
             "block_mask",

@@ -7,6 +7,7 @@ boolean mask is True where a pair may meet, a float mask is added to the scaled 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import tilewise as tw
-from tilewise.adapters.axes import autocast, broadcast_load, raw_index, raw_mask, seqlen_first
+from tilewise.adapters.axes import autocast, broadcast_load, check_tensors, raw_index, raw_mask, seqlen_first
 from tilewise.core.errors import InputError
 
 __all__ = ["install", "installed", "scaled_dot_product_attention", "uninstall"]
@@ -38,7 +39,7 @@ def scaled_dot_product_attention(
         key, value: (..., num_heads_kv, seqlen_k, head_dim and head_dim_v); leading dimensions broadcast.
         attn_mask: bool or float, broadcastable to (..., num_heads_q, seqlen_q, seqlen_k); a float one takes a gradient.
             Or one of `torch.nn.attention.bias`: `causal_upper_left`, `causal_lower_right`.
-        dropout_p: probability with which a weight is dropped, also in eval mode, as PyTorch's.
+        dropout_p: probability in [0, 1] with which a weight is dropped, also in eval mode, as PyTorch's.
         is_causal: query q sees keys 0 to q.
         scale: factor of query key^T; default head_dim ** -0.5.
         enable_gqa: allow fewer key/value heads than query heads.
@@ -47,16 +48,14 @@ def scaled_dot_product_attention(
         (..., num_heads_q, seqlen_q, head_dim_v).
 
     Raises:
-        InputError: what PyTorch refuses too (heads that differ without `enable_gqa`, `attn_mask` with `is_causal`).
+        InputError: what PyTorch refuses too (heads that differ without `enable_gqa`, `attn_mask` with `is_causal`);
+            and a mask of another shape over no queries or no keys, at which PyTorch does not look.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.is_nested:
-            hint = "tilewise.attention(layout=tilewise.Packed(cu_seqlens)) runs sequences of different lengths"
-            raise InputError(name, got="a nested tensor", expected="a dense tensor", hint=hint)
-    if min(query.ndim, key.ndim, value.ndim) < 2:
-        raise InputError("query", got=f"shape {tuple(query.shape)}", expected="tensors (..., seqlen, dim)")
+    hint = "add the missing dimension with x[None]"
+    check_tensors("(..., seqlen, dim)", range(2, 65), hint, query=query, key=key, value=value)
     if attn_mask is not None and is_causal:
-        raise InputError("attn_mask", got="a mask with is_causal=True", expected="one of them")
+        hint = "a mask that is causal needs no is_causal"
+        raise InputError("attn_mask", got="a mask with is_causal=True", expected="one of them", hint=hint)
     lead = _lead(query, key, value, enable_gqa)
     q, k, v = (_four_dimensional(x, lead, keep_heads=enable_gqa) for x in (query, key, value))
     seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
@@ -67,7 +66,8 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, CausalBias):
         sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
         if sizes != (seqlen_q, seqlen_k):
-            raise InputError("attn_mask", got=f"a causal bias of {sizes}", expected=f"{(seqlen_q, seqlen_k)}")
+            expected = f"{(seqlen_q, seqlen_k)}, seqlen_q and seqlen_k"
+            raise InputError("attn_mask", got=f"a causal bias of {sizes}", expected=expected, hint="make it anew")
         is_causal = attn_mask.variant == CausalVariant.UPPER_LEFT
     if is_causal or isinstance(attn_mask, CausalBias):
         mask = raw_mask(_top_left, shift) if is_causal and shift else tw.causal
@@ -77,10 +77,12 @@ def scaled_dot_product_attention(
             mask = tw.mask(lambda b, h, i, j: broadcast_load(table, b, h, raw_index(i, shift), j), "attn_mask")
         else:
             mask, score = additive(table, shift)
-    q, k, v = autocast(q, k, v)
-    o = tw.attention(
-        *(seqlen_first(x) for x in (q, k, v)), mask=mask, score=score, scale=scale, dropout=float(dropout_p)
-    )
+    if isinstance(dropout_p, torch.Tensor) and dropout_p.numel() == 1:
+        dropout_p = float(dropout_p)
+    if isinstance(dropout_p, (int, float, numbers.Real)) and dropout_p == 1:  # every weight is dropped
+        mask, dropout_p = _NOTHING, 0.0
+    q, k, v = (seqlen_first(x) for x in autocast(q, k, v))
+    o = tw.attention(q, k, v, mask=mask, score=score, scale=scale, dropout=dropout_p)
     return o.transpose(1, 2).reshape(*lead, seqlen_q, v.shape[-1])
 
 
@@ -93,15 +95,25 @@ def additive(table: torch.Tensor, shift: int, hidden_to: float = -math.inf) -> t
         hidden_to: tiles of such values only are not visited.
     """
     hidden = table.detach()
-    mask = tw.mask(
-        lambda b, h, i, j: ~(broadcast_load(hidden, b, h, raw_index(i, shift), j) <= hidden_to), "visible(attn_mask)"
-    )
+
+    def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
+        value = broadcast_load(hidden, b, h, raw_index(i, shift), j)
+        return torch.logical_not(value <= hidden_to)  # not ~, which Dynamo cannot trace here
+
+    mask = tw.mask(visible, "visible(attn_mask)")
     score = tw.score(lambda s, b, h, i, j: s + broadcast_load(table, b, h, raw_index(i, shift), j), "attn_mask")
     return mask, score
 
 
 def _top_left(b: Any, h: Any, q: Any, k: Any) -> Any:
     return k <= q
+
+
+def _nothing(b: Any, h: Any, i: Any, j: Any) -> bool:
+    return False
+
+
+_NOTHING = tw.mask(_nothing, "nothing")
 
 
 def _lead(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> tuple[int, ...]:
@@ -113,7 +125,7 @@ def _lead(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gq
                 "key",
                 got=f"shape {tuple(key.shape)}",
                 expected="heads that divide those of query",
-                hint="enable_gqa=True",
+                hint="each key/value head serves as many query heads; enable_gqa=False broadcasts",
             )
         shapes = [shape[:-1] for shape in shapes]
     try:
@@ -139,17 +151,21 @@ def _four_dimensional(x: torch.Tensor, lead: tuple[int, ...], *, keep_heads: boo
 def _table(attn_mask: torch.Tensor, lead: tuple[int, ...], seqlen_q: int, seqlen_k: int) -> torch.Tensor:
     """The mask with rank 4; dimensions of extent 1 stay so, except where several batch dimensions become one."""
     full = (*lead, seqlen_q, seqlen_k)
+    hint = "a mask over some of the dimensions has 1 for the others: keep[:, None, None, :]"
+    check_tensors(f"broadcastable to {full}", range(65), hint, attn_mask=attn_mask)
     shape = (1,) * (len(full) - attn_mask.ndim) + tuple(attn_mask.shape)
     if len(shape) != len(full) or any(n not in (1, size) for n, size in zip(shape, full, strict=True)):
-        raise InputError("attn_mask", got=f"shape {tuple(attn_mask.shape)}", expected=f"broadcastable to {full}")
+        got = f"shape {tuple(attn_mask.shape)}"
+        raise InputError("attn_mask", got=got, expected=f"broadcastable to {full}", hint=hint)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise InputError("attn_mask", got=str(attn_mask.dtype), expected="bool or floating point")
+        hint = ".bool() for True where a pair may meet, .float() to add it to the scores"
+        raise InputError("attn_mask", got=str(attn_mask.dtype), expected="bool or floating point", hint=hint)
     table = attn_mask.reshape((1,) * (4 - len(shape)) + shape)
     if table.ndim > 4:
         batches = table.shape[:-3]
         if any(n > 1 for n in batches):
             table = table.expand(*lead[:-1], *table.shape[-3:])
-        table = table.reshape(-1, *table.shape[-3:])
+        table = table.reshape(math.prod(table.shape[:-3]), *table.shape[-3:])
     return table
 
 

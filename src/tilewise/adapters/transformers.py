@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import tilewise as tw
 from tilewise.adapters import flex
-from tilewise.adapters.axes import autocast, broadcast_load, raw_index, raw_mask, seqlen_first
+from tilewise.adapters.axes import autocast, broadcast_load, check_tensors, raw_index, raw_mask, seqlen_first
 from tilewise.adapters.sdpa import additive
 from tilewise.core.errors import FormulaError, InputError, MissingExtraError, UnsupportedError
 
@@ -196,12 +196,14 @@ def attention_forward(
     for name in ("indices", "block_indices", "sinks"):  # what ignoring would change the result
         if kwargs.get(name) is not None:
             raise UnsupportedError(name, got="a tensor", expected="None", hint="use attn_implementation='eager'")
+    hint = "x[None] adds a batch dimension"
+    check_tensors("(batch, heads, seqlen, dim)", (4,), hint, query=query, key=key, value=value)
     sizes = (query.shape[-2], key.shape[-2])
     shift = sizes[1] - sizes[0]
-    score = None if not softcap else tw.softcap(float(softcap))
+    score = None if not softcap else tw.softcap(softcap)
     if isinstance(attention_mask, TorchBlockMask):
         mask = flex.mask_of(attention_mask, *sizes)
-    elif attention_mask is None or attention_mask.ndim == 2:
+    elif attention_mask is None or _rank(attention_mask) == 2:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         mask = _pattern(causal and sizes[0] > 1, sliding_window, shift)
         if attention_mask is not None:
@@ -218,12 +220,25 @@ def attention_forward(
         mask = _both(mask, _sequences(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), query.shape[0], sizes))
     bias = kwargs.get("position_bias")
     if bias is not None:
+        hint = "x[None] adds a dimension that is shared"
+        check_tensors("(1 or batch, heads, seqlen_q, seqlen_k)", (4,), hint, position_bias=bias)
         added = tw.score(lambda s, b, h, i, j: s + broadcast_load(bias, b, h, raw_index(i, shift), j), "position_bias")
         score = added if score is None else score >> added
 
     q, k, v = (seqlen_first(x) for x in autocast(query, key, value))
     o = tw.attention(q, k, v, mask=mask, score=score, sink=s_aux, scale=scaling, dropout=dropout)
     return o.contiguous(), None
+
+
+def _rank(attention_mask: Any) -> int:
+    """2 for padding, 4 for a mask over pairs; raise InputError for anything else."""
+    expected, hint = "(batch, seqlen_k) or (batch, 1 or heads, seqlen_q, seqlen_k)", "mask[:, None] adds one for heads"
+    check_tensors(expected, (2, 4), hint, attention_mask=attention_mask)
+    dtype = attention_mask.dtype
+    if attention_mask.ndim == 4 and dtype != torch.bool and not dtype.is_floating_point:
+        hint = ".bool() for True where a pair may meet, .float() to add it to the scores"
+        raise InputError("attention_mask", got=str(dtype), expected="bool or floating point", hint=hint)
+    return int(attention_mask.ndim)
 
 
 def _both(first: tw.Mask | None, second: tw.Mask | None) -> tw.Mask | None:
@@ -252,11 +267,14 @@ def _sequences(
 ) -> tw.Mask:
     """Queries see keys of their own sequence, of those laid end to end in a batch of one."""
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    hint = "tilewise.attention(layout=tilewise.Packed(...)) takes lengths that differ between queries and keys"
+    check_tensors("(sequences + 1,)", (1,), hint, cu_seq_lens_q=cu_seqlens_q, cu_seq_lens_k=cu_seqlens_k)
     if batch != 1 or sizes[0] != sizes[1] or cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise InputError(
             "cu_seq_lens_q",
             got=f"batch {batch}, seqlen_q {sizes[0]}, seqlen_k {sizes[1]}",
             expected="packed sequences in a batch of 1, with as many queries as keys",
+            hint=hint,
         )
     places = torch.arange(sizes[0], device=cu_seqlens_q.device, dtype=cu_seqlens_q.dtype)
     return tw.document(torch.searchsorted(cu_seqlens_q[1:].contiguous(), places, right=True))
