@@ -263,6 +263,10 @@ def test_explain_mask_draws_tiles_in_text_and_in_a_file(tmp_path: Path) -> None:
     found = data("explain", "mask", "causal", "--seqlen", "256")
     assert (found["empty"], found["partial"], found["full"]) == (6, 4, 6)
     assert refusal("explain", "mask", "causal", "--out", str(tmp_path / "mask.txt"))
+    missing = tmp_path / "missing" / "mask.svg"
+    for command in (("mask", "causal"), ("ladder", "matmul_tiled")):
+        assert "folder" in refusal("explain", *command, "--out", str(missing))
+    assert not missing.parent.exists()
 
 
 def test_explain_traffic_favours_the_later_algorithm() -> None:

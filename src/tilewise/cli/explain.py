@@ -60,11 +60,14 @@ def climb(
     """
     options = dict(_number(text) for text in option or ())
     if options and len(names or ()) != 1:
-        raise InputError("--option", got=f"{len(names or ())} rungs", expected="exactly one rung")
-    reports = [_run(name, size=size, head_dim=head_dim, seed=seed, options=options) for name in names or ORDER]
+        hint = "name the rung that takes the option"
+        raise InputError("--option", got=f"{len(names or ())} rungs", expected="exactly one rung", hint=hint)
     if out is not None:
         from tilewise.explain import draw
 
+        draw.check_target(out)
+    reports = [_run(name, size=size, head_dim=head_dim, seed=seed, options=options) for name in names or ORDER]
+    if out is not None:
         draw.save(draw.ladder(reports), out)
     if as_json:
         say_json([_data(report) for report in reports])
@@ -89,7 +92,8 @@ def _run(name: str, *, size: int, head_dim: int, seed: int, options: dict[str, i
 def _number(text: str) -> tuple[str, int]:
     name, _, number = text.partition("=")
     if not name.isidentifier() or not number.lstrip("-").isdecimal():
-        raise InputError("--option", got=repr(text), expected="NAME=NUMBER, such as tile=8")
+        hint = "an option is an integer parameter of the rung's run(); --source prints it"
+        raise InputError("--option", got=repr(text), expected="NAME=NUMBER, such as tile=8", hint=hint)
     return name, int(number)
 
 
@@ -129,12 +133,14 @@ def mask(
     """
     formula, queries = read_mask(expression), seqlen_q or seqlen
     assert formula is not None
+    if out is not None:
+        from tilewise.explain import draw
+
+        draw.check_target(out)
     tilemap = TileMap.build(formula, seqlen_q=queries, seqlen_k=seqlen, block_m=block_m, block_n=block_n)
     classes = tilemap.classes[0, 0].tolist()
     count = {kind: sum(row.count(kind) for row in classes) for kind in (EMPTY, PARTIAL, FULL)}
     if out is not None:
-        from tilewise.explain import draw
-
         panel = draw.panel(formula, seqlen_q=queries, seqlen_k=seqlen, block_m=block_m, block_n=block_n)
         figure = draw.tiles([panel], block_m, block_n) if query is None else draw.query(panel, block_m, block_n, query)
         draw.save(figure, out)

@@ -7,13 +7,14 @@ deterministic: the same figure saved twice gives the same bytes.
 from tilewise.explain.draw.formulas import mask, panel
 from tilewise.explain.draw.masks import EMPTY, FULL, PARTIAL, Panel, classify, query, tiles
 from tilewise.explain.draw.plots import ladder, roofline, traffic
-from tilewise.explain.draw.style import save
+from tilewise.explain.draw.style import check_target, save
 
 __all__ = [
     "EMPTY",
     "FULL",
     "PARTIAL",
     "Panel",
+    "check_target",
     "classify",
     "ladder",
     "mask",

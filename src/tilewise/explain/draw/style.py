@@ -67,15 +67,23 @@ def canvas(columns: int = 1, rows: int = 1, *, size: tuple[float, float], **opti
     return figure, figure.subplots(rows, columns, **options)
 
 
+def check_target(path: str | Path) -> Path:
+    """The path of a picture; raises InputError for another suffix, or a folder that is not there."""
+    target = Path(path)
+    if target.suffix not in (".svg", ".png"):
+        hint = "the ending chooses the format"
+        raise InputError("path", got=str(path), expected="a name ending in .svg or .png", hint=hint)
+    if not target.parent.is_dir():
+        raise InputError("path", got=str(path), expected="a file in a folder that exists", hint="make the folder first")
+    return target
+
+
 def save(figure: Any, path: str | Path) -> Path:
     """Write `figure` as .svg or .png (200 dots an inch): the same figure gives the same bytes, with no date inside.
 
-    Returns the path; raises InputError for another suffix.
+    Returns the path; raises InputError as `check_target`.
     """
-    target = Path(path)
-    if target.suffix not in (".svg", ".png"):
-        raise InputError("path", got=str(path), expected="a name ending in .svg or .png")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = check_target(path)
     metadata = {"Date": None} if target.suffix == ".svg" else {}
     with look():
         figure.savefig(target, dpi=200, metadata=metadata)
