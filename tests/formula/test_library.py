@@ -73,6 +73,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "neighborhood_wide": (lambda: tw.neighborhood((8,), (9,)), "neighborhood window: got (9,)"),
     "neighborhood_float": (lambda: tw.neighborhood((8.0,), (3,)), "neighborhood shape: got 8.0; expected extents"),
     "tree_times": (lambda: tw.tree_times("ab"), "tree parents: got parent 'a' of node 0"),
+    "tree_times_number": (lambda: tw.tree_times(3), "tree parents: got int; expected a sequence of integers"),
     "tree_times_cycle": (lambda: tw.tree_times([1, 0]), "tree parents: got a cycle"),
     "explicit_float": (lambda: tw.explicit(torch.zeros(4, 4)), "explicit mask: got torch.float32 of shape (4, 4)"),
     "blocks_float": (lambda: tw.blocks(torch.ones(2, 2), 16), "blocks map: got torch.float32"),
@@ -90,11 +91,25 @@ def test_a_wrong_argument_is_named(name: str) -> None:
     with pytest.raises(TilewiseError) as caught:
         make()
     assert said in str(caught.value)
+    assert caught.value.hint
 
 
 def test_an_additive_mask_is_sent_to_the_scores() -> None:
     with pytest.raises(InputError, match=r"score=tilewise\.bias"):
         tw.explicit(torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_relative_bias_of_changing_tables_compiles(dynamic: bool | None) -> None:
+    q = torch.randn(1, 40, 4, 16, generator=torch.Generator().manual_seed(0))
+
+    def biased(table: torch.Tensor) -> torch.Tensor:
+        return tw.attention(q, q, q, score=tw.relative_bias(table))
+
+    compiled = torch.compile(biased, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for buckets in (32, 64, 16):
+        table = torch.randn(buckets, 4, generator=torch.Generator().manual_seed(buckets))
+        torch.testing.assert_close(compiled(table), biased(table))
 
 
 def test_tree_times_nest() -> None:

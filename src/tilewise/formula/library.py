@@ -35,7 +35,8 @@ def window(left: int | None, right: int | None = 0) -> Mask:
     """
     for name, value, least in (("left", left, 1), ("right", right, 0)):
         if value is not None:
-            _integer(f"window {name}", value, least, "None or an integer")
+            hint = "None lifts the limit; left counts the query's own key, right does not"
+            _integer(f"window {name}", value, hint, least, "None or an integer")
     i, j = e.sym("i"), e.sym("j")
     # compare(), not <: under torch.compile a changing int is symbolic, and dynamo mistakes object < symbolic int
     parts = [] if left is None else [e.compare("lt", i - j, left)]
@@ -48,7 +49,7 @@ def window(left: int | None, right: int | None = 0) -> Mask:
 
 def chunked(size: int) -> Mask:
     """Only keys of the query's own chunk of `size` positions (Llama 4's chunked attention, without causality)."""
-    _integer("chunked size", size)
+    _integer("chunked size", size, "the number of positions that share a chunk")
     return mask(lambda b, h, i, j: i // size == j // size, lambda: f"chunked({size})")
 
 
@@ -59,13 +60,13 @@ def prefix(lengths: torch.Tensor) -> Mask:
     Args:
         lengths: integer tensor (batch,).
     """
-    _tensor("prefix lengths", lengths, (1,), "integer")
+    _tensor("prefix lengths", lengths, (1,), "integer", "a length for each batch element: torch.tensor([5, 9])")
     return mask(lambda b, h, i, j: j < lengths[b], "prefix(lengths)")
 
 
 def lengths(seqlens: torch.Tensor) -> Mask:
     """Right padding: keys from `seqlens[b]` on are invisible. `seqlens` is an integer tensor (batch,)."""
-    _tensor("lengths seqlens", seqlens, (1,), "integer")
+    _tensor("lengths seqlens", seqlens, (1,), "integer", "a length for each batch element: torch.tensor([5, 9])")
     return mask(lambda b, h, i, j: j < seqlens[b], "lengths(seqlens)")
 
 
@@ -74,7 +75,7 @@ def document(ids: torch.Tensor) -> Mask:
 
     Source: Krell et al., "Efficient Sequence Packing without Cross-contamination".
     """
-    _tensor("document ids", ids, (1, 2), "integer")
+    _tensor("document ids", ids, (1, 2), "integer", "its document for each position: torch.tensor([0, 0, 1])")
     if ids.ndim == 1:
         return mask(lambda b, h, i, j: ids[i] == ids[j], "document(ids)")
     return mask(lambda b, h, i, j: ids[b, i] == ids[b, j], "document(ids)")
@@ -87,19 +88,25 @@ def tree(entry: torch.Tensor, exit: torch.Tensor) -> Mask:
         entry, exit: integer tensors (seqlen_k,) with the depth-first entry and exit times of each position's node
             (`tree_times`); an ancestor's interval contains its descendants'.
     """
-    _tensor("tree entry", entry, (1,), "integer")
-    _tensor("tree exit", exit, (1,), "integer")
+    for name, times in (("tree entry", entry), ("tree exit", exit)):
+        _tensor(name, times, (1,), "integer", "tilewise.tree_times(parents) makes both")
     return mask(lambda b, h, i, j: (entry[j] <= entry[i]) & (exit[i] <= exit[j]), "tree(entry, exit)")
 
 
 def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Depth-first entry and exit times, int32 (n,), of a forest given by each node's parent (-1 for a root)."""
+    if not hasattr(parents, "__len__"):
+        hint = "the parent of every node, -1 for a root: tree_times([-1, 0, 0])"
+        raise InputError("tree parents", got=type(parents).__name__, expected="a sequence of integers", hint=hint)
     children: list[list[int]] = [[] for _ in parents]
     roots: list[int] = []
     for node, parent in enumerate(parents):
         if not isinstance(parent, numbers.Integral) or not -1 <= parent < len(parents) or parent == node:
             raise InputError(
-                "tree parents", got=f"parent {parent!r} of node {node}", expected="-1 or another node's index"
+                "tree parents",
+                got=f"parent {parent!r} of node {node}",
+                expected="-1 or another node's index",
+                hint="-1 marks a root, and nodes count from 0; a tensor gives integers by .tolist()",
             )
         (roots if parent < 0 else children[parent]).append(node)
     entry, exit_, clock = [0] * len(parents), [-1] * len(parents), 0
@@ -114,13 +121,13 @@ def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
             stack.extend((child, False) for child in reversed(children[node]))
         clock += 1
     if -1 in exit_:
-        raise InputError("tree parents", got="a cycle", expected="a forest")
+        raise InputError("tree parents", got="a cycle", expected="a forest", hint="a root has parent -1")
     return torch.tensor(entry, dtype=torch.int32), torch.tensor(exit_, dtype=torch.int32)
 
 
 def dilated(step: int) -> Mask:
     """Every `step`-th key, counted from the query; with a window, that of Beltagy et al., "Longformer", dilated."""
-    _integer("dilated step", step)
+    _integer("dilated step", step, "a step of 1 sees every key")
     return mask(lambda b, h, i, j: (i - j) % step == 0, lambda: f"dilated({step})")
 
 
@@ -132,10 +139,13 @@ def neighborhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
     """
     shape, window = _extents("neighborhood shape", shape), _extents("neighborhood window", window)
     if len(shape) != len(window):
-        raise InputError("neighborhood window", got=window, expected=f"{len(shape)} extents, as shape {shape}")
+        expected = f"{len(shape)} extents, as shape {shape}"
+        raise InputError("neighborhood window", got=window, expected=expected, hint="one extent for each of the grid's")
     for size, width in zip(shape, window, strict=True):
         if width % 2 == 0 or width > size:
-            raise InputError("neighborhood window", got=window, expected=f"odd extents at most {shape}")
+            expected = f"odd extents at most {shape}"
+            hint = "a query stands in the middle of its window"
+            raise InputError("neighborhood window", got=window, expected=expected, hint=hint)
 
     def visible(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
         result, stride = e.TRUE, math.prod(shape)
@@ -157,8 +167,8 @@ def blocks(visible: torch.Tensor, block_size: int) -> Mask:
         visible: bool tensor (blocks, blocks), (num_heads_q, blocks, blocks) or (batch, num_heads_q, blocks, blocks).
             Its rows are blocks of positions on the key axis: both extents are ceil(seqlen_k / block_size).
     """
-    _tensor("blocks map", visible, (2, 3, 4), "boolean")
-    _integer("blocks block_size", block_size)
+    _tensor("blocks map", visible, (2, 3, 4), "boolean", "True where a block of queries sees a block of keys; map > 0")
+    _integer("blocks block_size", block_size, "the positions that one entry of the map stands for, such as 64")
     lead = visible.ndim - 2
 
     def body(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
@@ -173,7 +183,7 @@ def explicit(keep: torch.Tensor) -> Mask:
 
     Its rows are queries, so with fewer queries than keys row 0 stands at key seqlen_k - seqlen_q.
     """
-    _tensor("explicit mask", keep, (2, 4), "boolean")
+    _tensor("explicit mask", keep, (2, 4), "boolean", "keep[None] adds a batch dimension, keep != 0 is boolean")
     table, shift = keep if keep.ndim == 4 else keep[None, None], keep.shape[-1] - keep.shape[-2]
     return mask(
         lambda b, h, i, j: e.cast(e.load(table, (*_lead(table, b, h), i - shift, j)), bool),
@@ -187,7 +197,7 @@ def alibi(slopes: torch.Tensor) -> Score:
     Args:
         slopes: float tensor (num_heads_q,) or (batch, num_heads_q), differentiable.
     """
-    _tensor("alibi slopes", slopes, (1, 2), "floating-point")
+    _tensor("alibi slopes", slopes, (1, 2), "floating-point", "a slope for each query head: torch.rand(num_heads_q)")
     if slopes.ndim == 1:
         return score(lambda s, b, h, i, j: s - slopes[h] * abs(i - j), "alibi(slopes)")
     return score(lambda s, b, h, i, j: s - slopes[b, h] * abs(i - j), "alibi(slopes)")
@@ -198,7 +208,7 @@ def softcap(cap: float) -> Score:
     symbolic = isinstance(cap, (torch.SymInt, torch.SymFloat))
     number = isinstance(cap, (int, float, numbers.Real)) and not isinstance(cap, bool)
     if not symbolic and not (number and 0 < cap < math.inf):
-        raise InputError("softcap cap", got=repr(cap), expected="a finite number > 0")
+        raise InputError("softcap cap", got=repr(cap), expected="a finite number > 0", hint="leave it out for no cap")
     return score(lambda s, b, h, i, j: float(cap) * e.unary("tanh", s / float(cap)), lambda: f"softcap({cap})")
 
 
@@ -212,8 +222,8 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
         bidirectional: half of the buckets for keys after the query; else those share bucket 0.
         max_distance: distance from which on the last bucket is used.
     """
-    _tensor("relative_bias table", table, (2,), "floating-point")
-    _integer("relative_bias max_distance", max_distance)
+    _tensor("relative_bias table", table, (2,), "floating-point", "a row for each bucket, a column for each head")
+    _integer("relative_bias max_distance", max_distance, "T5 has 128")
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
@@ -221,6 +231,7 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
             "relative_bias",
             got=f"{table.shape[0]} buckets, max_distance {max_distance}",
             expected="at least 4 buckets (2 if not bidirectional), and max_distance beyond the exact ones",
+            hint="the first half of a direction's buckets hold one distance each; T5 has 32 and max_distance 128",
         )
     scale = (buckets - exact) / math.log(max_distance / exact)
 
@@ -229,7 +240,7 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
         # the slack puts distances on a bucket's edge into the bucket that T5's float32 gives, in every precision
         far = e.unary("log", distance.clamp(min=exact).float() / float(exact)) * scale + 1e-5
         near = distance.clamp(max=exact - 1)  # the clamp lets the bounds of the bucket be proved
-        bucket = e.where(distance < exact, near, (far.int() + exact).clamp(max=buckets - 1))
+        bucket = e.where(e.compare("lt", distance, exact), near, (far.int() + exact).clamp(max=buckets - 1))
         if bidirectional:
             bucket = bucket + e.where(j > i, buckets, 0)
         return s + e.load(table, (bucket, h))
@@ -243,7 +254,7 @@ def bias(values: torch.Tensor) -> Score:
     Args:
         values: float tensor (1 or batch, 1 or heads, seqlen_q, seqlen_k) or (seqlen_q, seqlen_k).
     """
-    _tensor("bias", values, (2, 4), "floating-point")
+    _tensor("bias", values, (2, 4), "floating-point", "values[None] adds a batch dimension; explicit() hides pairs")
     table = values if values.ndim == 4 else values[None, None]
     shift = values.shape[-1] - values.shape[-2]
     return score(
@@ -266,31 +277,32 @@ def _lead(table: torch.Tensor, b: Expr, h: Expr) -> tuple[Expr, Expr]:
     return (b if table.shape[0] > 1 else e.lit(0)), (h if table.shape[1] > 1 else e.lit(0))
 
 
-def _integer(name: str, value: Any, least: int = 1, kind: str = "an integer") -> None:
+def _integer(name: str, value: Any, hint: str, least: int = 1, kind: str = "an integer") -> None:
     """Symbolic integers of torch.compile pass."""
     whole = isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)
     if not isinstance(value, torch.SymInt) and not (whole and value >= least):
-        raise InputError(name, got=repr(value), expected=f"{kind} >= {least}")
+        raise InputError(name, got=repr(value), expected=f"{kind} >= {least}", hint=hint)
 
 
 def _extents(name: str, value: Any) -> tuple[int, ...]:
+    hint = "one integer for each side of the grid, (n,) for a line of n"
     if not isinstance(value, Sequence) or not 1 <= len(value) <= 3:
-        raise InputError(name, got=repr(value), expected="1 to 3 extents, for example (32, 32)")
+        raise InputError(name, got=repr(value), expected="1 to 3 extents, for example (32, 32)", hint=hint)
     for size in value:
-        _integer(name, size, kind="extents that are integers")
+        _integer(name, size, hint, kind="extents that are integers")
     return tuple(size if isinstance(size, int) else int(size) for size in value)
 
 
-def _tensor(name: str, value: Any, ranks: tuple[int, ...], kind: str) -> None:
+def _tensor(name: str, value: Any, ranks: tuple[int, ...], kind: str, hint: str) -> None:
     """Raise unless `value` is a tensor of these ranks and of `kind`: floating-point, integer, or boolean."""
     wanted = f"{'an' if kind[0] == 'i' else 'a'} {kind} tensor of rank {' or '.join(map(str, ranks))}"
     if not isinstance(value, torch.Tensor):
-        raise InputError(name, got=type(value).__name__, expected=wanted)
+        raise InputError(name, got=type(value).__name__, expected=wanted, hint=hint)
     if value.ndim not in ranks or value.is_floating_point() != (kind == "floating-point") or value.is_complex():
         additive = kind == "boolean" and value.is_floating_point()
         raise InputError(
             name,
             got=f"{value.dtype} of shape {tuple(value.shape)}",
             expected=wanted,
-            hint="numbers to add to the scores go to score=tilewise.bias(values)" if additive else "",
+            hint="numbers to add to the scores go to score=tilewise.bias(values)" if additive else hint,
         )
