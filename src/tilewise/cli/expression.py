@@ -21,6 +21,7 @@ from tilewise.formula.formula import Mask, Score
 
 MAX_TEXT = 10_000
 MAX_LIST = 1 << 20
+EXAMPLES = "for example causal & window(1024), softcap(30.0) >> alibi([0.5, 0.25])"
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
@@ -51,15 +52,18 @@ class Reader:
     def read(self) -> Any:
         """The value of the whole text: a Mask, a Score, or what the grammar allows inside them."""
         if len(self.text) > MAX_TEXT:
-            raise FormulaError("expression", got=f"{len(self.text)} characters", expected=f"at most {MAX_TEXT}")
+            expected = f"at most {MAX_TEXT}"
+            raise FormulaError("expression", got=f"{len(self.text)} characters", expected=expected, hint=EXAMPLES)
         try:
             tree = ast.parse(self.text.strip(), mode="eval")
         except (SyntaxError, ValueError, MemoryError) as error:
-            raise FormulaError("expression", got=repr(self.text), expected=f"an expression ({error})") from error
+            expected = f"an expression ({error})"
+            raise FormulaError("expression", got=repr(self.text), expected=expected, hint=EXAMPLES) from error
         try:
             return self.value(tree.body)
         except RecursionError as error:
-            raise FormulaError("expression", got="nested too deeply", expected="a shorter expression") from error
+            got, expected = "nested too deeply", "a shorter expression"
+            raise FormulaError("expression", got=got, expected=expected, hint=EXAMPLES) from error
 
     def value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Name):
@@ -131,7 +135,7 @@ class Reader:
 
     def refuse(self, node: ast.expr, expected: str) -> FormulaError:
         piece = ast.get_source_segment(self.text.strip(), node) or self.text
-        return FormulaError(f"expression {self.text!r}", got=repr(piece), expected=expected)
+        return FormulaError(f"expression {self.text!r}", got=repr(piece), expected=expected, hint=EXAMPLES)
 
 
 def read_mask(text: str | None, device: torch.device | str = "cpu") -> Mask | None:

@@ -68,7 +68,9 @@ def roofline(
         _list(as_json)
         return
     if measured is not None and not measured > 0:
-        raise InputError("--measured-ms", got=measured, expected="a time above 0")
+        raise InputError(
+            "--measured-ms", got=measured, expected="a time above 0", hint="in milliseconds; tilewise bench"
+        )
     row = device.find(gpu) if gpu is not None else device.current() or device.find("H100-SXM")
     decode = direction is Direction.decode
     queries = seqlen_q or (1 if decode else 4096)

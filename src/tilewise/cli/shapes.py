@@ -82,17 +82,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 
 def device(name: str | None) -> torch.device:
     """The device called `name`, or the default; InputError where it is unknown or not there."""
-    expected = "cpu, cuda or cuda:N"
+    expected, hint = "cpu, cuda or cuda:N", "leave it out for the GPU, or the CPU where there is none"
     try:
         found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise InputError("--device", got=repr(name), expected=expected) from error
+        raise InputError("--device", got=repr(name), expected=expected, hint=hint) from error
     if found.type not in ("cpu", "cuda"):
-        raise InputError("--device", got=repr(name), expected=expected)
+        raise InputError("--device", got=repr(name), expected=expected, hint=hint)
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            "--device", got=repr(name), expected=f"one of {torch.cuda.device_count()} CUDA devices, or cpu"
-        )
+        expected = f"one of {torch.cuda.device_count()} CUDA devices, or cpu"
+        raise InputError("--device", got=repr(name), expected=expected, hint=hint)
     return found
 
 
@@ -121,6 +120,7 @@ def packed(text: str, device: torch.device) -> Packed:
     except ValueError:
         lengths = [-1]
     if min(lengths) < 0:
-        raise InputError("--packed", got=repr(text), expected="lengths such as 1024,512,7")
+        hint = "one length >= 0 for each sequence, commas between"
+        raise InputError("--packed", got=repr(text), expected="lengths such as 1024,512,7", hint=hint)
     ends = torch.tensor([0, *lengths]).cumsum(0)
     return Packed(ends.to(device=device, dtype=torch.int32))

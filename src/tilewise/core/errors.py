@@ -13,12 +13,12 @@ class TilewiseError(Exception):
         name: what is wrong, in the caller's words (an argument, a formula, an implementation).
         got: the offending value, described.
         expected: what would have been accepted.
-        hint: the next step for the caller; optional.
+        hint: the next step for the caller.
     """
 
-    def __init__(self, name: str, *, got: Any, expected: str, hint: str = "") -> None:
+    def __init__(self, name: str, *, got: Any, expected: str, hint: str) -> None:
         # not by super().__init__, which torch.compile cannot trace: the message would be lost
-        self.args = (f"{name}: got {got}; expected {expected}" + (f". Hint: {hint}" if hint else ""),)
+        self.args = (f"{name}: got {got}; expected {expected}. Hint: {hint}",)
         self.name = name
         self.got = got
         self.expected = expected

@@ -141,29 +141,31 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
 
 def resolve(options: Options) -> tuple[torch.device, str, str, Size]:
     """Device, dtype name, size name and size with the options' overrides; InputError names what is wrong."""
-    expected = "cpu, cuda or cuda:N"
+    expected, hint = "cpu, cuda or cuda:N", "leave it out for the GPU, or the CPU where there is none"
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise InputError("device", got=repr(options.device), expected=expected) from error
+        raise InputError("device", got=repr(options.device), expected=expected, hint=hint) from error
     if device.type not in ("cpu", "cuda"):
-        raise InputError("device", got=device.type, expected=expected)
+        raise InputError("device", got=device.type, expected=expected, hint=hint)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            "device", got=str(device), expected=f"one of the {torch.cuda.device_count()} CUDA devices here, or cpu"
-        )
+        expected = f"one of the {torch.cuda.device_count()} CUDA devices here, or cpu"
+        raise InputError("device", got=str(device), expected=expected, hint=hint)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     if dtype not in DTYPES:
-        raise InputError("dtype", got=repr(dtype), expected=" or ".join(DTYPES))
+        hint = "leave it out for bf16 on a GPU, fp32 on the CPU"
+        raise InputError("dtype", got=repr(dtype), expected=" or ".join(DTYPES), hint=hint)
     name = options.size or ("medium" if device.type == "cuda" else "small")
     if name not in SIZES:
-        raise InputError("size", got=repr(name), expected=", ".join(SIZES))
+        hint = "leave it out for medium on a GPU, small on the CPU"
+        raise InputError("size", got=repr(name), expected=", ".join(SIZES), hint=hint)
     overrides = {
         key: getattr(options, key) for key in ("steps", "batch", "seqlen") if getattr(options, key) is not None
     }
     for key, value in overrides.items():
         if value < (2 if key == "seqlen" else 1):
-            raise InputError(key, got=value, expected="a positive number" if key != "seqlen" else "at least 2")
+            expected = "a positive number" if key != "seqlen" else "at least 2"
+            raise InputError(key, got=value, expected=expected, hint="leave it out for that of the size")
     return device, dtype, name, replace(SIZES[name], **overrides)
 
 
@@ -174,7 +176,8 @@ def chosen(config: ModelConfig, batch: int, device: torch.device, dtype: torch.d
     k = torch.empty([*rows[:2], config.num_heads_kv, rows[3]], device=device, dtype=dtype)
     explanation = tilewise.why(q, k, k, mask=tilewise.causal, impl=impl)
     if explanation.chosen is None:
-        raise UnsupportedError("impl", got=impl, expected=f"one that can train here:\n{explanation}")
+        hint = "leave impl out for the first that can"
+        raise UnsupportedError("impl", got=impl, expected=f"one that can train here:\n{explanation}", hint=hint)
     return explanation.chosen
 
 

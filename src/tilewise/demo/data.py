@@ -53,7 +53,8 @@ def own_files(paths: Sequence[Path]) -> list[Path]:
         elif path.is_file():
             found.add(path)
         else:
-            raise InputError("text", got=str(path), expected="a file or a directory")
+            hint = "leave it out for the standard library of Python"
+            raise InputError("text", got=str(path), expected="a file or a directory", hint=hint)
     return sorted(found)
 
 

@@ -53,11 +53,13 @@ class Tile:
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
         for name in ("block_m", "block_n", "head_dim", "head_dim_v", "stages", "warps"):
             if getattr(self, name) < 1:
-                raise InputError(name, got=getattr(self, name), expected="an integer of at least 1")
+                hint = "block_m, block_n and head_dim are powers of 2 in real kernels"
+                raise InputError(name, got=getattr(self, name), expected="an integer of at least 1", hint=hint)
         if self.producer_warps < 0:
-            raise InputError("producer_warps", got=self.producer_warps, expected="0 or more")
+            raise InputError("producer_warps", got=self.producer_warps, expected="0 or more", hint="0 for none")
         if self.dtype not in device.ITEMSIZE:
-            raise InputError("dtype", got=self.dtype, expected=", ".join(device.ITEMSIZE))
+            hint = "bf16 and fp16 have one size"
+            raise InputError("dtype", got=self.dtype, expected=", ".join(device.ITEMSIZE), hint=hint)
 
     @property
     def threads(self) -> int:

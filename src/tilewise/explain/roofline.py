@@ -53,15 +53,21 @@ class Problem:
             object.__setattr__(self, name, getattr(self, name) or default)
         for name in ("seqlen_q", "seqlen_k", "batch", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v"):
             if getattr(self, name) < 1:
-                raise InputError(name, got=getattr(self, name), expected="an integer of at least 1")
+                hint = "leave out what has a default"
+                raise InputError(name, got=getattr(self, name), expected="an integer of at least 1", hint=hint)
         if self.num_heads_q % self.num_heads_kv:
             raise InputError(
-                "num_heads_q", got=self.num_heads_q, expected=f"a multiple of {self.num_heads_kv} KV heads"
+                "num_heads_q",
+                got=self.num_heads_q,
+                expected=f"a multiple of {self.num_heads_kv} KV heads",
+                hint="each key/value head serves num_heads_q / num_heads_kv query heads",
             )
         if self.direction not in ("forward", "backward", "decode"):
-            raise InputError("direction", got=self.direction, expected="forward, backward or decode")
+            hint = "decode is a forward of one query"
+            raise InputError("direction", got=self.direction, expected="forward, backward or decode", hint=hint)
         if self.dtype not in device.ITEMSIZE:
-            raise InputError("dtype", got=self.dtype, expected=", ".join(device.ITEMSIZE))
+            hint = "of q, k, v and their gradients"
+            raise InputError("dtype", got=self.dtype, expected=", ".join(device.ITEMSIZE), hint=hint)
 
     @classmethod
     def decode(

@@ -36,7 +36,8 @@ def query_tile(fast_memory: int, head_dim: int, block_n: int = 16) -> int:
     tile = (fast_memory - 2 * block_n * head_dim) // (2 * head_dim + block_n)
     if tile < 1:
         least = 2 * head_dim * (block_n + 1) + block_n
-        raise InputError("fast_memory", got=fast_memory, expected=f"at least {least} elements, one query row")
+        expected = f"at least {least} elements, one query row"
+        raise InputError("fast_memory", got=fast_memory, expected=expected, hint="or a smaller head_dim")
     return tile
 
 

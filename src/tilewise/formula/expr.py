@@ -226,7 +226,8 @@ def as_expr(value: Any) -> Expr:
         return TRUE if value else FALSE
     if isinstance(value, int):
         if not -(2**63) <= value < 2**63:
-            raise FormulaError(f"number at {caller_line()}", got=value, expected="an integer of 64 bits")
+            hint = "use a float for a larger number"
+            raise FormulaError(f"number at {caller_line()}", got=value, expected="an integer of 64 bits", hint=hint)
         return Expr("num", (), "int", value)
     if isinstance(value, float):
         return Expr("num", (), "float", value)
@@ -251,6 +252,7 @@ def as_expr(value: Any) -> Expr:
         f"operand at {caller_line()}",
         got=f"{type(value).__name__} {value!r}",
         expected="a number, a captured tensor indexed by positions, or a traced value",
+        hint="make an array a tensor (torch.as_tensor) and index it; take a number out of anything else",
     )
 
 
@@ -318,7 +320,12 @@ def binary(op: str, left: Any, right: Any) -> Expr:
         a, b, kind = cast(a, float), cast(b, float), "float"
     written = b.op == "num" and not isinstance(right, Expr) and isinstance(b.value, int)  # not the number of a slot
     if op in ("floordiv", "mod") and kind == "int" and written and b.value == 0:
-        raise FormulaError(f"divisor at {caller_line()}", got=0, expected="an integer other than 0")
+        raise FormulaError(
+            f"divisor at {caller_line()}",
+            got=0,
+            expected="an integer other than 0",
+            hint="for a size of 0: max(size, 1)",
+        )
     return Expr(op, (a, b), kind)
 
 

@@ -66,7 +66,10 @@ class Formula:
         missing = sorted(symbols_of(self.structure.root) - symbols.keys()) or ([] if symbols else ["i"])
         if missing:
             raise InputError(
-                "evaluate", got=f"no {', '.join(missing)}", expected=f"a tensor for each symbol of {self!r}"
+                "evaluate",
+                got=f"no {', '.join(missing)}",
+                expected=f"a tensor for each symbol of {self!r}",
+                hint="by keyword, for example i=torch.arange(4)[:, None], j=torch.arange(4)",
             )
         return evaluate([self.structure.root], symbols, self.tensors, self.numbers, dtype)[0]
 

@@ -113,7 +113,9 @@ def _trunc(input: Any) -> Expr:
 
 def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expr:
     if rounding_mode not in (None, "floor", "trunc"):
-        raise FormulaError("rounding_mode", got=repr(rounding_mode), expected="None, 'floor' or 'trunc'")
+        raise FormulaError(
+            "rounding_mode", got=repr(rounding_mode), expected="None, 'floor' or 'trunc'", hint="x // y is 'floor'"
+        )
     if rounding_mode != "trunc":
         return binary("floordiv" if rounding_mode else "div", input, other)
     x, y = as_expr(input), as_expr(other)
@@ -207,7 +209,12 @@ def _full_like(input: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> E
 
 def _new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Expr:
     if any(extent != 1 for extent in ((size,) if isinstance(size, int) else size)):
-        raise FormulaError(f"size at {caller_line()}", got=repr(size), expected="(): a traced value is a single one")
+        raise FormulaError(
+            f"size at {caller_line()}",
+            got=repr(size),
+            expected="(): a traced value is a single one",
+            hint="pass () as the size",
+        )
     return cast(fill_value, dtype or as_expr(input).dtype)
 
 
@@ -338,7 +345,12 @@ def _call(known: Function, func: Any, *args: Any, **kwargs: Any) -> Any:
         raise
     except TypeError as wrong:  # a keyword or a number of operands that PyTorch has and formulas have not
         name, taken = _qualified(func), ", ".join(inspect.signature(known).parameters)
-        raise FormulaError(f"{name} at {caller_line()}", got=str(wrong), expected=f"{name}({taken})") from wrong
+        raise FormulaError(
+            f"{name} at {caller_line()}",
+            got=str(wrong),
+            expected=f"{name}({taken})",
+            hint="pass these operands and no others",
+        ) from wrong
 
 
 def apply_torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -60,7 +60,8 @@ class TileMap:
         for name, size in (lengths | extents).items():
             least = 0 if name in lengths else 1
             if not isinstance(size, int) or size < least:
-                raise InputError(f"TileMap {name}", got=repr(size), expected=f"an integer >= {least}")
+                hint = "lengths may be 0, tiles, batch and heads start at 1"
+                raise InputError(f"TileMap {name}", got=repr(size), expected=f"an integer >= {least}", hint=hint)
         tiles_q, tiles_k = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
         if mask is None:
             full = torch.full((1, 1, tiles_q, tiles_k), FULL, dtype=torch.int8, device=device)

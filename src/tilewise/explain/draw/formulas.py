@@ -32,7 +32,8 @@ def panel(
     from tilewise.schedule.tilemap import TileMap
 
     if not 1 <= min(seqlen_q, seqlen_k) <= max(seqlen_q, seqlen_k) <= 2048:
-        raise InputError("seqlen_q, seqlen_k", got=(seqlen_q, seqlen_k), expected="sizes in [1, 2048]")
+        got, hint = (seqlen_q, seqlen_k), "TileMap.build classifies longer ones, without a picture"
+        raise InputError("seqlen_q, seqlen_k", got=got, expected="sizes in [1, 2048]", hint=hint)
     formula = as_mask(mask)
     i = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
     symbols: dict[str, Any] = {"b": torch.tensor(batch), "h": torch.tensor(head), "i": i, "j": torch.arange(seqlen_k)}

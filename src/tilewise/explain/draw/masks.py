@@ -27,7 +27,12 @@ def classify(visible: npt.ArrayLike, block_m: int, block_n: int) -> npt.NDArray[
     """Tile classes of a dense mask by brute force, for pictures of small masks: int8 (num_q_tiles, num_k_tiles)."""
     dense = np.asarray(visible, dtype=bool)
     if dense.ndim != 2 or block_m < 1 or block_n < 1:
-        raise InputError("visible", got=dense.shape, expected="(seqlen_q, seqlen_k) and tile sizes of at least 1")
+        raise InputError(
+            "visible",
+            got=f"shape {dense.shape}, tiles of {block_m} x {block_n}",
+            expected="(seqlen_q, seqlen_k) and tile sizes of at least 1",
+            hint="take one batch element and head: visible[b, h]",
+        )
     rows, cols = range(0, dense.shape[0], block_m), range(0, dense.shape[1], block_n)
     tiles = [[dense[i : i + block_m, j : j + block_n] for j in cols] for i in rows]
     return np.array([[FULL if t.all() else PARTIAL if t.any() else EMPTY for t in row] for row in tiles], dtype=np.int8)
@@ -41,7 +46,12 @@ def tiles(panels: Sequence[Panel], block_m: int, block_n: int, *, columns: int =
     for panel in panels:
         _check(panel.visible, panel.classes, block_m, block_n)
     if not panels or columns < 1:
-        raise InputError("panels", got=len(panels), expected="at least one panel and one column")
+        raise InputError(
+            "panels",
+            got=f"{len(panels)} panels, {columns} columns",
+            expected="at least one panel and one column",
+            hint="tilewise.explain.draw.panel makes one of a mask",
+        )
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     with style.look():
@@ -66,7 +76,8 @@ def query(panel: Panel, block_m: int, block_n: int, position: int) -> Any:
     _check(panel.visible, panel.classes, block_m, block_n)
     seqlen_q, seqlen_k = panel.visible.shape
     if not 0 <= position < seqlen_q:
-        raise InputError("position", got=position, expected=f"a query row in [0, {seqlen_q})")
+        hint = "rows count queries from 0"
+        raise InputError("position", got=position, expected=f"a query row in [0, {seqlen_q})", hint=hint)
     tile = position // block_m
     visited = np.flatnonzero(panel.classes[tile] != EMPTY)
     with style.look():
@@ -111,7 +122,10 @@ def query(panel: Panel, block_m: int, block_n: int, position: int) -> Any:
 def _check(visible: npt.NDArray[np.bool_], classes: npt.NDArray[np.int8], block_m: int, block_n: int) -> None:
     expected = tuple(-(-length // block) for length, block in zip(visible.shape, (block_m, block_n), strict=False))
     if visible.ndim != 2 or classes.shape != expected:
-        raise InputError("classes", got=classes.shape, expected=f"{expected} tiles for a mask {visible.shape}")
+        hint = "pass the block_m and block_n that the panel was made with"
+        raise InputError(
+            "classes", got=classes.shape, expected=f"{expected} tiles for a mask {visible.shape}", hint=hint
+        )
 
 
 def _tiles(ax: Any, panel: Panel, block_m: int, block_n: int) -> None:

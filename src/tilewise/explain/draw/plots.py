@@ -25,7 +25,8 @@ def roofline(points: Mapping[str, Roofline], measured: Mapping[str, float] | Non
     """
     gpus = {point.gpu.name: point.gpu for point in points.values()}
     if len(gpus) != 1:
-        raise InputError("points", got=sorted(gpus) or "none", expected="estimates on one GPU")
+        hint = "draw one figure for each GPU"
+        raise InputError("points", got=sorted(gpus) or "none", expected="estimates on one GPU", hint=hint)
     (gpu,) = gpus.values()
     dtypes = sorted({point.problem.dtype for point in points.values()}, key=gpu.peak)
     low = min(1.0, *(point.intensity / 2 for point in points.values()))
@@ -139,7 +140,8 @@ def traffic(seqlen: int, head_dim: int, *, kibibytes: Sequence[int] = (16, 32, 6
 def ladder(reports: Sequence[Report]) -> Any:
     """Loads and stores of the given rungs as bars, in order; the rungs should share one problem."""
     if not reports:
-        raise InputError("reports", got="none", expected="at least one rung's report")
+        hint = "tilewise.explain.ladder.climb(name) makes one"
+        raise InputError("reports", got="none", expected="at least one rung's report", hint=hint)
     with style.look():
         figure, ax = style.canvas(size=(7.2, 0.42 * len(reports) + 1.1))
         places = np.arange(len(reports))

@@ -63,7 +63,8 @@ class Report:
 def rung(name: str) -> Any:
     """The module of a rung (its `run`, `closed_form` and text), by its name in ORDER; InputError for another name."""
     if name not in ORDER:
-        raise InputError("rung", got=name, expected=f"one of: {', '.join(ORDER)}")
+        hint = "tilewise explain lists them"
+        raise InputError("rung", got=name, expected=f"one of: {', '.join(ORDER)}", hint=hint)
     return importlib.import_module(f"{__name__}.r{ORDER.index(name) + 1:02d}_{name}")
 
 
@@ -95,7 +96,8 @@ def climb(name: str, *, size: int = 32, head_dim: int = 8, seed: int = 0, **opti
         options: passed to the rung: `tile`, `fast_memory`, `block_m`, `block_n`, `causal`, `splits`.
     """
     if size < 1 or head_dim < 1:
-        raise InputError("size, head_dim", got=(size, head_dim), expected="integers of at least 1")
+        hint = "leave them out for 32 and 8"
+        raise InputError("size, head_dim", got=(size, head_dim), expected="integers of at least 1", hint=hint)
     module, random = rung(name), np.random.default_rng(seed)
     inputs: Sequence[Array]
     sizes: tuple[int, ...]

@@ -79,4 +79,4 @@ def positive(**sizes: int) -> None:
     """Raise InputError for the first tile size or count that is not at least 1."""
     for name, size in sizes.items():
         if size < 1:
-            raise InputError(name, got=size, expected="an integer of at least 1")
+            raise InputError(name, got=size, expected="an integer of at least 1", hint="leave it out for the default")
