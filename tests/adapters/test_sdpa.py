@@ -198,6 +198,22 @@ def test_masks_compile_in_one_graph(kind: str) -> None:
     torch.testing.assert_close(compiled(*tensors, attn_mask=mask), expected)
 
 
+def test_a_mask_that_is_a_parameter_compiles_with_dynamic_sizes() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = torch.nn.Parameter(torch.randn(4, 20, 20, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return sdpa.scaled_dot_product_attention(q, q, q, attn_mask=self.mask)
+
+    layer = Layer()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch in (2, 3):
+        (q,) = leaves((batch, 4, 20, 8))
+        torch.testing.assert_close(compiled(q), layer(q))
+
+
 def test_bad_input() -> None:
     q, k, v = (x.detach() for x in leaves((1, 2, 8, 8), (1, 2, 9, 8), (1, 2, 9, 8)))
     mask = torch.zeros(8, 9)

@@ -238,13 +238,12 @@ def create_block_mask(
     return BlockMask(mask_mod, shape=shape, block_size=(block_m, block_n), device=device)
 
 
-def _integer(name: str, value: Any, least: int, hint: str) -> int:
+def _integer(name: str, value: Any, least: int, hint: str) -> Any:
     """An argument of `create_block_mask` as an int; symbolic ones of torch.compile stay so."""
     whole = isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
     if not whole or value < least:
         raise InputError(f"create_block_mask {name}", got=repr(value), expected=f"an integer >= {least}", hint=hint)
-    result: int = value if isinstance(value, (int, torch.SymInt)) else int(value)
-    return result
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, int) else value
 
 
 def mask_of(block_mask: TorchBlockMask, seqlen_q: int, seqlen_k: int) -> tw.Mask | None:

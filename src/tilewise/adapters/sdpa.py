@@ -154,7 +154,8 @@ def _table(attn_mask: torch.Tensor, lead: tuple[int, ...], seqlen_q: int, seqlen
     hint = "a mask over some of the dimensions has 1 for the others: keep[:, None, None, :]"
     check_tensors(f"broadcastable to {full}", range(65), hint, attn_mask=attn_mask)
     shape = (1,) * (len(full) - attn_mask.ndim) + tuple(attn_mask.shape)
-    if len(shape) != len(full) or any(n not in (1, size) for n, size in zip(shape, full, strict=True)):
+    # not `in (1, size)`: under torch.compile a symbolic size is never found in a tuple
+    if len(shape) != len(full) or any(n != 1 and n != size for n, size in zip(shape, full, strict=True)):
         got = f"shape {tuple(attn_mask.shape)}"
         raise InputError("attn_mask", got=got, expected=f"broadcastable to {full}", hint=hint)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
