@@ -126,8 +126,11 @@ def test_implementations_do_not_import_each_other() -> None:
 
 
 def _apart(one: str, other: str) -> bool:
-    """Files of the same implementation (triton_fwd, triton_bwd) may share; different implementations may not."""
-    return one.split("_")[0] != other.split("_")[0]
+    """Files of the same implementation (triton_fwd, triton_bwd) may share; different implementations may not. Gluon
+    kernels are launched as Triton's are.
+    """
+    kinds = (one.split("_")[0], other.split("_")[0])
+    return kinds[0] != kinds[1] and kinds != ("gluon", "triton")
 
 
 def test_layer_contracts_hold() -> None:

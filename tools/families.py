@@ -55,11 +55,12 @@ FAMILIES: dict[str, Family] = {
                 *_SHARED,
                 "src/tilewise/tiles/*.py",
                 _ATTENTION + "triton_*.py",
+                _ATTENTION + "gluon_*.py",
                 _ATTENTION + "configs.py",
                 _ATTENTION + "variant.py",
             ),
             tests=("tests/gpu/*.py",),
-            rows=("triton", "triton_decode"),
+            rows=("hopper", "triton", "triton_decode"),
         ),
         Family(
             name="attention_cpu",

@@ -95,6 +95,10 @@ def variants() -> Iterator[Variant]:
         for dtype, formula in (("bf16", "causal"), ("bf16", "alibi"), ("fp32", "causal")):
             quick = head_dim == 128 and formula == "causal"
             yield Variant(sm, "triton_decode", dtype, head_dim, formula, quick)
+    for head_dim in (64, 128, 256):
+        for formula in ("plain", "causal", "window", "alibi", "softcap", "document"):
+            quick = head_dim == 128 or formula == "causal"
+            yield Variant(90, "hopper", "bf16", head_dim, formula, quick)
 
 
 def as_entry(found: Resources) -> dict[str, int]:

@@ -11,18 +11,22 @@ from unittest import mock
 import torch
 import triton  # noqa: F401  # before the environment is changed: Triton reads it when functions are decorated
 
+from tilewise.ops.attention import table
 from tilewise.testing.case import Case
 from tilewise.testing.matrix import Check, property_matrix, runnable
 from tilewise.testing.properties import Setting
 
 DEVICE = "cuda"
-IMPLS = ("triton", "triton_decode")
+IMPLS = ("hopper", "triton", "triton_decode")
 T = TypeVar("T")
 
 
 def _as_if_there_was_a_gpu(build: Callable[[], T]) -> T:
     """The interpreter's CPU tensors satisfy every need of the Triton rows; no kernel is imported meanwhile."""
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+    with (
+        mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
+        mock.patch.object(table, "_no_hopper", return_value=None),
+    ):
         return build()
 
 

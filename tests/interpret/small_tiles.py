@@ -38,7 +38,7 @@ TILES = {
 
 def use_tiles(patch: pytest.MonkeyPatch, name: str) -> None:
     """Let every kernel run with the tiles of `TILES[name]`; no plan is remembered from other tiles."""
-    patch.setattr(triton_plans, "_config", lambda kernel, call: TILES[name][kernel])
+    patch.setattr(triton_plans, "config_of", lambda kernel, call: TILES[name][kernel])
     patch.setattr(triton_launch, "remember", False)
 
 

@@ -88,7 +88,7 @@ def compile_call(call: Call, sm: int, row: str = "triton") -> list[Resources]:
     Args:
         call: with CPU tensors; only dtypes, shapes, strides and alignment matter.
         sm: compute capability, 80, 90 or 100.
-        row: "triton" or "triton_decode".
+        row: "triton", "triton_decode" or "hopper".
     """
     import torch
 
@@ -97,6 +97,10 @@ def compile_call(call: Call, sm: int, row: str = "triton") -> list[Resources]:
     with compiling_for(sm) as kernels:
         if row == "triton_decode":
             triton_decode.forward(call)
+        elif row == "hopper":
+            from tilewise.ops.attention import gluon_attention
+
+            gluon_attention.forward(call)
         else:
             o, lse = triton_attention.forward(call)
             triton_attention.backward(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
@@ -118,3 +122,28 @@ def resources(kernel: Any) -> Resources:
     matrix = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", kernel.asm["ptx"]))
     spilled = usage["STACK"] + usage["LOCAL"]
     return Resources(kernel.metadata.name, usage["REG"], spilled, kernel.metadata.shared, matrix)
+
+
+def exponentials_in_flight(kernel: Any) -> list[int]:
+    """How many exponentials each warpgroup takes between its wait that leaves one product running and its wait for
+    that one, from the disassembly of a Hopper kernel: none would mean that the two do not overlap.
+    """
+    import triton
+
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/nvdisasm")
+    with tempfile.TemporaryDirectory() as folder:
+        binary = os.path.join(folder, "kernel.cubin")
+        with open(binary, "wb") as handle:
+            handle.write(kernel.asm["cubin"])
+        text = subprocess.run([tool, "-c", binary], capture_output=True, text=True, check=True).stdout
+    events = re.findall(r"DEPBAR\.LE gsb0, 0x([01])|(MUFU\.EX2)", text)
+    found: list[int] = []
+    counting = False
+    for wait, _ in events:
+        if wait:
+            counting = wait == "1"
+            if counting:
+                found.append(0)
+        elif counting:
+            found[-1] += 1
+    return found

@@ -18,6 +18,18 @@ def take_turns(pid, slots, pairs, together):
 
 
 @triton.jit
+def turns_of(pid, workers, items):
+    """How many of `items` a worker of a persistent grid has (see `snake`)."""
+    return items // workers + (snake(items // workers, pid, workers) < items).to(tl.int32)
+
+
+@triton.jit
+def snake(turn, pid, workers):
+    """A worker's item in its `turn`-th turn. Every other turn goes backwards: who had a long one gets a short one."""
+    return turn * workers + tl.where(turn % 2 == 0, pid, workers - 1 - pid)
+
+
+@triton.jit
 def locate(slot, CU_SEQLENS, batch, BLOCK: tl.constexpr):
     """(sequence, tile inside it) of a packed slot.
 
@@ -96,6 +108,19 @@ def visit(t, begin, full_begin, num_full, listed, width, LISTS: tl.constexpr, MA
 
 
 @triton.jit
+def visit_any(t, tiles, LISTS: tl.constexpr):
+    """The t-th of all visited tiles, those that are not FULL first; never beyond the `last` one."""
+    begin, full_begin, num_full, num_partial, last, listed, width = tiles
+    if LISTS:
+        tile = tl.load(listed + tl.where(t < num_partial, 2 + t, width - 1 - (t - num_partial)))
+    else:
+        tile = begin + t
+        tile = tl.where(tile < full_begin, tile, tile + num_full)
+        tile = tl.where(t < num_partial, tile, full_begin + (t - num_partial))
+    return tl.minimum(tl.maximum(tile, 0), last)
+
+
+@triton.jit
 def visit_ahead(t, ahead, count, begin, full_begin, num_full, listed, width, LISTS: tl.constexpr, MASKED: tl.constexpr):
     """(tile t, tile t + 1 if it comes from a list): a list's next tile is loaded while this one is worked on."""
     tile = ahead
@@ -109,12 +134,13 @@ def visit_ahead(t, ahead, count, begin, full_begin, num_full, listed, width, LIS
 @triton.jit
 def row_ends(b, h, rows, begin, end, args, nums, ROWS: tl.constexpr):
     """First and last visible position of the other axis for each row, int32, within [begin, end)."""
-    first = tl.zeros_like(rows) + begin
-    last = tl.zeros_like(rows) + (end - 1)
+    none = rows * 0
+    first = none + begin
+    last = none + (end - 1)
     if ROWS is not None:
         row_first, row_last = ROWS(b, h, rows, args, nums)
-        first = tl.maximum(row_first, begin).to(tl.int32) + tl.zeros_like(rows)
-        last = tl.minimum(row_last, end - 1).to(tl.int32) + tl.zeros_like(rows)
+        first = tl.maximum(row_first, begin).to(tl.int32) + none
+        last = tl.minimum(row_last, end - 1).to(tl.int32) + none
     return first, last
 
 

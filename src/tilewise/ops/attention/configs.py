@@ -33,8 +33,15 @@ class Row:
     kinds: tuple[str, ...] = ()
 
 
-# (kernel, least compute capability, element bytes) -> rows; the first that fits is taken
+# (kernel, least compute capability, element bytes) -> rows; the first that fits is taken. Kernels of "hopper" have one
+# compute warpgroup for each 64 queries.
 _TABLE: dict[tuple[str, int, int], tuple[Row, ...]] = {
+    ("hopper forward", 90, 2): (
+        Row(64, Config(128, 128, 4, 2, True), ("lists", "short")),
+        Row(64, Config(192, 128, 4, 2, True)),
+        Row(128, Config(128, 128, 4, 2, True)),
+        Row(256, Config(128, 64, 4, 2, True)),
+    ),
     ("forward", 90, 2): (
         Row(64, Config(64, 64, 4, 3, True), ("band", "curved")),
         Row(64, Config(64, 128, 4, 3, True)),

@@ -101,6 +101,13 @@ def _no_gpu(call: Call) -> str | None:
     return None if interpreting() else call.q.device.type
 
 
+def _no_hopper(call: Call) -> str | None:
+    if call.q.device.type != "cuda":
+        return call.q.device.type
+    sm = capability(call.q.device)
+    return None if sm == 90 else f"sm_{sm}"
+
+
 def capability(device: torch.device) -> int:
     """Compute capability of a CUDA device: 80, 90, 100, ...; 80 stands for the interpreter."""
     return 80 if device.type != "cuda" else _capability(device.index or 0)
@@ -174,6 +181,29 @@ ROWS: tuple[Row, ...] = (
             _NO_GRAD,
         ),
         "keys split over the GPU, partial results merged by log-sum-exp",
+    ),
+    Row(
+        "hopper",
+        f"{_HERE}.gluon_attention",
+        "forward",
+        "backward",
+        (
+            _TRITON,
+            Need("a Hopper GPU (sm_90)", lambda c: _no_hopper(c)),
+            _dtypes(*_HALF),
+            _DENSE,
+            Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}"),
+            Need(
+                "head dimensions up to 256",
+                lambda c: None if max(c.head_dim, c.head_dim_v) <= 256 else f"{c.head_dim}, {c.head_dim_v}",
+            ),
+            Need(
+                "deterministic=False, or no captured tensor that takes a gradient (atomics)",
+                lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
+            ),
+        ),
+        "warp-specialised forward for Hopper; backward by the portable kernels",
+        automatic=False,  # until its GPU tests have a receipt
     ),
     Row(
         "triton",

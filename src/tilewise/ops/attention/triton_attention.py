@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,15 +31,32 @@ _NO_LISTS = (None, 0, 0, 0)
 _PLANS = Plans()
 
 
-def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) by the Triton forward."""
+def fetchable(*tensors: torch.Tensor) -> bool:
+    """Whether 16-byte copies and tensor descriptors can fetch rows; float32 kernels need neither.
+
+    Mixing such 16-bit rows with others in one kernel gave wrong results on sm_90 (Triton 3.6; head_dim 40 with
+    head_dim_v 5), so calls with others run on padded copies.
+    """
+    return all(
+        x.element_size() != 2 or not (x.data_ptr() % 16 or any(n % 8 for n in (*x.stride()[:-1], x.shape[-1])))
+        for x in tensors
+    )
+
+
+def forward(
+    call: Call, make_plan: Callable[[Call], Plan] = forward_plan, reached: Callable[..., bool] = fetchable
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) by the Triton forward, or by another kernel that takes the same pointers.
+
+    Where q, k and v are not `reached` by its loads, it runs on padded copies.
+    """
     key = call_key(call)
-    plan = _PLANS.get(("forward", key))
+    plan = _PLANS.get((make_plan, key))
     if plan is None:
-        if not _fetchable(call.q, call.k, call.v):
-            o, lse = forward(_padded(call))
+        if not reached(call.q, call.k, call.v):
+            o, lse = forward(_padded(call), make_plan, reached)
             return o[..., : call.head_dim_v], lse
-        plan = _PLANS.put(key and ("forward", key), forward_plan(call))
+        plan = _PLANS.put(key and (make_plan, key), make_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
         lists = _lists(call, plan, False, key, {})
@@ -56,12 +73,12 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         key = ("backward", key, do.stride(), o.stride(), dlse is None) if fetched else None
     plans = _PLANS.get(key)
     if plans is None:
-        if not _fetchable(call.q, call.k, call.v):
+        if not fetchable(call.q, call.k, call.v):
             grads = backward(_padded(call), _padded_rows(o), lse, _padded_rows(do), dlse)
             d, d_v = call.head_dim, call.head_dim_v
             grads.dq, grads.dk, grads.dv = grads.dq[..., :d], grads.dk[..., :d], grads.dv[..., :d_v]
             return grads
-        if not _fetchable(o, do):
+        if not fetchable(o, do):
             return backward(call, _padded_rows(o), lse, _padded_rows(do), dlse)
         plans = _PLANS.put(key, backward_plans(call, o, do))
     queries, keys = plans
@@ -95,18 +112,6 @@ def _sink_gradient(
     if call.packed:
         return sink_gradient(call, lse, delta_of(o, do, dlse, True))
     return sink_gradient(call, lse, delta.view(*lse.shape[:2], -1)[..., : lse.shape[-1]])
-
-
-def _fetchable(*tensors: torch.Tensor) -> bool:
-    """Whether 16-byte copies and tensor descriptors can fetch rows; float32 kernels need neither.
-
-    Mixing such 16-bit rows with others in one kernel gave wrong results on sm_90 (Triton 3.6; head_dim 40 with
-    head_dim_v 5), so calls with others run on padded copies.
-    """
-    return all(
-        x.element_size() != 2 or not (x.data_ptr() % 16 or any(n % 8 for n in (*x.stride()[:-1], x.shape[-1])))
-        for x in tensors
-    )
 
 
 def _padded(call: Call) -> Call:

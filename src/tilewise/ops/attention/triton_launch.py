@@ -78,6 +78,7 @@ class Plan:
     stages: int
     extra: Any = None
     boxes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of the pointers that go as descriptors
+    describe: Callable[[torch.Tensor, tuple[int, ...]], Any] = describe
     scratch: bool = False  # whether the kernel writes tensor descriptors for itself
     compiled: Any = field(default=None, init=False)
     encoders: dict[int, Encoder] = field(default_factory=dict, init=False)
@@ -88,7 +89,7 @@ class Plan:
         if self.encoders:
             pointers = self._encoded(pointers)
         elif self.boxes:
-            pointers = tuple(describe(x, self.boxes[n]) if n in self.boxes else x for n, x in enumerate(pointers))
+            pointers = tuple(self.describe(x, self.boxes[n]) if n in self.boxes else x for n, x in enumerate(pointers))
         arguments = (*pointers, *self.strides, *formula, *self.sizes, *scalars, *self.constants)
         if self.compiled is not None:
             self.compiled(*arguments)

@@ -67,7 +67,7 @@ def _plan(
 ) -> Plan:  # fmt: skip
     """`scoring` is the score's functions; `fetched`, what the kernel walks besides q, k and v."""
     of_keys = name == "keys"
-    cfg = _config(name, call)
+    cfg = config_of(name, call)
     tma = _tma(call, cfg, *fetched)
     blocks = (cfg.block_m, cfg.block_n, padded(call.head_dim), padded(call.head_dim_v))
     slots = slots_of(call, cfg, of_keys)
@@ -76,8 +76,8 @@ def _plan(
         kernel,
         grid=slots * pairs,
         strides=strides,
-        sizes=(*lengths_of(call), slots, _together(call, mask, slots, pairs)),
-        constants=(*_sizes(call), *blocks, *_visibility(mask, of_keys), *scoring, *_modes(call), tma.value),
+        sizes=(*lengths_of(call), slots, together(call, mask, slots, pairs)),
+        constants=(*_sizes(call), *blocks, *visibility(mask, of_keys), *scoring, *_modes(call), tma.value),
         warps=cfg.warps,
         stages=cfg.stages,
         extra=(cfg, mask),
@@ -100,7 +100,7 @@ def _boxes(name: str, tma: Any, m: int, n: int, d: int, d_v: int) -> dict[int, t
 # arguments -----------------------------------------------------------------------------------------------------------
 
 
-def _config(kernel: str, call: Call) -> Config:
+def config_of(kernel: str, call: Call) -> Config:
     kind = formula_kind(call.mask and call.mask.text, call.score and call.score.text)
     if call.dropout > 0.0:
         kind = "dropout"  # its random bits take shared memory
@@ -120,7 +120,7 @@ def _batches(call: Call) -> int:
     return 1 if call.packed else call.batch
 
 
-def _visibility(mask: MaskFunctions | None, of_keys: bool) -> tuple[Any, ...]:
+def visibility(mask: MaskFunctions | None, of_keys: bool) -> tuple[Any, ...]:
     """LISTS, TILES, ROWS, MASK_ONCE, VISIBLE"""
     if mask is None:
         return (False, None, None, None, None)
@@ -169,15 +169,15 @@ def _contiguous(x: torch.Tensor) -> tuple[int, int, int]:
     return (x.shape[-3] * row if x.ndim == 4 else 0, row, x.shape[-1])
 
 
-def functions(call: Call) -> tuple[MaskFunctions | None, ScoreFunctions | None]:
+def functions(call: Call, dialect: str = "triton") -> tuple[MaskFunctions | None, ScoreFunctions | None]:
     """The device functions of a call's formula."""
     mask = score = None
     if call.mask is not None:
         tables = tuple(Captured(len(t.dims), True) for t in tile_rule(call.mask.text).tables)
-        mask = mask_functions(call.mask.text, _captured(call.mask.tensors), tables)
+        mask = mask_functions(call.mask.text, _captured(call.mask.tensors), tables, dialect)
     if call.score is not None:
         fast = call.q.dtype != torch.float32 and not interpreting()
-        score = score_functions(call.score.text, _captured(call.score.tensors), call.grad_captured, fast)
+        score = score_functions(call.score.text, _captured(call.score.tensors), call.grad_captured, fast, dialect)
     return mask, score
 
 
@@ -206,18 +206,19 @@ def slots_of(call: Call, cfg: Config, of_keys: bool) -> int:
     return -(-rows // block) + (call.batch if call.packed else 0)
 
 
-def _together(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) -> int:
+def together(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) -> int:
     """How many pairs of batch and head take turns (`tiles.visit.take_turns`): one where all programs are equally long,
     or rows so few that pairs would only lose each other's cache; else as many as fill the GPU once, up to 8.
     """
     if mask is None or slots < 32:
         return 1
-    turns = 8 if mask.classify is not None else round(2 * _multiprocessors(call.q.device) / slots)
+    turns = 8 if mask.classify is not None else round(2 * multiprocessors(call.q.device) / slots)
     return max(1, min(pairs, turns, 8))
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 1 elsewhere."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

@@ -66,10 +66,12 @@ class ScoreFunctions:
 
 
 @functools.lru_cache(maxsize=1024)
-def mask_functions(text: str, captured: tuple[Captured, ...], tables: tuple[Captured, ...]) -> MaskFunctions:
-    """Emit and import the functions of a mask."""
+def mask_functions(
+    text: str, captured: tuple[Captured, ...], tables: tuple[Captured, ...], dialect: str = "triton"
+) -> MaskFunctions:
+    """Emit and import the functions of a mask, in the dialect of `formula.emit`."""
     rule = tile_rule(text)
-    emitter = Emitter(captured, tables)
+    emitter = Emitter(captured, tables, dialect)
     sources = []
     for axis in ("i", "j"):
         if rule.spans is not None:
@@ -93,11 +95,11 @@ def mask_functions(text: str, captured: tuple[Captured, ...], tables: tuple[Capt
 
 @functools.lru_cache(maxsize=1024)
 def score_functions(
-    text: str, captured: tuple[Captured, ...], grad_captured: tuple[bool, ...], fast: bool
+    text: str, captured: tuple[Captured, ...], grad_captured: tuple[bool, ...], fast: bool, dialect: str = "triton"
 ) -> ScoreFunctions:
     """Emit and import the functions of a score; `fast` allows the hardware's approximate tanh."""
     structure = parse(text)
-    emitter = Emitter(captured, fast=fast)
+    emitter = Emitter(captured, (), dialect, fast)
     symbol = next((node for node in postorder([structure.root]) if node.op == "sym" and node.value == "s"), None)
     loads = [load for load in structure.loads if load.kind == "float" and grad_captured and grad_captured[load.value]]
     adjoints = gradients(structure.root, [*([] if symbol is None else [symbol]), *loads])
@@ -138,13 +140,18 @@ def formula_kind(mask: str | None, score: str | None) -> str:
         slope = gradients(root, [] if symbol is None else [symbol])
         if slope and slope[0].op != "sym":
             return "curved"
-    if mask is not None:
-        spans = tile_rule(mask).spans
-        if spans is None:
-            return "lists"
-        if all(end.op != "lit" for end in spans["i"][1]):
-            return "band"
+    if mask is not None and tile_rule(mask).spans is None:
+        return "lists"
+    if mask is not None and is_band(mask):
+        return "band"
     return "plain" if score is None else "additive"
+
+
+@functools.lru_cache(maxsize=4096)
+def is_band(mask: str) -> bool:
+    """Whether both ends of the visible run of keys move with the query, as a window's."""
+    spans = tile_rule(mask).spans
+    return spans is not None and all(end.op != "lit" for end in spans["i"][1])
 
 
 def _grad_position(captured: tuple[Captured, ...], wanted: tuple[bool, ...], slot: int) -> int:
