@@ -128,7 +128,7 @@ class Emitter:
         helpers = ", ".join(h for h in _HELPERS if re.search(rf"\b{h}\(", body))
         header = _HEADER[self.dialect]
         if helpers:
-            header += f"\n\nfrom {_HELPER_MODULE[self.dialect]} import {helpers}"
+            header += f"\n\nfrom tilewise.tiles.arithmetic import {helpers}"
         return f'"""Emitted by tilewise from a formula; safe to delete."""\n\n{header}\n\n\n{body}'
 
     @staticmethod
@@ -217,7 +217,6 @@ _HEADER = {
         "from triton.experimental.gluon import language as gl"
     ),
 }
-_HELPER_MODULE = {"triton": "tilewise.tiles.arithmetic", "gluon": "tilewise.tiles.gluon_arithmetic"}
 _HELPERS = (
     "as_int",
     "decoded",

@@ -1,4 +1,4 @@
-"""Scalar and elementwise helpers that emitted formulas call, in Triton."""
+"""Scalar and elementwise helpers that emitted formulas call, in Triton kernels and in Gluon ones."""
 
 import triton
 import triton.language as tl

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_load, async_store, barrier
 from tilewise.tiles.hopper import (
     fill,
@@ -24,9 +25,6 @@ from tilewise.tiles.hopper import (
     wait_turn,
 )
 from tilewise.tiles.visit import call_once, row_ends, snake, take_turns, turns_of, visit_any, visits
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit

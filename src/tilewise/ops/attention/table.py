@@ -135,6 +135,11 @@ def interpreting() -> bool:
 _HALF = (torch.float16, torch.bfloat16)
 _DENSE = Need("the dense layout", lambda c: "packed" if c.packed else None)
 _NO_GRAD = Need("no gradient wanted", lambda c: "a gradient wanted" if c.wants_grad else None)
+_NO_DROPOUT = Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}")
+_ATOMICS = Need(
+    "deterministic=False, or no captured tensor that takes a gradient (atomics)",
+    lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
+)
 _HERE = "tilewise.ops.attention"
 
 ROWS: tuple[Row, ...] = (
@@ -147,7 +152,7 @@ ROWS: tuple[Row, ...] = (
             _device("cpu"),
             _DENSE,
             Need("no sink", lambda c: None if c.sink is None else "a sink"),
-            Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}"),
+            _NO_DROPOUT,
             Need("no mask, or causal on a square, and no score formula", _plain_or_causal),
             Need(
                 "head_dim_v equal to head_dim",
@@ -177,7 +182,7 @@ ROWS: tuple[Row, ...] = (
             _dtypes(*_HALF, torch.float32),
             _DENSE,
             Need("at most 64 rows of queries for each key/value head", _few_queries),
-            Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}"),
+            _NO_DROPOUT,
             _NO_GRAD,
         ),
         "keys split over the GPU, partial results merged by log-sum-exp",
@@ -192,15 +197,12 @@ ROWS: tuple[Row, ...] = (
             Need("a Hopper GPU (sm_90)", lambda c: _no_hopper(c)),
             _dtypes(*_HALF),
             _DENSE,
-            Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}"),
+            _NO_DROPOUT,
             Need(
                 "head dimensions up to 256",
                 lambda c: None if max(c.head_dim, c.head_dim_v) <= 256 else f"{c.head_dim}, {c.head_dim_v}",
             ),
-            Need(
-                "deterministic=False, or no captured tensor that takes a gradient (atomics)",
-                lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
-            ),
+            _ATOMICS,
         ),
         "warp-specialised forward for Hopper; backward by the portable kernels",
         automatic=False,  # until its GPU tests have a receipt
@@ -214,10 +216,7 @@ ROWS: tuple[Row, ...] = (
             _TRITON,
             _GPU,
             _dtypes(*_HALF, torch.float32),
-            Need(
-                "deterministic=False, or no captured tensor that takes a gradient (atomics)",
-                lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
-            ),
+            _ATOMICS,
         ),
         "portable tiled kernels, forward and backward",
     ),
