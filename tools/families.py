@@ -45,22 +45,22 @@ _SHARED = (
     ),
 )
 
+_PORTABLE = (
+    *_FORMULA,
+    *_SHARED,
+    *(f"src/tilewise/tiles/{name}.py" for name in ("arithmetic", "dropout", "load", "visit")),
+    *(_ATTENTION + name for name in ("triton_*.py", "configs.py", "variant.py")),
+)
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
+        Family("attention_triton", _PORTABLE, tests=("tests/gpu/*.py",), rows=("triton", "triton_decode")),
         Family(
-            name="attention_triton",
-            sources=(
-                *_FORMULA,
-                *_SHARED,
-                "src/tilewise/tiles/*.py",
-                _ATTENTION + "triton_*.py",
-                _ATTENTION + "gluon_*.py",
-                _ATTENTION + "configs.py",
-                _ATTENTION + "variant.py",
-            ),
+            name="attention_hopper",
+            sources=(*_PORTABLE, "src/tilewise/tiles/*.py", _ATTENTION + "gluon_*.py"),
             tests=("tests/gpu/*.py",),
-            rows=("hopper", "triton", "triton_decode"),
+            rows=("hopper",),
         ),
         Family(
             name="attention_cpu",

@@ -16,12 +16,14 @@ pytestmark = pytest.mark.xdist_group("large")  # one after another: two at a tim
 
 @pytest.fixture(autouse=True)
 def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Give memory back to the other test processes that share the GPU."""
+    """On the GPU with most memory free; and memory back to the other test processes that share it."""
     torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 60 * GIB:
+    free, gpu = max((torch.cuda.mem_get_info(n)[0], n) for n in range(torch.cuda.device_count()))
+    if free < 60 * GIB:
         pytest.skip("needs 60 GiB of free GPU memory")
-    yield
-    torch.cuda.empty_cache()
+    with torch.cuda.device(gpu):
+        yield
+        torch.cuda.empty_cache()
 
 
 def _draw(*shape: int, seed: int) -> torch.Tensor:

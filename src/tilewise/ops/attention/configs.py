@@ -33,15 +33,8 @@ class Row:
     kinds: tuple[str, ...] = ()
 
 
-# (kernel, least compute capability, element bytes) -> rows; the first that fits is taken. Kernels of "hopper" have one
-# compute warpgroup for each 64 queries.
+# (kernel, least compute capability, element bytes) -> rows
 _TABLE: dict[tuple[str, int, int], tuple[Row, ...]] = {
-    ("hopper forward", 90, 2): (
-        Row(64, Config(128, 128, 4, 2, True), ("lists", "short")),
-        Row(64, Config(192, 128, 4, 2, True)),
-        Row(128, Config(128, 128, 4, 2, True)),
-        Row(256, Config(128, 64, 4, 2, True)),
-    ),
     ("forward", 90, 2): (
         Row(64, Config(64, 64, 4, 3, True), ("band", "curved")),
         Row(64, Config(64, 128, 4, 3, True)),
@@ -127,11 +120,15 @@ def config(kernel: str, sm: int, head_dim: int, head_dim_v: int, itemsize: int, 
 
     `kind` is the formula's (`variant.formula_kind`).
     """
-    width = max(padded(head_dim), padded(head_dim_v))
     if sm >= 120:
         sm = 80  # 99 KB of shared memory, as sm_86 and sm_89 have, which the rows of sm_80 leave room for
     arch = max((a for k, a, size in _TABLE if k == kernel and size == itemsize and a <= sm), default=80)
-    rows = _TABLE[kernel, arch, itemsize]
+    return first_fit(_TABLE[kernel, arch, itemsize], head_dim, head_dim_v, kind)
+
+
+def first_fit(rows: tuple[Row, ...], head_dim: int, head_dim_v: int, kind: str) -> Config:
+    """The configuration of the first row for these head dimensions and this kind of formula."""
+    width = max(padded(head_dim), padded(head_dim_v))
     return next(row.config for row in rows if width <= row.width and (not row.kinds or kind in row.kinds))
 
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.ops.attention import triton_attention
-from tilewise.ops.attention.configs import config, padded
+from tilewise.ops.attention.configs import Config, Row, first_fit, padded
 from tilewise.ops.attention.gluon_sm90_fwd import attention_fwd_sm90
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_launch import Plan, describable
@@ -25,6 +25,13 @@ from tilewise.ops.attention.variant import formula_kind, is_band
 
 backward = triton_attention.backward
 
+# One compute warpgroup for each 64 queries. Chosen by timing on an H200 (benchmarks/NOTES.md).
+_FORWARD = (
+    Row(64, Config(128, 128, 4, 2, True), ("lists", "short")),
+    Row(64, Config(192, 128, 4, 2, True)),
+    Row(128, Config(128, 128, 4, 2, True)),
+    Row(256, Config(128, 64, 4, 2, True)),
+)
 _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
@@ -49,7 +56,7 @@ def forward_plan(call: Call) -> Plan:
     kind = formula_kind(call.mask and call.mask.text, None)
     if kind == "plain" and not equal and call.rows_q <= _SHORT:
         kind = "short"
-    cfg = config("hopper forward", 90, call.head_dim, call.head_dim_v, 2, kind)
+    cfg = first_fit(_FORWARD, call.head_dim, call.head_dim_v, kind)
     d, d_v = padded(call.head_dim), padded(call.head_dim_v)
     consumers = cfg.block_m // 64
     slots = slots_of(call, cfg, False)
