@@ -7,7 +7,7 @@ O(seqlen) memory: one tile of scores at a time. Its backward recomputes scores f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,9 +20,9 @@ from tilewise.formula.structure import Bound
 from tilewise.formula.walk import postorder
 from tilewise.ops.attention.gradient import Gradients, delta_of
 from tilewise.ops.attention.problem import Call, sequences
-from tilewise.schedule.tilemap import FULL, classify
+from tilewise.schedule.tilemap import EMPTY, FULL, classify
 
-BLOCK_M, BLOCK_N = 128, 128
+BLOCK_M, BLOCK_N = 256, 128
 MAX_RUN = 8  # key tiles taken in one matmul
 LOG2E = math.log2(math.e)  # scores are taken in base 2: exp2 is one pass, exp slow where it underflows
 
@@ -117,10 +117,10 @@ def _parts(call: Call) -> Iterator[tuple[Call, slice | None, slice | None]]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """One tile of queries and the runs of key rows that it visits; runs with a PARTIAL tile apply the mask."""
+    """One tile of queries and the runs of key rows that it visits, each with those of its parts that the mask cuts."""
 
     rows: slice
-    runs: tuple[tuple[slice, bool], ...]
+    runs: tuple[tuple[slice, tuple[slice, ...]], ...]
 
 
 class _Sequence:
@@ -144,20 +144,17 @@ class _Sequence:
 
     def query_tiles(self) -> Iterator[_Tile]:
         call = self.call
-        classes = self._classes()
-        for m in range(classes.shape[0]):
+
+        def keys_of(run: range) -> slice:
+            return slice(run.start * BLOCK_N, min(run.stop * BLOCK_N, call.rows_k))
+
+        for m, row in enumerate(self._classes().tolist()):
             rows = slice(m * BLOCK_M, min((m + 1) * BLOCK_M, call.rows_q))
-            runs = []
-            n, row = 0, classes[m].tolist()
-            while n < len(row):
-                start = n
-                while n < len(row) and row[n] and n - start < MAX_RUN:
-                    n += 1
-                if n > start:
-                    masked = any(kind != FULL for kind in row[start:n])
-                    runs.append((slice(start * BLOCK_N, min(n * BLOCK_N, call.rows_k)), masked))
-                n = max(n, start + 1)
-            yield _Tile(rows, tuple(runs))
+            visited = _runs(n for n, kind in enumerate(row) if kind != EMPTY)
+            yield _Tile(
+                rows,
+                tuple((keys_of(run), tuple(map(keys_of, _runs(n for n in run if row[n] != FULL)))) for run in visited),
+            )
 
     def _classes(self) -> torch.Tensor:
         """int8 (query tiles, key tiles): visited if any batch element or head needs it, FULL only if all have it so."""
@@ -178,9 +175,10 @@ class _Sequence:
         low, high = classes.amin((0, 1)), classes.amax((0, 1))
         return torch.where(low == high, low, torch.where(high > 0, 1, 0).to(torch.int8))
 
-    def _symbols(self, rows: slice, keys: slice) -> dict[str, torch.Tensor]:
+    def _symbols(self, rows: slice, *keys: slice) -> dict[str, torch.Tensor]:
         i = torch.arange(rows.start, rows.stop, device="cpu")[:, None] + self.shift
-        return {"b": self.b, "h": self.h, "i": i, "j": torch.arange(keys.start, keys.stop, device="cpu")}
+        j = torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in keys])
+        return {"b": self.b, "h": self.h, "i": i, "j": j}
 
     def _grouped(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
         """(batch, rows, heads_q, dim) -> (batch, heads_kv, group * rows, dim)."""
@@ -191,23 +189,28 @@ class _Sequence:
     def _keys(self, x: torch.Tensor, keys: slice) -> torch.Tensor:
         return x[:, keys].to(self.compute).transpose(1, 2)
 
-    def _scores(self, q: torch.Tensor, keys: slice, rows: slice, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scaled(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries whose products with keys are scores before the formula, or of base 2 where there is none."""
+        return q * (self.call.scale * LOG2E if self.call.score is None else self.call.scale)
+
+    def _scores(
+        self, scaled: torch.Tensor, keys: slice, rows: slice, cuts: tuple[slice, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(raw, final) scores (batch, heads_q, rows, keys): the scaled dot product, and what the softmax sees, base 2.
 
         The second may be overwritten, since new memory costs a CPU more than arithmetic; without a score it is the
         first.
         """
         call = self.call
-        raw = torch.matmul(q, self._keys(call.k, keys).transpose(-1, -2))
-        raw = raw.view(call.batch, call.num_heads_q, rows.stop - rows.start, -1)
-        symbols = self._symbols(rows, keys)
-        if call.score is None:
-            s = raw.mul_(call.scale * LOG2E)
-        else:
-            symbols["s"] = raw.mul_(call.scale)
+        s = torch.matmul(scaled, self._keys(call.k, keys).transpose(-1, -2))
+        s = raw = s.view(call.batch, call.num_heads_q, rows.stop - rows.start, -1)
+        if call.score is not None:
+            symbols = {**self._symbols(rows, keys), "s": raw}
             s = self._evaluate(call.score, call.score.structure.root, symbols).expand_as(raw).mul(LOG2E)
-        if masked and call.mask is not None:
-            _fill(s, self._evaluate(call.mask, call.mask.structure.root, symbols), -torch.inf)
+        if call.mask is not None and cuts:
+            seen = self._evaluate(call.mask, call.mask.structure.root, self._symbols(rows, *cuts))
+            parts = [s[..., cut.start - keys.start : cut.stop - keys.start] for cut in cuts]
+            _fill(parts, seen, -torch.inf)
         return raw, s
 
     def _evaluate(self, bound: Bound, root: Expr, symbols: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -231,8 +234,9 @@ class _Sequence:
             m = (call.sink.detach().to(self.compute) * LOG2E)[None, :, None].expand(shape)
         l = torch.where(m == -torch.inf, 0.0, 1.0).to(self.compute)
         acc = q.new_zeros((*q.shape[:-1], call.head_dim_v))
-        for keys, masked in tile.runs:
-            _, s = self._scores(q, keys, rows, masked)
+        scaled = self._scaled(q)
+        for keys, cuts in tile.runs:
+            _, s = self._scores(scaled, keys, rows, cuts)
             m_new = torch.maximum(m, s.amax(-1))
             m_use = torch.where(m_new == -torch.inf, 0.0, m_new)
             p = s.sub_(m_use[..., None]).exp2_()
@@ -257,8 +261,9 @@ class _Sequence:
         lse_rows, delta_rows = lse[:, :, rows], delta[:, :, rows].to(self.compute)
         lse2 = torch.where(lse_rows == -torch.inf, 0.0, lse_rows) * LOG2E
         dq = torch.zeros_like(q)
-        for keys, masked in tile.runs:
-            raw, s = self._scores(q, keys, rows, masked)
+        scaled, q = self._scaled(q), q * call.scale
+        for keys, cuts in tile.runs:
+            raw, s = self._scores(scaled, keys, rows, cuts)
             p = s.sub_(lse2[..., None]).exp2_()
             dp = torch.matmul(do_rows, self._keys(call.v, keys).transpose(-1, -2)).view_as(p)
             dropped = p
@@ -268,10 +273,10 @@ class _Sequence:
             ds = dp.sub_(delta_rows[..., None]).mul_(p)
             flat = (*q.shape[:-1], keys.stop - keys.start)
             grads.dv[:, keys] += torch.matmul(dropped.reshape(flat).transpose(-1, -2), do_rows).transpose(1, 2)
-            ds = self._through_score(ds, raw, rows, keys, grads) * call.scale
+            ds = self._through_score(ds, raw, rows, keys, grads)
             dq += torch.matmul(ds.reshape(flat), self._keys(call.k, keys))
             grads.dk[:, keys] += torch.matmul(ds.reshape(flat).transpose(-1, -2), q).transpose(1, 2)
-        dq = dq.view(call.batch, call.num_heads_q, -1, call.head_dim).transpose(1, 2)
+        dq = dq.mul_(call.scale).view(call.batch, call.num_heads_q, -1, call.head_dim).transpose(1, 2)
         grads.dq[:, rows] = dq.to(grads.dq.dtype)
 
     def _through_score(
@@ -288,16 +293,32 @@ class _Sequence:
         if self.slope is None:
             return torch.zeros_like(ds)
         through = self._evaluate(score, self.slope, symbols).expand_as(ds).clone()
-        return _fill(through, ds != 0.0, 0.0)  # a hidden score may have no finite derivative
+        _fill([through], ds != 0.0, 0.0)  # a hidden score may have no finite derivative
+        return through
 
 
-def _fill(x: torch.Tensor, kept: torch.Tensor, value: float) -> torch.Tensor:
-    """x.masked_fill_(~kept, value) by bit operations, which PyTorch vectorises: a tenth of the time on a CPU."""
-    whole = torch.int64 if x.dtype == torch.float64 else torch.int32
+def _runs(tiles: Iterable[int]) -> list[range]:
+    """Ascending numbers of tiles as ranges of neighbours, up to MAX_RUN of them."""
+    runs: list[range] = []
+    for n in tiles:
+        if runs and runs[-1].stop == n and len(runs[-1]) < MAX_RUN:
+            runs[-1] = range(runs[-1].start, n + 1)
+        else:
+            runs.append(range(n, n + 1))
+    return runs
+
+
+def _fill(parts: list[torch.Tensor], kept: torch.Tensor, value: float) -> None:
+    """masked_fill_(~kept, value) of columns in `parts`, by bit operations, which PyTorch vectorises: a tenth of the
+    time on a CPU.
+    """
+    whole = torch.int64 if parts[0].dtype == torch.float64 else torch.int32
+    widths = [x.shape[-1] for x in parts]
+    kept = kept.broadcast_to((*kept.shape[:-1], sum(widths)))
     bits = kept.to(whole).neg_()
-    filling = torch.tensor(value, dtype=x.dtype, device=x.device).view(whole)
-    x.view(whole).bitwise_and_(bits).bitwise_or_(bits.bitwise_not_().bitwise_and_(filling))
-    return x
+    filling = bits.bitwise_not() & torch.tensor(value, dtype=parts[0].dtype, device="cpu").view(whole)
+    for x, keep, fill in zip(parts, torch.split(bits, widths, -1), torch.split(filling, widths, -1), strict=True):
+        x.view(whole).bitwise_and_(keep).bitwise_or_(fill)
 
 
 def _score_symbol(root: Expr) -> Expr | None:
