@@ -15,12 +15,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Family:
-    """One set of kernels. `sources` and `tests` are glob patterns relative to the root; `rows` names dispatch rows."""
+    """One set of kernels.
+
+    `sources` and `tests` are glob patterns relative to the root, `rows` names of the dispatch table, `ci` what
+    continuous integration, which has no GPU, does with kernels for one.
+    """
 
     name: str
     sources: tuple[str, ...]
     tests: tuple[str, ...]
     rows: tuple[str, ...]
+    ci: str = ""
 
     def files(self, root: Path = ROOT) -> list[Path]:
         """The family's source files, sorted."""
@@ -55,12 +60,19 @@ _PORTABLE = (
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("attention_triton", _PORTABLE, tests=("tests/gpu/*.py",), rows=("triton", "triton_decode")),
+        Family(
+            name="attention_triton",
+            sources=_PORTABLE,
+            tests=("tests/gpu/*.py",),
+            rows=("triton", "triton_decode"),
+            ci="interpreted, compiled for sm_80, sm_90, sm_100",
+        ),
         Family(
             name="attention_hopper",
             sources=(*_PORTABLE, "src/tilewise/tiles/*.py", _ATTENTION + "gluon_*.py"),
             tests=("tests/gpu/*.py",),
             rows=("hopper",),
+            ci="compiled for sm_90",
         ),
         Family(
             name="attention_cpu",

@@ -23,7 +23,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "repo"
     (root / "src").mkdir(parents=True)
     (root / "src" / "triton_toy.py").write_text("kernel = 1\n")
-    monkeypatch.setitem(FAMILIES, "toy", Family("toy", ("src/triton_*.py",), ("tests/gpu/*.py",), ("toy_row",)))
+    monkeypatch.setitem(
+        FAMILIES, "toy", Family("toy", ("src/triton_*.py",), ("tests/gpu/*.py",), ("toy_row",), "compiled")
+    )
     return root
 
 
