@@ -28,7 +28,8 @@ class Record:
 
     `p20_ms p50_ms p80_ms` are quantiles over single calls. `ceiling_tflops` and `ceiling_gbps` are this run's matrix
     product and copy. `error` is {"metric": str, "value": float} against the reference, or {"metric": "failure",
-    "message": str} with no times where the contender could not do the problem. `includes` says what the time includes.
+    "message": str} with no times where the contender could not do the problem ("not applicable" in the place of
+    "failure" where it says so itself: one of our rows whose needs are not met). `includes` says what the time includes.
     `sources` is the hash of the kernel family's files (tools/families.py), None for contenders that are not ours.
     """
 
@@ -59,10 +60,11 @@ class Record:
 
     @property
     def failed(self) -> bool:
-        """Whether the contender could not do the problem."""
-        return self.error is not None and self.error.get("metric") == "failure"
+        """Whether the contender could not do the problem, or was never meant to."""
+        return self.error is not None and self.error.get("metric") in NO_RESULT
 
 
+NO_RESULT = ("failure", "not applicable")  # metrics of an `error` that has a message in the place of a value
 _OPTIONAL = {"peak_mib", "count"}
 _KEYS = {entry.name for entry in fields(Record)}
 _NUMBERS = {"p20_ms", "p50_ms", "p80_ms", "tflops", "gbps", "ceiling_tflops", "ceiling_gbps", "peak_mib"}
@@ -99,7 +101,7 @@ def validate(data: dict[str, Any]) -> Record:
     error = data["error"]
     if error is not None:
         _require(isinstance(error, dict) and isinstance(error.get("metric"), str), "error: expected {metric, value}")
-        if error["metric"] == "failure":
+        if error["metric"] in NO_RESULT:
             _require(isinstance(error.get("message"), str) and times == [None] * 3, "error: a failure has no times")
         else:
             _require(isinstance(error.get("value"), int | float), "error: expected a numeric value")
@@ -214,10 +216,12 @@ def _rounded(value: float | None) -> float | None:
 
 def _line(record: Record) -> str:
     problem = record.problem
-    what = " ".join(str(problem[key]) for key in ("formula", "caches", "change", "on") if key in problem)
+    keys = ("part", "formula", "caches", "change", "on", *(("seqlen_q",) if "part" in problem else ()))
+    what = " ".join(str(problem[key]) for key in keys if key in problem)
     parts = [f"{record.question:<20} {what:<18} {record.impl:<22}"]
-    if record.failed:
-        return parts[0] + f" failed: {record.error['message'][:80]}" if record.error else parts[0]
+    if record.failed and record.error is not None:
+        verdict = "failed" if record.error["metric"] == "failure" else record.error["metric"]
+        return parts[0] + f" {verdict}: {record.error['message'][:80]}"
     if record.p50_ms is not None:
         parts.append(f"{record.p50_ms:>10.4g} ms")
     if record.tflops is not None:

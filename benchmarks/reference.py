@@ -36,25 +36,32 @@ def head_slice(
     batch: int,
     head: int,
 ) -> Slice:
-    """Reference for one head of tensors (batch, seqlen, heads, head_dim) with equal query and key lengths and heads."""
-    one = [t.detach()[batch, :, head].double().requires_grad_() for t in (q, k, v)]
-    rows_q, rows_k, rows_v = one
-    grad_o = do[batch, :, head].double()
-    seqlen, head_dim = rows_q.shape
-    b, h = (torch.tensor(value, device=q.device) for value in (batch, head))
-    j = torch.arange(seqlen, device=q.device)[None, :]
+    """Reference for one head of tensors (batch, seqlen, heads, head_dim) with equal query and key lengths.
+
+    `head` is a query head; dk and dv are those of the key/value head that it reads, from every query head that does.
+    """
+    group = q.shape[2] // k.shape[2]
+    readers = range(head // group * group, (head // group + 1) * group)
+    rows_k, rows_v = (t.detach()[batch, :, head // group].double().requires_grad_() for t in (k, v))
+    queries = {reader: q.detach()[batch, :, reader].double().requires_grad_() for reader in readers}
     outputs = []
-    for start in range(0, seqlen, ROWS):
-        i = torch.arange(start, min(start + ROWS, seqlen), device=q.device)[:, None]
-        s = rows_q[start : start + ROWS] @ rows_k.T * head_dim**-0.5
-        if score is not None:
-            s = score(s, b, h, i, j)
-        if mask is not None:
-            s = s.masked_fill(~mask(b, h, i, j), float("-inf"))
-        o = s.softmax(-1) @ rows_v
-        o.backward(grad_o[start : start + ROWS])
-        outputs.append(o.detach())
-    grads = [t.grad for t in one if t.grad is not None]
+    for reader, rows_q in queries.items():
+        grad_o = do[batch, :, reader].double()
+        seqlen, head_dim = rows_q.shape
+        b, h = (torch.tensor(value, device=q.device) for value in (batch, reader))
+        j = torch.arange(seqlen, device=q.device)[None, :]
+        for start in range(0, seqlen, ROWS):
+            i = torch.arange(start, min(start + ROWS, seqlen), device=q.device)[:, None]
+            s = rows_q[start : start + ROWS] @ rows_k.T * head_dim**-0.5
+            if score is not None:
+                s = score(s, b, h, i, j)
+            if mask is not None:
+                s = s.masked_fill(~mask(b, h, i, j), float("-inf"))
+            o = s.softmax(-1) @ rows_v
+            o.backward(grad_o[start : start + ROWS])
+            if reader == head:
+                outputs.append(o.detach())
+    grads = [t.grad for t in (queries[head], rows_k, rows_v) if t.grad is not None]
     return Slice(torch.cat(outputs), *grads)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import grid_report
 from benchmarks.environment import ROOT
 from benchmarks.records import RESULTS, Record, read_all
 from tools.families import FAMILIES
@@ -28,8 +29,10 @@ one run. **Bold** is the fastest of its row. "x peer" is the best peer's time ov
 tilewise is faster.
 
 Contenders: `cudnn` and `fa2` are the cuDNN and FlashAttention-2 back ends of PyTorch's `scaled_dot_product_attention`,
-`flex` is FlexAttention under `torch.compile`. TFLOP/s count visible pairs: 4 · head_dim operations per pair in the
-forward pass, 2.5 times that in the backward pass.
+`flex` is FlexAttention under `torch.compile`, `torch_varlen` is `torch.nn.attention.varlen` (FlashAttention-2), `fa4`
+is FlashAttention-4 (package `flash-attn-4`). TFLOP/s count visible pairs: 4 · head_dim operations per pair in the
+forward pass, 2.5 times that in the backward pass; percentages are shares of the same run's matrix product. "Not
+applicable" stands where a row of ours does not take the call.
 """
 
 Table = list[tuple[str, dict[str, Record]]]
@@ -44,7 +47,10 @@ def latest(records: Iterable[tuple[str, Record]]) -> dict[tuple[str, str], Table
     tables: dict[tuple[str, str], Table] = {}
     for key, by_problem in runs.items():
         chosen = [max(by_run.values(), key=lambda rows: rows[0].date) for by_run in by_problem.values()]
-        tables[key] = [(_label(rows[0].problem), {row.impl: row for row in rows}) for rows in chosen]
+        if key[1] in grid_report.QUESTIONS:
+            chosen.sort(key=lambda rows: grid_report.place(rows[0].problem))
+        label = grid_report.label if key[1] in grid_report.QUESTIONS else _label
+        tables[key] = [(label(rows[0].problem), {row.impl: row for row in rows}) for rows in chosen]
     return tables
 
 
@@ -65,10 +71,12 @@ def ratio(row: dict[str, Record]) -> float | None:
     return min(peers) / min(ours) if ours and peers and min(ours) > 0 else None
 
 
-def _cell(record: Record | None, best: float | None) -> str:
+def _cell(record: Record | None, best: float | None, share: bool) -> str:
     if record is None:
         return ""
     if record.failed and record.error is not None:
+        if record.error["metric"] != "failure":
+            return str(record.error["metric"])
         return f"fails: {str(record.error['message'])[:60]}".replace("|", "/")
     parts = []
     if record.p50_ms is not None:
@@ -76,6 +84,8 @@ def _cell(record: Record | None, best: float | None) -> str:
         parts.append(f"**{time}**" if record.p50_ms == best else time)
     if record.tflops is not None:
         parts.append(f"{record.tflops:.0f} TFLOP/s" if record.tflops >= 10 else f"{record.tflops:.3g} TFLOP/s")
+        if share and record.ceiling_tflops:
+            parts[-1] += f" ({100 * record.tflops / record.ceiling_tflops:.0f} %)"
     if record.peak_mib is not None:
         parts.append(f"+{record.peak_mib:,.0f} MiB" if record.peak_mib >= 10 else f"+{record.peak_mib:.1f} MiB")
     if record.count is not None:
@@ -96,7 +106,8 @@ def table(question: str, rows: Table) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for label, row in rows:
         times = [record.p50_ms for record in row.values() if record.p50_ms is not None]
-        cells = [_cell(row.get(impl), min(times, default=None)) for impl in impls]
+        share = question in grid_report.QUESTIONS
+        cells = [_cell(row.get(impl), min(times, default=None), share) for impl in impls]
         if compared:
             value = ratio(row)
             cells.append("" if value is None else f"{value:.2f}")
@@ -143,7 +154,9 @@ def _unique(texts: Iterable[str]) -> list[str]:
 
 
 def plot(device: str, question: str, rows: Table, folder: Path) -> Path | None:
-    """Bars of TFLOP/s per row and contender as SVG; None where nothing has a rate."""
+    """TFLOP/s per row and contender as SVG, bars or for a grid lines; None where nothing has a rate."""
+    if question in grid_report.QUESTIONS:
+        return grid_report.plot(device, question, rows, folder)
     import matplotlib
 
     matplotlib.use("svg")

@@ -22,10 +22,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tilewise as tw
 from benchmarks.cases import Options
+from benchmarks.contenders import sources_of
 from benchmarks.environment import ROOT, current
 from benchmarks.records import Writer
 from benchmarks.timing import host_times
-from tools.families import FAMILIES
 
 PROBE_LIMIT_S = 300
 METHOD = (
@@ -62,6 +62,7 @@ def _call_overhead(options: Options, writer: Writer, rounds: int, repeat: int) -
     grad = [t.detach().clone().requires_grad_() for t in (q, k, v)]
     first_grad = [t.transpose(1, 2) for t in grad]
     mask = tw.causal & tw.window(64)
+    row = tw.why(q, k, v, mask=mask).chosen
     block_mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 64), None, None, 128, 128, device=device)
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     causal, window = "causal", "causal & window(64)"
@@ -90,12 +91,17 @@ def _call_overhead(options: Options, writer: Writer, rounds: int, repeat: int) -
             error={"metric": "failure", "message": timed.failure} if timed.failure else None,
             includes="host time of one forward call, launches included; flex: block mask built beforehand"
             + ("" if device == "cuda" else "; on a CPU the arithmetic too"),
-            sources=_sources(impl),
+            sources=_sources(impl, row),
         )
 
 
-def _sources(impl: str) -> str | None:
-    return FAMILIES["attention_triton"].hash() if impl.startswith("tilewise") else None
+def _sources(impl: str, row: str | None) -> str | None:
+    return sources_of(f"tilewise.{row}") if impl.startswith("tilewise") else None
+
+
+def _probe_row() -> str:
+    """The row that benchmarks/probe.py runs on."""
+    return "triton" if torch.cuda.is_available() else "cpu_tiled"
 
 
 def _probe(what: str, impl: str, caches: str) -> dict[str, Any]:
@@ -136,7 +142,7 @@ def _first_result(impl: str, options: Options, writer: Writer, samples: int) -> 
                 error={"metric": "failure", "message": failure} if failure else None,
                 includes=f"from the call to a number on the host, CUDA started; {samples} processes (p20, p80: least, "
                 "greatest); flex: its block mask too",
-                sources=_sources(impl),
+                sources=_sources(impl, _probe_row()),
             )
 
 
@@ -154,6 +160,6 @@ def _compilations(impl: str, writer: Writer) -> None:
             impl,
             error={"metric": "failure", "message": failure} if failure else None,
             includes="kernels that Triton builds or loads, plus graphs that torch.compile builds, in one forward call",
-            sources=_sources(impl),
+            sources=_sources(impl, _probe_row()),
             count=count,
         )

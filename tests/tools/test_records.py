@@ -41,6 +41,7 @@ def test_what_is_written_is_read_back_and_appending_keeps_earlier_lines(tmp_path
         ({"count": 1.5}, "count"),
         ({"error": {"value": 1.0}}, "error"),
         ({"error": {"metric": "failure", "message": "out of memory"}}, "a failure has no times"),
+        ({"error": {"metric": "not applicable", "message": "needs the dense layout"}}, "a failure has no times"),
         ({"p20_ms": None, "p50_ms": None, "p80_ms": None, "error": None}, "states no time"),
         ({"extra": 1}, "unknown keys"),
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
 from benchmarks.records import append
@@ -40,6 +41,63 @@ def test_report_and_plots_are_the_same_bytes_twice(tmp_path: Path) -> None:
     plots = [sorted((tmp_path / name).glob("*.svg")) for name in ("one", "two")]
     assert [path.name for path in plots[0]] == ["h200-attention_forward.svg"]
     assert plots[0][0].read_bytes() == plots[1][0].read_bytes()
+
+
+GRID = {"batch": 4, "seqlen_q": 4096, "num_heads_q": 16, "num_heads_kv": 16, "head_dim": 128, "causal": True}
+
+
+def _fill_grid(results: Path, problem: dict[str, Any], times: dict[str, float]) -> None:
+    for impl, time in times.items():
+        record = sample(
+            question="exact_forward", problem=problem, impl=impl, p20_ms=time, p50_ms=time, p80_ms=time,
+            tflops=1000 / time, ceiling_tflops=800.0, sources=None,
+        )  # fmt: skip
+        append(record, results)
+
+
+def test_the_grid_compares_our_best_row_with_the_best_peer(tmp_path: Path) -> None:
+    times = {"tilewise.triton": 4.0, "tilewise.hopper": 2.5, "cudnn": 3.0, "fa2": 5.0, "fa4": 2.0}
+    _fill_grid(tmp_path, GRID, times)
+    text = report.generate(tmp_path, tmp_path / "plots")
+    assert "|  | tilewise.hopper | tilewise.triton | cudnn | fa2 | fa4 | x peer |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| D 128"))
+    assert row.split(" | ")[0] == "| D 128, 16 heads, causal, 4 × 4,096 tokens"
+    assert row.split(" | ")[1] == "2.50 ms, 400 TFLOP/s (50 %)"
+    assert row.split(" | ")[-1] == "0.80 |"  # 2.0 / 2.5
+
+
+def test_the_grids_rows_have_their_order_and_one_of_ours_may_not_apply(tmp_path: Path) -> None:
+    packed = {"batch": 32, "total": 65536, "num_heads_q": 16, "num_heads_kv": 16, "head_dim": 128, "causal": True}
+    problems = [packed, GRID | {"num_heads_q": 32, "num_heads_kv": 8}, GRID, GRID | {"head_dim": 64}]
+    for problem in [*problems, GRID | {"causal": False}, GRID | {"seqlen_q": 512, "batch": 32}]:
+        _fill_grid(tmp_path, problem, {"tilewise.triton": 3.0, "fa4": 2.0})
+    refusal = {"metric": "not applicable", "message": "UnsupportedError: needs the dense layout"}
+    none: dict[str, Any] = dict.fromkeys(("p20_ms", "p50_ms", "p80_ms", "tflops", "sources"))
+    append(sample(question="exact_forward", problem=packed, impl="tilewise.hopper", error=refusal, **none), tmp_path)
+    text = report.generate(tmp_path, tmp_path / "plots")
+    rows = [line for line in text.splitlines() if line.startswith("| D ")]
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| D 64, 16 heads, causal, 4 × 4,096 tokens",
+        "| D 128, 16 heads, full, 4 × 4,096 tokens",
+        "| D 128, 16 heads, causal, 32 × 512 tokens",
+        "| D 128, 16 heads, causal, 4 × 4,096 tokens",
+        "| D 128, 32 heads on 8, causal, 4 × 4,096 tokens",
+        "| D 128, 16 heads, causal, 32 documents packed, 65,536 tokens",
+    ]
+    assert rows[-1].split(" | ")[1:] == [
+        "not applicable", "3.00 ms, 333 TFLOP/s (42 %)", "**2.00 ms**, 500 TFLOP/s (62 %)", "0.67 |",
+    ]  # fmt: skip
+
+
+def test_the_grids_plot_is_the_same_bytes_twice(tmp_path: Path) -> None:
+    for causal in (False, True):
+        for seqlen in (512, 4096):
+            _fill_grid(tmp_path, GRID | {"causal": causal, "seqlen_q": seqlen}, {"tilewise.triton": 3.0, "fa4": 2.0})
+    for name in ("one", "two"):
+        report.generate(tmp_path, tmp_path / name)
+    plots = [tmp_path / name / "h200-exact_forward.svg" for name in ("one", "two")]
+    assert plots[0].read_bytes() == plots[1].read_bytes()
+    assert all(text in plots[0].read_text() for text in ("D 128, full", "D 128, causal", "fa4", "matrix product"))
 
 
 def test_records_of_other_sources_are_marked(tmp_path: Path) -> None:

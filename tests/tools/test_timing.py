@@ -94,3 +94,17 @@ def test_reference_equals_autograd_through_the_materialised_matrix() -> None:
     for got, expected in zip((want.o, want.dq, want.dk, want.dv), (o.detach(), *grads), strict=True):
         assert relative_error(got, expected) < 1e-12
     assert relative_error(want.dq + 1e-3, grads[0]) > 1e-4
+
+
+def test_reference_sums_the_gradients_of_the_heads_that_share_one() -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((1, 70, 4, 8), (1, 70, 2, 8), (1, 70, 2, 8), (1, 70, 4, 8))
+    q, k, v, do = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    want = head_slice(q, k, v, do, mask=None, score=None, batch=0, head=3)
+    alike = [t.clone().requires_grad_() for t in (q, k, v)]
+    first = [t.repeat_interleave(4 // t.shape[2], 2).transpose(1, 2) for t in alike]
+    o = torch.nn.functional.scaled_dot_product_attention(*first).transpose(1, 2)
+    dq, dk, dv = torch.autograd.grad(o, alike, do)
+    expected = (o.detach()[0, :, 3], dq[0, :, 3], dk[0, :, 1], dv[0, :, 1])
+    for got, one in zip((want.o, want.dq, want.dk, want.dv), expected, strict=True):
+        assert relative_error(got, one) < 1e-12
