@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tilewise.explain import draw, roofline
+from tilewise.explain import draw, roofline, timeline
 from tilewise.explain.ladder import climb
 from tilewise.formula import Mask, library
 
@@ -72,12 +72,17 @@ def rooflines() -> Any:
     return draw.roofline({label: roofline.estimate(problem, "H200") for label, problem in problems.items()})
 
 
+def warpgroups() -> Any:
+    return draw.timeline(timeline.Trip.of(block_n=128, head_dim=128), timeline.SCHEDULES)
+
+
 DRAWN: dict[str, Callable[[], Any]] = {
     "masks.svg": masks,
     "query.svg": query,
     "ladder.svg": ladder,
     "traffic.svg": traffic,
     "roofline.svg": rooflines,
+    "warpgroups.svg": warpgroups,
 }
 
 

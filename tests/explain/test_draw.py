@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tilewise.core.errors import InputError, MissingExtraError
-from tilewise.explain import draw, ladder, roofline
+from tilewise.explain import draw, ladder, roofline, timeline
 from tilewise.formula import library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +81,18 @@ def test_roofline_points_lie_under_the_roof() -> None:
     other = roofline.estimate(roofline.Problem(64), "A100")
     with pytest.raises(InputError, match="one GPU"):
         draw.roofline({"a": point, "b": other})
+
+
+def test_timeline_draws_every_span() -> None:
+    trip = timeline.Trip.of(128, 128)
+    figure = draw.timeline(trip, ["overlapped", "in turns"], tiles=3)
+    for axes, schedule in zip(figure.axes, ("overlapped", "in turns"), strict=True):
+        drawn = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches if bar.get_width())
+        spans = sorted((span.begin, span.end) for span in timeline.simulate(trip, 3, schedule))
+        np.testing.assert_allclose(drawn, spans)
+    assert figure.axes[1].get_title(loc="left") == "in turns: 2,048 clocks a tile, products in 100% of them"
+    with pytest.raises(InputError, match="schedules"):
+        draw.timeline(trip, [])
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])

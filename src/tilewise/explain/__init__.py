@@ -4,5 +4,6 @@
 - `roofline`: operations, bytes, bound and floor time of a problem on a GPU.
 - `traffic`: memory traffic of materialised attention, FlashAttention-1 and -2 in closed form.
 - `resources`: what a tile configuration takes of an SM, and whether it fits.
-- `draw`: pictures of masks, tiles, traffic and rooflines (needs the extra `tilewise[draw]`).
+- `timeline`: how the warpgroups of an SM share its units under three schedules, simulated and in closed form.
+- `draw`: pictures of masks, tiles, traffic, rooflines and schedules (needs the extra `tilewise[draw]`).
 """

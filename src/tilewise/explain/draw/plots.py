@@ -1,4 +1,4 @@
-"""Plots of what attention costs: the roofline, traffic against fast memory, and the rungs of the ladder."""
+"""Plots of what attention costs: the roofline, traffic against fast memory, the ladder's rungs, an SM over time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from tilewise.explain import traffic as hbm
 from tilewise.explain.draw import style
 from tilewise.explain.ladder import Report
 from tilewise.explain.roofline import Roofline
+from tilewise.explain.timeline import Schedule, Trip, period, simulate
+
+_KINDS = {
+    "keys": style.SERIES[0],
+    "values": style.HAIRLINE,
+    "scores": style.FULL,
+    "output": style.SERIES[3],
+    "rest": style.PARTIAL_PALE,
+    "exponentials": style.PARTIAL,
+}
 
 
 def roofline(points: Mapping[str, Roofline], measured: Mapping[str, float] | None = None) -> Any:
@@ -159,6 +169,36 @@ def ladder(reports: Sequence[Report]) -> Any:
         ax.set_xlim(0, (loads + stores).max() * 1.1)
         ax.set_title(f"Elements moved: {reports[0].problem}")
         ax.legend(loc="lower right", frameon=False, ncols=2, fontsize=8, handlelength=1.1)
+    return figure
+
+
+def timeline(trip: Trip, schedules: Sequence[Schedule], *, tiles: int = 4, warpgroups: int = 2) -> Any:
+    """Who does what when, a panel for each schedule; numbers are tiles, and where a lane is empty its owner waits."""
+    if not schedules:
+        raise InputError("schedules", got="none", expected="at least one", hint="timeline.SCHEDULES names them")
+    lanes = ["fetch", *(f"warpgroup {c}: {what}" for c in range(warpgroups) for what in ("products", "softmax"))]
+    with style.look():
+        size = (7.2, len(schedules) * (0.2 * len(lanes) + 0.55) + 0.5)
+        figure, axes = style.canvas(rows=len(schedules), size=size, sharex=True, squeeze=False)
+        for schedule, ax in zip(schedules, axes[:, 0], strict=True):
+            for span in simulate(trip, tiles, schedule, warpgroups=warpgroups):
+                lane = 1 + 2 * span.warpgroup + (span.kind in ("rest", "exponentials")) if span.warpgroup >= 0 else 0
+                width = span.end - span.begin
+                ax.barh(lane, width, 0.8, span.begin, color=_KINDS[span.kind], edgecolor="white", linewidth=0.6)
+                if span.kind != "rest":
+                    dark = span.kind in ("scores", "output")
+                    middle, colour = span.begin + width / 2, "white" if dark else style.INK
+                    ax.text(middle, lane, str(span.tile), ha="center", va="center", fontsize=6.5, color=colour)
+            clocks = period(trip, schedule, warpgroups=warpgroups)
+            busy = warpgroups * (trip.scores + trip.output) / clocks
+            ax.set_title(f"{schedule}: {clocks:,.0f} clocks a tile, products in {busy:.0%} of them")
+            ax.set_yticks(range(len(lanes)), lanes)
+            ax.tick_params(axis="y", length=0)
+            ax.spines[["left"]].set_visible(False)
+            ax.invert_yaxis()
+        axes[-1, 0].set_xlabel("clocks")
+        handles = [axes[0, 0].barh(0, 0, color=colour, label=kind) for kind, colour in _KINDS.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(_KINDS), frameon=False, fontsize=8)
     return figure
 
 
