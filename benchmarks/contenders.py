@@ -154,12 +154,15 @@ def measure(
     *,
     device: str,
     rounds: int,
+    sources: Callable[[str], str | None] = sources_of,
+    recorded: bool = True,
 ) -> None:
     """Time forward, then backward, contenders taking turns; one record per contender and pass.
 
-    `make` gives a contender's q, k, v, do; `questions` are the forward's and the backward's, with what a time includes.
+    `make` gives a contender's q, k, v, do; `questions` are the forward's and the backward's, with what a time includes;
+    unless `recorded`, the forward that is timed is one without gradients.
     """
-    passes = {name: _passes(attention, make(name), comparison.want) for name, attention in contenders.items()}
+    passes = {name: _passes(attention, make(name), comparison.want, recorded) for name, attention in contenders.items()}
     for direction, (question, includes) in enumerate(questions.items()):
         calls = {name: found.calls[direction] for name, found in passes.items() if direction < len(found.calls)}
         timed = interleaved(calls, device=device, rounds=rounds)
@@ -174,18 +177,19 @@ def measure(
                 tflops=comparison.operations * (1, 2.5)[direction] / times[1] / 1e9 if times else None,
                 error=_outcome(found, direction, result),
                 includes=includes,
-                sources=sources_of(name),
+                sources=sources(name),
             )
 
 
-def _passes(attention: Attention, tensors: list[torch.Tensor], want: Slice) -> _Passes:
+def _passes(attention: Attention, tensors: list[torch.Tensor], want: Slice, recorded: bool) -> _Passes:
     q, k, v, do = tensors
+    timed = [t if recorded else t.detach() for t in (q, k, v)]
     calls: list[Call] = []
     errors: list[float] = []
     try:
         o = attention(q, k, v)
         errors.append(_error([o.detach()], [want.o], group=1))
-        calls.append(lambda: attention(q, k, v))
+        calls.append(lambda: attention(*timed))
         grads = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
         errors.append(_error(grads, [want.dq, want.dk, want.dv], group=q.shape[-2] // k.shape[-2]))
         calls.append(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True))

@@ -6,7 +6,6 @@ is the peak that one forward call adds, at three lengths, so that linear and qua
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,16 +13,18 @@ import torch.nn.functional as F
 
 import tilewise as tw
 from benchmarks.cases import Options
+from benchmarks.contenders import HEAD, INCLUDES, Attention, Comparison, inputs, measure
 from benchmarks.environment import current
 from benchmarks.memory import cpu_peak_mib
 from benchmarks.records import Writer
-from benchmarks.reference import MaskMod, head_slice, relative_error, visible_pairs
-from benchmarks.timing import ceilings, interleaved, method
+from benchmarks.reference import MaskMod, head_slice, visible_pairs
+from benchmarks.timing import Call, ceilings, method
 from tools.families import FAMILIES
 
 WINDOW = 512
 BATCH, HEADS, HEAD_DIM = 1, 4, 64
-Call = Callable[[], Any]
+IMPLS = ("tilewise.cpu", "sdpa")
+QUESTIONS = {"cpu_forward": "forward without gradients; sdpa: dense mask built beforehand", "cpu_backward": INCLUDES[1]}
 
 
 def _mask_mod(formula: str) -> MaskMod | None:
@@ -34,7 +35,7 @@ def _mask_mod(formula: str) -> MaskMod | None:
     return lambda b, h, i, j: (i >= j) & (i - j < WINDOW)
 
 
-def _attention(impl: str, formula: str, seqlen: int) -> Callable[..., torch.Tensor]:
+def _attention(impl: str, formula: str, seqlen: int) -> Attention:
     """(batch, seqlen, heads, head_dim) in and out; SDPA's dense mask is built here, before any clock starts."""
     if impl == "tilewise.cpu":
         mask = {"full": None, "causal": tw.causal, "window": tw.window(WINDOW)}[formula]
@@ -52,15 +53,13 @@ def _attention(impl: str, formula: str, seqlen: int) -> Callable[..., torch.Tens
     return sdpa
 
 
-def _inputs(seqlen: int, grad: bool) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (BATCH, seqlen, HEADS, HEAD_DIM)
-    return [torch.randn(shape, generator=generator).requires_grad_(grad and index < 3) for index in range(4)]
+def _inputs(seqlen: int) -> list[torch.Tensor]:
+    return inputs((BATCH, seqlen, HEADS, HEAD_DIM), torch.float32, "cpu")
 
 
 def prepare(impl: str, formula: str, seqlen: int) -> tuple[Call, Call]:
     """For the memory measurement in a fresh process: a small call that loads the code, and the call, mask included."""
-    small, large = (_inputs(length, grad=False)[:3] for length in (64, seqlen))
+    small, large = ([t.detach() for t in _inputs(length)[:3]] for length in (64, seqlen))
     return lambda: _attention(impl, formula, 64)(*small), lambda: _attention(impl, formula, seqlen)(*large)
 
 
@@ -77,7 +76,7 @@ def run(options: Options) -> None:
             _times(formula, seqlen, rounds, writer)
     if options.wants("memory"):
         for seqlen in (4096, 8192, 16384) if not options.quick else (512,):
-            for impl in ("tilewise.cpu", "sdpa"):
+            for impl in IMPLS:
                 writer.write(
                     "cpu_memory",
                     _problem("window", seqlen),
@@ -101,39 +100,17 @@ def _sources(impl: str) -> str | None:
 
 
 def _times(formula: str, seqlen: int, rounds: int, writer: Writer) -> None:
-    q, k, v, do = _inputs(seqlen, grad=False)
     mask = _mask_mod(formula)
-    want = head_slice(q, k, v, do, mask=mask, score=None, batch=0, head=1)
+    want = head_slice(*_inputs(seqlen), mask=mask, score=None, batch=HEAD[0], head=HEAD[1])
     operations = 4 * HEAD_DIM * visible_pairs(mask, seqlen, "cpu") * BATCH * HEADS
-    forward: dict[str, Call] = {}
-    backward: dict[str, Call] = {}
-    errors: dict[str, tuple[float, float]] = {}
-    for impl in ("tilewise.cpu", "sdpa"):
-        attention = _attention(impl, formula, seqlen)
-        q, k, v, do = _inputs(seqlen, grad=True)
-        o = attention(q, k, v)
-        grads = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-        got = [t[0, :, 1] for t in (o.detach(), *grads)]
-        each = [relative_error(t, w) for t, w in zip(got, (want.o, want.dq, want.dk, want.dv), strict=True)]
-        errors[impl] = (each[0], max(each[1:]))
-        plain = [t.detach() for t in (q, k, v)]
-        forward[impl] = lambda attention=attention, plain=plain: attention(*plain)
-        backward[impl] = lambda o=o, qkv=(q, k, v), do=do: torch.autograd.grad(o, qkv, do, retain_graph=True)
-    for direction, (question, calls) in enumerate((("cpu_forward", forward), ("cpu_backward", backward))):
-        for impl, timed in interleaved(calls, device="cpu", rounds=rounds).items():
-            times = timed.quantiles
-            writer.write(
-                question,
-                _problem(formula, seqlen),
-                impl,
-                times_ms=times,
-                tflops=operations * (1, 2.5)[direction] / times[1] / 1e9 if times else None,
-                error={"metric": "failure", "message": timed.failure}
-                if timed.failure
-                else {"metric": "relative l2 to float64, one head", "value": float(f"{errors[impl][direction]:.3g}")},
-                includes=(
-                    "forward without gradients; sdpa: dense mask built beforehand",
-                    "torch.autograd.grad of q, k, v from a saved forward",
-                )[direction],
-                sources=_sources(impl),
-            )
+    measure(
+        Comparison(_problem(formula, seqlen), operations, want),
+        {impl: _attention(impl, formula, seqlen) for impl in IMPLS},
+        lambda _: _inputs(seqlen),
+        QUESTIONS,
+        writer,
+        device="cpu",
+        rounds=rounds,
+        sources=_sources,
+        recorded=False,
+    )

@@ -14,10 +14,11 @@ import torch
 import tilewise as tw
 from benchmarks import contenders, records
 from benchmarks.__main__ import main
-from benchmarks.cases import exact_grid
+from benchmarks.cases import cpu, exact_grid
 from benchmarks.environment import Environment
 from benchmarks.records import Record, Writer
 from benchmarks.reference import head_slice, visible_pairs
+from benchmarks.timing import Timed
 from tools.families import FAMILIES
 
 ENVIRONMENT = Environment(
@@ -84,6 +85,25 @@ def test_formulas_run_on_a_cpu(tmp_path: Path) -> None:
     ours = [record for record in found if record.impl == "tilewise.cpu_tiled"]
     assert [record.question for record in ours] == ["attention_backward", "attention_forward"]
     assert all(record.sources == FAMILIES["attention_cpu"].hash() and not record.failed for record in ours)
+
+
+def test_the_cpu_case_times_forwards_without_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: dict[str, list[bool]] = {}
+
+    def interleaved(calls: dict[str, Any], **_: Any) -> dict[str, Timed]:
+        for name, call in calls.items():
+            result = call()
+            timed.setdefault(name, []).append(isinstance(result, torch.Tensor) and result.requires_grad)
+        return {name: Timed([1.0, 1.0, 1.0], None) for name in calls}
+
+    monkeypatch.setattr(contenders, "interleaved", interleaved)
+    found = _quick("cpu", tmp_path, "full")
+    assert {(record.question, record.impl) for record in found} == {
+        (question, impl) for question in cpu.QUESTIONS for impl in cpu.IMPLS
+    }
+    assert timed == {impl: [False, False] for impl in cpu.IMPLS}
+    for record in found:
+        assert record.sources == (FAMILIES["attention_cpu"].hash() if record.impl == "tilewise.cpu" else None)
 
 
 def test_sources_are_those_of_the_rows_family() -> None:
