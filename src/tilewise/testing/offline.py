@@ -109,34 +109,30 @@ def compile_call(call: Call, sm: int, row: str = "triton") -> list[Resources]:
 
 def resources(kernel: Any) -> Resources:
     """Registers, spills and shared memory of a compiled kernel."""
-    import triton
-
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
-    with tempfile.TemporaryDirectory() as folder:
-        binary = os.path.join(folder, "kernel.cubin")
-        with open(binary, "wb") as handle:
-            handle.write(kernel.asm["cubin"])
-        command = [tool, "--dump-resource-usage", binary]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    report = _inspected(kernel, "cuobjdump", "--dump-resource-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     matrix = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", kernel.asm["ptx"]))
     spilled = usage["STACK"] + usage["LOCAL"]
     return Resources(kernel.metadata.name, usage["REG"], spilled, kernel.metadata.shared, matrix)
 
 
-def exponentials_in_flight(kernel: Any) -> list[int]:
-    """How many exponentials each warpgroup takes between its wait that leaves one product running and its wait for
-    that one, from the disassembly of a Hopper kernel: none would mean that the two do not overlap.
-    """
+def _inspected(kernel: Any, tool: str, option: str) -> str:
+    """What one of the binary tools that come with Triton prints about a compiled kernel."""
     import triton
 
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/nvdisasm")
+    path = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin", tool)
     with tempfile.TemporaryDirectory() as folder:
         binary = os.path.join(folder, "kernel.cubin")
         with open(binary, "wb") as handle:
             handle.write(kernel.asm["cubin"])
-        text = subprocess.run([tool, "-c", binary], capture_output=True, text=True, check=True).stdout
-    events = re.findall(r"DEPBAR\.LE gsb0, 0x([01])|(MUFU\.EX2)", text)
+        return subprocess.run([path, option, binary], capture_output=True, text=True, check=True).stdout
+
+
+def exponentials_in_flight(kernel: Any) -> list[int]:
+    """How many exponentials each warpgroup takes between its wait that leaves one product running and its wait for
+    that one, from the disassembly of a Hopper kernel: none would mean that the two do not overlap.
+    """
+    events = re.findall(r"DEPBAR\.LE gsb0, 0x([01])|(MUFU\.EX2)", _inspected(kernel, "nvdisasm", "-c"))
     found: list[int] = []
     counting = False
     for wait, _ in events:
