@@ -37,6 +37,7 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "causal": lambda: {"mask": tw.causal},
     "window": lambda: {"mask": tw.window(100)},
     "alibi": lambda: {"mask": tw.causal, "score": tw.alibi(torch.ones(HEADS, requires_grad=True))},
+    "slopes": lambda: {"mask": tw.causal, "score": tw.alibi(torch.ones(HEADS))},
     "softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0)},
     "document": lambda: {"mask": tw.causal & tw.document(torch.arange(SEQLEN) // 30)},
     "packed": lambda: {"mask": tw.causal, "layout": _packed()},
@@ -62,7 +63,7 @@ class Variant:
         arguments = FORMULAS[self.formula]()
         lead = (SEQLEN,) if "layout" in arguments else (2, SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
-        grad = self.row == "triton"
+        grad = self.row != "triton_decode"
         q = torch.zeros(*rows, HEADS, self.head_dim, dtype=DTYPES[self.dtype], requires_grad=grad)
         k, v = (torch.zeros(*lead, HEADS_KV, self.head_dim, dtype=q.dtype, requires_grad=grad) for _ in range(2))
         return make_call(q, k, v, **arguments)
@@ -87,7 +88,8 @@ _QUICK = {
 def variants() -> Iterator[Variant]:
     """Every variant: each configuration row of each kernel is reached by several."""
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256, 512)):
-        by_dtype = {"bf16": tuple(FORMULAS), "fp16": ("plain",), "fp32": ("causal", "alibi")}
+        portable = tuple(formula for formula in FORMULAS if formula != "slopes")  # "alibi" has them with a gradient
+        by_dtype = {"bf16": portable, "fp16": ("plain",), "fp32": ("causal", "alibi")}
         for dtype, formulas in by_dtype.items():
             for formula in formulas:
                 quick = f"{dtype} d{head_dim} {formula}" in _QUICK[sm]
@@ -96,7 +98,7 @@ def variants() -> Iterator[Variant]:
             quick = head_dim == 128 and formula == "causal"
             yield Variant(sm, "triton_decode", dtype, head_dim, formula, quick)
     for head_dim in (64, 128, 256):
-        for formula in ("plain", "causal", "window", "alibi", "softcap", "document"):
+        for formula in ("plain", "causal", "window", "slopes", "softcap", "document", "packed", "dropout"):
             quick = head_dim == 128 or formula == "causal"
             yield Variant(90, "hopper", "bf16", head_dim, formula, quick)
 

@@ -23,8 +23,10 @@ def rows(operation: str) -> list[Any]:
 
 
 def needs(row: Any) -> str:
-    """What a row needs, in the words of the table."""
-    return "; ".join(need.says for need in row.needs) or "nothing"
+    """What a row needs, and what it prefers, in the words of the table."""
+    wanted = "; ".join(need.says for need in row.needs) or "nothing"
+    preferred = ", ".join(need.says for need in getattr(row, "prefers", ()))
+    return f"{wanted}; prefers {preferred}" if preferred else wanted
 
 
 def proof(row: Any, results: Path = RESULTS, root: Path = ROOT) -> str:
@@ -43,8 +45,7 @@ def matrix(results: Path = RESULTS, root: Path = ROOT) -> str:
     lines = ["| implementation | what it is | backward | needs | tested |", "|---|---|---|---|---|"]
     for operation in OPERATIONS:
         for row in rows(operation):
-            name = f"`{row.name}`" if getattr(row, "automatic", True) else f"`{row.name}` (when named)"
             backward = "yes" if row.backward else "no"
-            cells = (name, row.summary, backward, needs(row), proof(row, results, root))
+            cells = (f"`{row.name}`", row.summary, backward, needs(row), proof(row, results, root))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

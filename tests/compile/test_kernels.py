@@ -18,8 +18,16 @@ from tools.kernel_resources import DTYPES, Variant, as_entry, read_table, varian
 
 TABLE = read_table()
 SAME_TRITON = TABLE["triton"] == triton.__version__
-MATMUL = ("attention_fwd", "attention_fwd_sm90", "attention_bwd_keys", "attention_bwd_queries", "attention_split")
+MATMUL = (
+    "attention_fwd",
+    "attention_fwd_sm90",
+    "attention_bwd_sm90",
+    "attention_bwd_keys",
+    "attention_bwd_queries",
+    "attention_split",
+)
 REGISTERS, SPILL, SHARED = 16, 32, 1024  # slack: how much more than the table an unrelated change may cost
+UNSTEADY = 128  # bytes by which the assembler's spills of a kernel full to the last register differ from run to run
 NEWER_SPILL = 1024
 
 
@@ -41,7 +49,8 @@ def check(variant: Variant) -> None:
 def compare(where: str, found: Resources, known: dict[str, int]) -> None:
     """Not much worse than the table says."""
     got = as_entry(found)
-    slack = {"registers": REGISTERS, "spill": SPILL, "shared": SHARED} if SAME_TRITON else {"spill": NEWER_SPILL}
+    spill = UNSTEADY if where.endswith("_sm90") else SPILL
+    slack = {"registers": REGISTERS, "spill": spill, "shared": SHARED} if SAME_TRITON else {"spill": NEWER_SPILL}
     for key, more in slack.items():
         assert got[key] <= known[key] + more, f"{where}: {key} {got[key]}, table {known[key]} (slack {more})"
 

@@ -31,8 +31,9 @@ def _draw(*shape: int, seed: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_(generator=generator)
 
 
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
 @pytest.mark.parametrize("heads_kv", [128, 1], ids=["long_keys", "long_queries"])
-def test_tensors_of_more_than_two_to_the_31_elements(heads_kv: int) -> None:
+def test_tensors_of_more_than_two_to_the_31_elements(heads_kv: int, impl: str) -> None:
     """The last rows of a (1, 2**17 + 256, 128, 128) problem equal a small problem with copies of those rows."""
     seqlen, heads, dim, width, tail = 2**17 + 256, 128, 128, 64, 200
     assert seqlen * heads * dim > 2**31
@@ -41,11 +42,11 @@ def test_tensors_of_more_than_two_to_the_31_elements(heads_kv: int) -> None:
     do[:, :-tail] = 0
     for x in (q, k, v):
         x.requires_grad_()
-    o, lse = tw.attention_with_lse(q, k, v, mask=tw.window(width), impl="triton")
+    o, lse = tw.attention_with_lse(q, k, v, mask=tw.window(width), impl=impl)
     found = torch.autograd.grad(o, (q, k, v), do)
     keys = tail + width - 1  # what the last `tail` queries see
     small = [x.detach()[:, -keys:].clone().requires_grad_() for x in (q, k, v)]
-    want_o, want_lse = tw.attention_with_lse(*small, mask=tw.window(width), impl="triton")
+    want_o, want_lse = tw.attention_with_lse(*small, mask=tw.window(width), impl=impl)
     want = torch.autograd.grad(want_o, small, do[:, -keys:].clone())
     torch.testing.assert_close(o[:, -tail:], want_o[:, -tail:], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse[..., -tail:], want_lse[..., -tail:], rtol=1e-4, atol=1e-4)
@@ -67,15 +68,16 @@ def test_captured_tensor_of_more_than_two_to_the_31_elements() -> None:
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
 
 
-def test_more_batch_elements_times_heads_than_a_grid_dimension_holds() -> None:
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_more_batch_elements_times_heads_than_a_grid_dimension_holds(impl: str) -> None:
     """70,000 sequences of 16 rows, dense and packed, give the same."""
     batch, seqlen = 70_000, 16
     q, k, v = (_draw(batch, seqlen, 2, 32, seed=n) for n in range(3))
     cu = torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=DEVICE)
     with torch.no_grad():
-        dense = tw.attention(q, k, v, mask=tw.causal, impl="triton")
+        dense = tw.attention(q, k, v, mask=tw.causal, impl=impl)
         flat = [x.reshape(-1, 2, 32) for x in (q, k, v)]
-        packed = tw.attention(*flat, mask=tw.causal, layout=tw.Packed(cu), impl="triton")
+        packed = tw.attention(*flat, mask=tw.causal, layout=tw.Packed(cu), impl=impl)
     torch.testing.assert_close(packed.view_as(dense), dense, rtol=2e-2, atol=2e-2)
     for row in (0, 65_535, 65_536, batch - 1):
         one = slice(row, row + 1)

@@ -57,7 +57,7 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
         plan = triton_plans.backward_plans(call, o, do)[1]
     cfg, mask = plan.extra
     assert mask.classify is not None, "this mask has loop bounds and needs no lists"
-    listed, by_batch, by_head, _ = triton_attention._lists(call, plan, for_keys, None, {})
+    listed, by_batch, by_head, _ = triton_attention.lists_of(call, plan, for_keys, None, {})
     block = cfg.block_n if for_keys else cfg.block_m
     for b, start_q, start_k, seqlen_q, seqlen_k in _tile_ranges(call):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": cfg.block_m, "block_n": cfg.block_n}

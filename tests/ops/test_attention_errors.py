@@ -272,11 +272,30 @@ def test_why_says_who_runs_and_why_not_the_others() -> None:
     assert verdicts["cpu_tiled"].startswith("chosen: ")
     assert verdicts["cpu_sdpa"].startswith("needs no mask, or causal on a square")
     assert verdicts["cpu_sdpa"].endswith("got causal with seqlen_q 6, seqlen_k 9")
-    assert verdicts["reference"] == "can run this, but only when named"
+    assert verdicts["reference"] == "can run this, but prefers to be named; got no name"
     text = str(found)
     assert text.count("\n") == len(ROWS) - 1
     assert sum(line.startswith(">") for line in text.splitlines()) == 1
     assert "> cpu_tiled" in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask", "got"),
+    [
+        ((2, 512, 16, 64), None, "got no name"),
+        ((2, 513, 14, 64), tw.causal, "got no name"),
+        ((1, 512, 16, 64), tw.causal, "got 64"),
+        ((2, 512, 16, 64), tw.window(9), "got 64 and a window"),
+        ((2, 512, 16, 80), tw.window(9), "got no name"),
+    ],
+)
+def test_unless_named_hopper_kernels_take_what_they_are_best_at(
+    shape: tuple[int, ...], mask: tw.Mask | None, got: str
+) -> None:
+    q, k, v = (tensors(*shape, dtype=torch.bfloat16) for _ in range(3))
+    deferred = table.named("hopper").deferred(make_call(q, k, v, mask=mask))
+    assert deferred is not None
+    assert deferred.endswith(got)
 
 
 UNMET = {

@@ -23,7 +23,7 @@ from tilewise.formula.expr import Expr
 from tilewise.formula.structure import share
 from tilewise.formula.walk import postorder, symbols
 
-EMITTER_VERSION = 5
+EMITTER_VERSION = 6
 
 
 class Captured(NamedTuple):
@@ -96,15 +96,30 @@ class Emitter:
         lines, names = self._body(share(*hoisted))
         return self._definition(name, parameters, [*lines, f"return ({', '.join(names) or parameters[0]},)"])
 
+    def columns(self, name: str, position: str, hoisted: Sequence[Expr]) -> str:
+        """`def name(b, h, position, layout, args, nums)` returning a tuple of what a tile's columns need once, each
+        [1, N] in the tile's `layout` (Gluon only). `position` [N] is spread over the threads; in the tile's layout
+        many of them have the same column, and each would work it out for itself.
+        """
+        lines, names = self._body(share(*hoisted))
+        moved = [f"gl.convert_layout({name}, gl.SliceLayout(0, layout))[None, :]" for name in names]
+        parameters = ("b", "h", position, "layout: gl.constexpr")
+        return self._definition(name, parameters, [*lines, f"return ({', '.join(moved)},)"])
+
     def accumulate(
-        self, name: str, parameters: Sequence[str], roots: Sequence[Expr], parts: Sequence[tuple[Expr, int]]
+        self,
+        name: str,
+        parameters: Sequence[str],
+        roots: Sequence[Expr],
+        parts: Sequence[tuple[Expr, int]],
+        rows: str = "i",
     ) -> str:
         """`def name(*parameters, tile, grads, args, nums)` that adds the gradients of captured tensors.
 
         `parts` are (load, position in `grads` of the float32 accumulator's pointer, which its strides follow); `roots`
         hold for each of them its indices and its adjoint. Parts that share an address are summed inside the tile
-        first: along i (axis 0), j (axis 1) or both, where the index does not move with them. `tile` is any value of
-        the tile's full shape.
+        first: along i, j or both, where the index does not move with them. `tile` is any value of the tile's full
+        shape, whose axis 0 is `rows`.
         """
         lines, names = self._body(share(*roots))
         at_name = 0
@@ -113,13 +128,15 @@ class Emitter:
             at_name += len(load.args) + 1
             moves = set().union(*(symbols(index) for index in load.args)) if load.args else set()
             lines.append(f"total = {value} + {self.prefix}.zeros_like(tile)")
-            for axis, symbol in ((1, "j"), (0, "i")):
-                if symbol not in moves:
-                    lines.append(f"total = {self.prefix}.sum(total, {axis}, keep_dims=True)")
+            summed = [(axis, s) for axis, s in ((1, "j" if rows == "i" else "i"), (0, rows)) if s not in moves]
+            lines += [f"total = {self.prefix}.sum(total, {axis}, keep_dims=True)" for axis, _ in summed]
             offsets = [f"{self._wide(index)} * decoded(grads[{at + 1 + dim}])" for dim, index in enumerate(indices)]
             spread = f"{self.prefix}.zeros_like(total).to({self.prefix}.int32)"
-            lines.append(f"address = grads[{at}] + ({' + '.join([spread, *offsets])})")
-            lines.append(f'{self.prefix}.atomic_add(address, total, sem="relaxed")')
+            lines.append(f"offsets = {' + '.join([spread, *offsets])}")
+            if summed and self.dialect == "gluon":
+                # in a tile's layout a thread holds a sum many times over, and would add each of them
+                lines += [f"{part} = gl.convert_layout({part}, {_SUMS[summed[0][0]]})" for part in ("total", "offsets")]
+            lines.append(f'{self.prefix}.atomic_add(grads[{at}] + offsets, total, sem="relaxed")')
         return self._definition(name, (*parameters, "tile", "grads"), lines)
 
     def module(self, functions: Sequence[str]) -> str:
@@ -210,6 +227,8 @@ class Emitter:
         return f"args[{at}]{''.join(' + ' + offset for offset in offsets)}"
 
 
+# spread over the threads of a warpgroup: one column of sums, or one row of them
+_SUMS = {1: "gl.BlockedLayout([1, 1], [32, 1], [4, 1], [0, 1])", 0: "gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])"}
 _HEADER = {
     "triton": "import triton.language as tl\nfrom triton import jit",
     "gluon": (

@@ -128,7 +128,7 @@ def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 def dilated(step: int) -> Mask:
     """Every `step`-th key, counted from the query; with a window, that of Beltagy et al., "Longformer", dilated."""
     _integer("dilated step", step, "a step of 1 sees every key")
-    return mask(lambda b, h, i, j: (i - j) % step == 0, lambda: f"dilated({step})")
+    return mask(lambda b, h, i, j: i % step == j % step, lambda: f"dilated({step})")
 
 
 def neighborhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
@@ -238,7 +238,7 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
     def biased(s: Expr, b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
         distance = abs(i - j) if bidirectional else (i - j).clamp(min=0)
         # the slack puts distances on a bucket's edge into the bucket that T5's float32 gives, in every precision
-        far = e.unary("log", distance.clamp(min=exact).float() / float(exact)) * scale + 1e-5
+        far = e.unary("log", distance.clamp(min=exact).float() * (1.0 / exact)) * scale + 1e-5
         near = distance.clamp(max=exact - 1)  # the clamp lets the bounds of the bucket be proved
         bucket = e.where(e.compare("lt", distance, exact), near, (far.int() + exact).clamp(max=buckets - 1))
         if bidirectional:

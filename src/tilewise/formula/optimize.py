@@ -10,6 +10,22 @@ from tilewise.formula.walk import postorder, symbols, transform
 
 _EXACT_IN_FLOAT = ("add", "sub", "neg", "abs", "min", "max", "where")
 _SMALL = 2**20
+_DEAR = {
+    "load",
+    "table",
+    "floordiv",
+    "mod",
+    "div",
+    "sqrt",
+    "exp",
+    "exp2",
+    "log",
+    "log2",
+    "sin",
+    "cos",
+    "tanh",
+    "sigmoid",
+}
 
 
 def cheaper(root: Expr) -> Expr:
@@ -52,11 +68,11 @@ def _converted(node: Expr) -> Expr:
     return cast(node, float)
 
 
-def hoist(roots: Sequence[Expr], fixed: str) -> tuple[list[Expr], list[Expr]]:
+def hoist(roots: Sequence[Expr], fixed: str, first: int = 0, dear: bool = False) -> tuple[list[Expr], list[Expr]]:
     """Split expressions by what moves inside a program, which owns the positions `fixed` ('i' or 'j').
 
     Returns the subexpressions over b, h and `fixed` that the rest uses, and the rest, which reads them as symbols
-    `once[k]`.
+    `once[k]`, k from `first` on. With `dear`, only those that cost more than bringing a number to where it is used.
     """
     roots = share(*roots)
     still = {"b", "h", fixed}
@@ -64,14 +80,16 @@ def hoist(roots: Sequence[Expr], fixed: str) -> tuple[list[Expr], list[Expr]]:
     hoisted: list[Expr] = []
 
     def wants_hoisting(node: Expr) -> bool:
-        return not uses_moving[id(node)] and node.op not in ("sym", "lit", "num")
+        if uses_moving[id(node)] or node.op in ("sym", "lit", "num"):
+            return False
+        return not dear or any(part.op in _DEAR for part in postorder([node]))
 
     for node in [*postorder(roots)]:
         children = node.args if uses_moving[id(node)] else ()
         for child in (*children, *([node] if any(node is root for root in roots) else ())):
             if wants_hoisting(child) and all(child is not known for known in hoisted):
                 hoisted.append(child)
-    replaced = {id(node): sym(f"once[{k}]", node.kind) for k, node in enumerate(hoisted)}
+    replaced = {id(node): sym(f"once[{k}]", node.kind) for k, node in enumerate(hoisted, first)}
     rest = []
     for root in roots:
         done: dict[int, Expr] = {}

@@ -1,11 +1,14 @@
 """What Hopper kernels are made of: layouts of warpgroup products, named barriers, rings of tiles in shared memory."""
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.gluon_api import async_load
 
+LAST_ROW = gl.constexpr(2**30)
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
 
 
@@ -39,6 +42,12 @@ def give_turn(turn: gl.constexpr):
 
 
 @gluon.jit
+def wait_for_both():
+    """Wait until both of two warpgroups are here."""
+    _once_per_thread(_named_barrier("sync", 0))
+
+
+@gluon.jit
 def keep_before_wait(x):
     """Pin what computes x before the next wait for products, which the assembler would otherwise move ahead of it.
 
@@ -51,24 +60,121 @@ def keep_before_wait(x):
     )  # fmt: skip
 
 
+_KEEP_16 = (
+    "{ .reg .pred q; .reg .b32 t; lop3.b32 t, $8, $9, $10, 0xFE; lop3.b32 t, t, $11, $12, 0xFE; "
+    "lop3.b32 t, t, $13, $14, 0xFE; or.b32 t, t, $15; setp.eq.u32 q, t, 0xFFFFFFFF; @q st.shared.b32 [t], t; "
+    + " ".join(f"mov.b32 ${n}, ${n + 8};" for n in range(8))
+    + " }"
+)
+KEEP_16 = gl.constexpr(_KEEP_16)
+KEEP_16_PLACES = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 8))
+
+
 @gluon.jit
-def fill(tensor, at, b, h, row, ring, full, empty):
+def keep_tile_before_wait(x):
+    """`keep_before_wait` of a 16-bit tile that goes on into products; it would be stored if all its bits were 1."""
+    return gl.inline_asm_elementwise(KEEP_16, KEEP_16_PLACES, [x], dtype=x.dtype, is_pure=False, pack=16)
+
+
+@gluon.jit
+def ring_turn(at, STAGES: gl.constexpr):
+    """(place in a ring, phase of its barriers) of the `at`-th tile."""
+    return at % STAGES, (at // STAGES) & 1
+
+
+@gluon.jit
+def sequence(b, CU_SEQLENS, seqlen, PACKED: gl.constexpr):
+    """(sequence as descriptors know it, first row, rows) of batch element b, or of a packed sequence.
+
+    Descriptors of packed tensors have 2**30 rows, and a sequence of theirs ends at the last: tiles that reach beyond
+    its end find nothing there. Two dimensions before, whose strides add up to none of this in 64 bits, bring the
+    address back (the way of Triton's `ragged_tma`).
+    """
+    if PACKED:
+        row0 = gl.load(CU_SEQLENS + b)
+        rows = gl.load(CU_SEQLENS + b + 1) - row0
+        here = (LAST_ROW + 0 * row0, row0 + rows, LAST_ROW - rows)
+    else:
+        row0 = 0 * b
+        rows = seqlen
+        here = (b, row0, row0)
+    return here, row0, rows
+
+
+@gluon.jit
+def at_row(here, h, row):
+    """Coordinates of a tile's first row in a descriptor."""
+    return [here[0], here[1], h, here[2] + row, 0]
+
+
+@gluon.constexpr_function
+def tile_bytes(ring):
+    """Bytes of one tile of a ring of 16-bit tiles."""
+    return ring.shape[-2] * ring.shape[-1] * 2
+
+
+@gluon.jit
+def fill(tensor, at, here, h, row, ring, full, empty):
     """Fetch the rows of one tile into the ring's place for the `at`-th tile, once that is free."""
-    STAGES: gl.constexpr = ring.shape[0]
-    stage = at % STAGES
-    mbarrier.wait(empty.index(stage), ((at // STAGES) & 1) ^ 1)
+    stage, phase = ring_turn(at, ring.shape[0])
+    mbarrier.wait(empty.index(stage), phase ^ 1)
     bar = full.index(stage)
-    mbarrier.expect(bar, ring.shape[3] * ring.shape[4] * 2)
-    async_load(tensor, [b, h, row, 0], bar, ring.index(stage))
+    mbarrier.expect(bar, tile_bytes(ring))
+    async_load(tensor, at_row(here, h, row), bar, ring.index(stage))
 
 
 @gluon.jit
 def filled(at, ring, full):
     """(place, tile [rows, columns]) of the ring's `at`-th tile, waiting until it is there."""
-    STAGES: gl.constexpr = ring.shape[0]
-    stage = at % STAGES
-    mbarrier.wait(full.index(stage), (at // STAGES) & 1)
-    return stage, ring.index(stage).reshape([ring.shape[3], ring.shape[4]])
+    stage, phase = ring_turn(at, ring.shape[0])
+    mbarrier.wait(full.index(stage), phase)
+    return stage, matrix(ring.index(stage))
+
+
+@gluon.jit
+def matrix(tile):
+    """A tile [1, 1, 1, rows, columns] of shared memory as [rows, columns]."""
+    return tile.reshape([tile.shape[3], tile.shape[4]])
+
+
+@gluon.jit
+def with_columns(once, b, h, start, last, args, nums, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, N: gl.constexpr):
+    """What a formula computed once for the rows, and what it does for the columns `start` .. `start` + N - 1 of a tile
+    in LAYOUT, positions beyond `last` being `last`.
+    """
+    if COLUMNS is not None:
+        x = gl.minimum(start + gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [4], [0])), last)
+        once = once + COLUMNS(b, h, x, LAYOUT, args, nums)
+    return once
+
+
+@gluon.jit
+def within(start, first, last, LAYOUT: gl.constexpr, N: gl.constexpr):
+    """Which of the columns `start` .. `start` + N - 1 of a tile are in their row's run `first` .. `last` (empty where
+    first > last). One subtraction and one comparison for each: below the run is far above it, without a sign.
+    """
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
+    begin = gl.where(first > last, 1 << 30, first - start)
+    above = columns[None, :] - begin[:, None]
+    return above.to(gl.uint32) <= gl.maximum(last - first, 0).to(gl.uint32)[:, None]
+
+
+@gluon.jit
+def tilt_of(b, h, args, nums, LINEAR: gl.constexpr):
+    """What a linear score adds for each i, for each j, and at all, in base 2."""
+    tilt = (0.0, 0.0, 0.0)
+    if LINEAR is not None:
+        of_i, of_j, rest = LINEAR(b, h, args, nums)
+        tilt = (of_i * LOG2E, of_j * LOG2E, rest * LOG2E)
+    return tilt
+
+
+@gluon.jit
+def tilted(tilt, position, start, of_own: gl.constexpr):
+    """What a linear score adds to the positions of one side of a tile, beside what grows from the other side's first
+    position, `start`, on. Only differences of positions are multiplied: large numbers would cancel.
+    """
+    return tilt[of_own] * (position - start).to(gl.float32) + ((tilt[0] + tilt[1]) * start + tilt[2])
 
 
 @gluon.jit
@@ -87,3 +193,20 @@ def row_max(s, LAYOUT: gl.constexpr):
 def thread_sums(p):
     """[64, 4]: what each thread of a quad holds of a row, summed; the four are added once, at the end."""
     return gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def keep_scores(seed, row, offs_i, start_j, dropout, like):
+    """Which of the scores `like` [64, N] survive: the bits of `tiles.dropout`, in its layout. start_j is a multiple of
+    4. Four keys share a counter, and a thread has two of them, side by side.
+    """
+    N: gl.constexpr = like.shape[1]
+    PAIRS: gl.constexpr = gl.SliceLayout(2, like.reshape([64, N // 2, 2]).type.layout)
+    pair = gl.arange(0, N // 2, layout=gl.SliceLayout(0, PAIRS))[None, :]
+    rows = gl.convert_layout(offs_i, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
+    c0 = start_j // 4 + pair // 2 + 0 * rows
+    w0, w1, w2, w3 = tl.philox(seed, c0, rows + 0 * pair, row + 0 * c0, 0 * c0)
+    first = pair % 2 == 0
+    words = gl.join(gl.where(first, w0, w2), gl.where(first, w1, w3)).reshape([64, N])
+    words = gl.convert_layout(words, like.type.layout, assert_trivial=True)
+    return words >= gl.minimum(dropout * 4294967296.0, 4294967040.0).to(gl.uint32)

@@ -117,7 +117,7 @@ def visit_any(t, tiles, LISTS: tl.constexpr):
         tile = begin + t
         tile = tl.where(tile < full_begin, tile, tile + num_full)
         tile = tl.where(t < num_partial, tile, full_begin + (t - num_partial))
-    return tl.minimum(tl.maximum(tile, 0), last)
+    return tl.maximum(tl.minimum(tile, last), 0)  # where nothing is, the first tile has nothing in it
 
 
 @triton.jit

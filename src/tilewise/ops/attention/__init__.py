@@ -143,13 +143,14 @@ def why(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, impl: str | None =
     rows = []
     for row in ROWS:
         unmet = row.first_unmet(call)
-        wanted = row.name == impl if impl is not None else row.automatic
+        deferred = row.deferred(call) if unmet is None and impl is None else None
+        wanted = row.name == impl if impl is not None else deferred is None
         if unmet is None and wanted and chosen is None:
             chosen, verdict = row.name, f"chosen: {row.summary}"
         elif unmet is not None:
             verdict = unmet
-        elif not row.automatic and impl is None:
-            verdict = "can run this, but only when named"
+        elif deferred is not None:
+            verdict = f"can run this, but {deferred}"
         elif impl is not None:
             verdict = f"can run this, but impl={impl!r} was named"
         else:

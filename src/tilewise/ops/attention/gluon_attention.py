@@ -1,29 +1,34 @@
-"""Attention on Hopper: the plan of the Gluon forward; the backward is the portable one."""
+"""Attention on Hopper: the plans of the Gluon kernels. What their backward does not take, the portable one does."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilewise.ops.attention import gluon_sm90_bwd as bwd
 from tilewise.ops.attention import triton_attention
 from tilewise.ops.attention.configs import Config, Row, first_fit, padded
 from tilewise.ops.attention.gluon_sm90_fwd import attention_fwd_sm90
+from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.triton_launch import Plan, describable
+from tilewise.ops.attention.triton_launch import Plan, Plans, describable, on_device
 from tilewise.ops.attention.triton_plans import (
+    accumulators,
+    formula_arguments,
     functions,
     lengths_of,
     multiprocessors,
     slots_of,
+    strides_of,
     together,
-    visibility,
 )
-from tilewise.ops.attention.variant import formula_kind, is_band
-
-backward = triton_attention.backward
+from tilewise.ops.attention.variant import MaskFunctions, ScoreFunctions, formula_kind, is_band
+from tilewise.tiles.arithmetic import LOG2E
+from tilewise.tiles.hopper import LAST_ROW
 
 # One compute warpgroup for each 64 queries. Chosen by timing on an H200 (benchmarks/NOTES.md).
 _FORWARD = (
@@ -32,11 +37,105 @@ _FORWARD = (
     Row(128, Config(128, 128, 4, 2, True)),
     Row(256, Config(128, 64, 4, 2, True)),
 )
+_BACKWARD = (
+    Row(64, Config(128, 128, 4, 2, True)),
+    Row(128, Config(64, 128, 4, 2, True)),
+)
+_ROWS = 64  # rows of a program that finishes
+_PLANS = Plans()
 _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 _SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles
+_MANY = 0x7FFF0000
 _FEW = 24  # tiles of queries of a sequence up to which tiles of unequal length are divided beforehand
+
+
+class Forward(NamedTuple):
+    """What is known when the forward is compiled: sizes, the formula's device functions (None where not needed), and
+    whether scores are scaled before anything else, tiles may need a mask, and the output has shared memory of its own;
+    `ahead` is for how many items queries have places.
+    """
+
+    heads: int
+    group: int
+    block_n: int
+    consumers: int
+    stages: int
+    lists: bool
+    tiles: Any
+    rows: Any
+    mask_once: Any
+    mask_columns: Any
+    visible: Any
+    score_once: Any
+    score_columns: Any
+    score: Any
+    linear: Any
+    scale_first: bool
+    guard: bool
+    sinks: bool
+    packed: bool
+    dropout: bool
+    registers: int
+    apart: bool
+    ahead: int
+
+
+class Backward(NamedTuple):
+    """What is known when the backward is compiled (see `Forward`); `slope` is the score's derivative, and
+    `accumulate` adds the gradients of captured tensors.
+    """
+
+    heads: int
+    group: int
+    lists: bool
+    tiles: Any
+    rows: Any
+    mask_once: Any
+    mask_columns: Any
+    visible: Any
+    score_once: Any
+    score_columns: Any
+    score: Any
+    linear: Any
+    slope: Any
+    accumulate: Any
+    scale_first: bool
+    guard: bool
+    packed: bool
+    registers: int
+
+
+def _constants(kind: Callable[..., tuple[Any, ...]], **values: Any) -> tuple[Any, ...]:
+    """A `Forward` or `Backward`: numbers as constants; functions and None are ones as they are."""
+    return kind(**{name: gl.constexpr(x) if isinstance(x, int) else x for name, x in values.items()})
+
+
+def _common(
+    call: Call, mask: MaskFunctions | None, score: ScoreFunctions | None, cfg: Config, of_keys: bool
+) -> dict[str, Any]:
+    """What both kernels are told."""
+    seen = mask and (mask.keys if of_keys else mask.queries)
+    linear = _linear(call, score)
+    scored = (score and linear is None and (score.keys if of_keys else score.queries)) or None
+    return {
+        "heads": call.num_heads_q,
+        "group": call.group,
+        "lists": mask is not None and mask.classify is not None,
+        "tiles": seen and seen.tiles,
+        "rows": seen and seen.rows,
+        "mask_once": seen and seen.once,
+        "mask_columns": seen and seen.columns,
+        "visible": seen and seen.visible,
+        "score_once": scored and scored.once,
+        "score_columns": scored and scored.columns,
+        "score": scored and scored.apply,
+        "linear": linear,
+        "scale_first": _scale_first(call, score),
+        "guard": mask is not None or call.packed or call.rows_k % cfg.block_n != 0,
+        "packed": call.packed,
+    }
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,33 +144,42 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _reached(*tensors: torch.Tensor) -> bool:
-    return triton_attention.fetchable(*tensors) and all(map(describable, tensors))
+    return triton_attention.fetchable(*tensors) and all(map(_describable, tensors))
+
+
+def _describable(x: torch.Tensor) -> bool:
+    """Whether one descriptor reaches a (batch, seqlen, heads, dim) or (rows, heads, dim) tensor of fetchable rows."""
+    return describable(x if x.ndim == 4 else x[None])
 
 
 def forward_plan(call: Call) -> Plan:
     """The plan of `attention_fwd_sm90`."""
     mask, score = functions(call, "gluon")
-    side = score and score.queries
-    equal = call.mask is None or is_band(call.mask.text)  # all tiles of queries visit as many tiles of keys
-    kind = formula_kind(call.mask and call.mask.text, None)
-    if kind == "plain" and not equal and call.rows_q <= _SHORT:
-        kind = "short"
-    cfg = first_fit(_FORWARD, call.head_dim, call.head_dim_v, kind)
+    cfg = config_of("hopper forward", call)
     d, d_v = padded(call.head_dim), padded(call.head_dim_v)
     consumers = cfg.block_m // 64
     slots = slots_of(call, cfg, False)
-    pairs = call.num_heads_q * call.batch
-    workers, turns = _division(call, mask, equal, slots, pairs)
+    pairs = call.num_heads_q * (1 if call.packed else call.batch)
+    workers, turns = _division(call, mask, slots, pairs)
+    used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
     return Plan(
         attention_fwd_sm90,
         grid=workers,
         strides=(),
         sizes=(*lengths_of(call), slots, turns, slots * pairs),
         constants=(
-            call.num_heads_q, call.group, cfg.block_n, consumers, cfg.stages, *visibility(mask, False),
-            side and side.once, side and side.apply, call.score is not None or call.scale <= 0.0,
-            mask is not None or call.rows_k % cfg.block_n != 0,
-            2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v) <= _SHARED, _REGISTERS[consumers],
+            _constants(
+                Forward,
+                **_common(call, mask, score, cfg, False),
+                block_n=cfg.block_n,
+                consumers=consumers,
+                stages=cfg.stages,
+                sinks=call.sink is not None,
+                dropout=call.dropout > 0.0,
+                apart=used <= _SHARED,
+                ahead=2 if used + 2 * cfg.block_m * d <= _SHARED else 1,
+                registers=_REGISTERS[consumers],
+            ),
         ),
         warps=cfg.warps,
         stages=cfg.stages,
@@ -81,7 +189,22 @@ def forward_plan(call: Call) -> Plan:
     )  # fmt: skip
 
 
-def _division(call: Call, mask: Any, equal: bool, slots: int, pairs: int) -> tuple[int, int]:
+def config_of(kernel: str, call: Call) -> Config:
+    """Tile sizes of "hopper forward" or "hopper backward"."""
+    if kernel == "hopper backward":
+        return first_fit(_BACKWARD, call.head_dim, call.head_dim_v, "plain")
+    kind = formula_kind(call.mask and call.mask.text, None)
+    if kind == "plain" and not _equal(call) and call.rows_q <= _SHORT:
+        kind = "short"
+    return first_fit(_FORWARD, call.head_dim, call.head_dim_v, kind)
+
+
+def _equal(call: Call) -> bool:
+    """Whether all tiles of one side visit as many tiles of the other."""
+    return not call.packed and (call.mask is None or is_band(call.mask.text))
+
+
+def _division(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) -> tuple[int, int]:
     """(programs, pairs of batch and head that take turns).
 
     A program for each multiprocessor begins a tile while the one before it ends. That needs tiles of equal length, or
@@ -89,17 +212,120 @@ def _division(call: Call, mask: Any, equal: bool, slots: int, pairs: int) -> tup
     a program.
     """
     workers = min(slots * pairs, multiprocessors(call.q.device))
-    if equal:
+    if _equal(call):
         return workers, together(call, mask, slots, pairs)
-    if slots <= _FEW and (mask is None or mask.classify is None):
+    if slots <= _FEW and not call.packed and (mask is None or mask.classify is None):
         return workers, max(1, min(pairs, -(-2 * workers // slots)))
     return slots * pairs, together(call, mask, slots, pairs)
 
 
+def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+    """Gradients: what queries begin with and sums that are 0; dK, dV and the sums of dQ; dQ from its sums."""
+    if max(call.head_dim, call.head_dim_v) > 128 or call.deterministic or call.dropout > 0.0:
+        return triton_attention.backward(call, o, lse, do, dlse)
+    key = triton_attention.backward_key(call, o, do, dlse)
+    plans = _PLANS.get(key)
+    if plans is None:
+        if not _reached(call.q, call.k, call.v, o, do):
+            return triton_attention.on_padded(backward, _reached, call, o, lse, do, dlse)
+        plans = _PLANS.put(key, backward_plans(call, o, do))
+    prepare, main, finish = plans
+    block = main.extra[0].block_m
+    shift, centre = lse.new_empty((2, prepare.grid, block))
+    sums = lse.new_empty((*call.q.shape[:-1], _columns(call)))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
+    captured = captured_buffers(call)
+    dlse = None if dlse is None else dlse.contiguous()
+    with on_device(call.q):
+        unit = LOG2E if prepare.extra else 1.0 / call.scale
+        prepare.launch((o, do, lse, dlse, shift, centre, sums, call.cu_seqlens_q), (), (unit,))
+        lists = triton_attention.lists_of(call, main, True, key, {})
+        pointers = (call.q, call.k, call.v, do, shift, centre, sums, dk, dv, call.cu_seqlens_q, call.cu_seqlens_k)
+        main.launch((*pointers, *lists), (*formula_arguments(call), accumulators(captured)), (call.scale,))
+        finish.launch((sums, dq), (), (call.scale,))
+    grads = Gradients(dq, dk, dv, None, rounded(call, captured))
+    if call.grad_sink:
+        grads.dsink = sink_gradient(call, lse, delta_of(o, do, dlse, call.packed))
+    return grads
+
+
+def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan, Plan]:
+    """The plans of `prepare`, `attention_bwd_sm90` and `finish`."""
+    mask, score = functions(call, "gluon")
+    cfg = config_of("hopper backward", call)
+    d, batches = _columns(call), 1 if call.packed else call.batch
+    slots, slots_q = slots_of(call, cfg, True), slots_of(call, cfg, False)
+    pairs, pairs_kv = call.num_heads_q * batches, call.num_heads_kv * batches
+    prepare = Plan(
+        bwd.prepare,
+        pairs * slots_q,
+        (*strides_of(o), *strides_of(do)),
+        (call.batch, call.rows_q, slots_q),
+        (call.num_heads_q, call.head_dim_v, d, cfg.block_m, call.packed),
+        4,
+        1,
+        extra=_scale_first(call, score),
+    )
+    workers, turns = _division(call, mask, slots, pairs_kv)
+    main = Plan(
+        bwd.attention_bwd_sm90,
+        grid=workers,
+        strides=(),
+        sizes=(*lengths_of(call)[:3], slots_q, slots, turns, slots * pairs_kv),
+        constants=(
+            _constants(
+                Backward,
+                **_common(call, mask, score, cfg, True),
+                slope=score and score.keys.slope if _linear(call, score) is None else None,
+                accumulate=score and score.keys.accumulate,
+                registers=_REGISTERS[2],
+            ),
+        ),
+        warps=cfg.warps,
+        stages=cfg.stages,
+        extra=(cfg, functions(call)[0]),
+        boxes={
+            0: (cfg.block_m, d), 1: (64, d), 2: (64, d), 3: (cfg.block_m, d),  # q, k, v, do
+            4: (1, cfg.block_m), 5: (1, cfg.block_m), 6: (64, d // 2 if cfg.block_m == 64 else d),  # shift, centre, sum
+            7: (64, d), 8: (64, d),  # dk, dv
+        },
+        describe=describe,
+    )  # fmt: skip
+    rows = call.q.numel() // max(1, call.head_dim)
+    finish = Plan(bwd.finish, -(-rows // _ROWS), (), (rows,), (call.head_dim, d, _ROWS), 4, 1)
+    return prepare, main, finish
+
+
+def _columns(call: Call) -> int:
+    """Columns that the backward gives Q, K, V and all their gradients."""
+    return max(64, padded(call.head_dim), padded(call.head_dim_v))
+
+
+def _linear(call: Call, score: ScoreFunctions | None) -> Any:
+    """The function of a linear score, which is folded into the scaling; None for other scores."""
+    return score.linear if score is not None and call.scale > 0.0 and not any(call.grad_captured) else None
+
+
+def _scale_first(call: Call, score: ScoreFunctions | None) -> bool:
+    """Whether scores are scaled before anything else is done with them."""
+    return (score is not None and _linear(call, score) is None) or call.scale <= 0.0
+
+
 def describe(x: torch.Tensor, box: tuple[int, ...]) -> Any:
-    """A descriptor of a (batch, seqlen, heads, dim) tensor whose tiles are (rows, columns) of one sequence and head."""
+    """A descriptor of a (batch, seqlen, heads, dim) or packed (rows, heads, dim) tensor whose tiles are (rows, columns)
+    of one head (see `tiles.hopper.sequence`), or of a matrix.
+    """
+    if x.ndim == 2:
+        layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.float32)
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)
     row = -(-x.shape[-1] // 8) * 8  # any multiple of 16 bytes does where there is but one
-    batch, rows, heads, _ = (stride if size > 1 else row for size, stride in zip(x.shape, x.stride(), strict=True))
-    tile = [1, 1, *box]
-    layout = gl.NVMMASharedLayout.get_default_for(tile, _DTYPES[x.dtype])
-    return TensorDescriptor(x, [x.shape[n] for n in (0, 2, 1, 3)], [batch, heads, rows, 1], tile, layout)
+    sizes, strides = list(x.shape), [n if size > 1 else row for size, n in zip(x.shape, x.stride(), strict=True)]
+    rows, heads, dim = sizes[-3:]
+    if x.ndim == 3:
+        sizes = [_MANY, _MANY, heads, int(LAST_ROW), dim]
+        strides = [2**34 - strides[0], strides[0], strides[1], strides[0], 1]
+    else:
+        sizes = [sizes[0], 1, heads, rows, dim]
+        strides = [strides[0], row, strides[2], strides[1], 1]
+    tile = [1, 1, 1, *box]
+    return TensorDescriptor(x, sizes, strides, tile, gl.NVMMASharedLayout.get_default_for(tile, _DTYPES[x.dtype]))

@@ -15,76 +15,101 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_load, async_store, barrier
 from tilewise.tiles.hopper import (
+    at_row,
     fill,
     filled,
     give_turn,
     keep_before_wait,
+    keep_scores,
+    matrix,
     product_layout,
+    ring_turn,
     row_max,
+    sequence,
     thread_sums,
+    tile_bytes,
+    tilt_of,
+    tilted,
     wait_turn,
+    with_columns,
 )
-from tilewise.tiles.visit import call_once, row_ends, snake, take_turns, turns_of, visit_any, visits
+from tilewise.tiles.visit import call_once, locate, row_ends, snake, take_turns, turns_of, visit_any, visits
 
 
 @gluon.jit
-def tile_of(
-    item, sizes, formula, lists, HEADS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    LISTS: gl.constexpr, TILES: gl.constexpr,
-):  # fmt: skip
-    """((b, h, first query), visited tiles of keys, their number) of an item of the grid: the last queries, which see
-    most under a causal mask, come first.
+def tile_of(item, grid, fixed):
+    """((b, h, first query, row of its sequence), (queries, keys), (their numbers), visited tiles of keys, how many) of
+    an item of the grid: the last queries, which see most under a causal mask, come first. Packed sequences have items
+    to spare, which visit nothing.
     """
+    BLOCK_M: gl.constexpr = 64 * fixed.consumers
+    _, sizes, formula, lists, cu_seqlens = grid
+    CU_Q, CU_K = cu_seqlens
     batch, seqlen_q, seqlen_k, _, slots, together = sizes
     mask_args, mask_nums, _, _ = formula
     listed, list_stride_b, list_stride_h, list_stride_r = lists
-    pair, turn = take_turns(item, slots, batch * HEADS, together)
+    pair, turn = take_turns(item, slots, fixed.heads if fixed.packed else batch * fixed.heads, together)
     slot = slots - 1 - turn
-    h = pair % HEADS
-    b = pair // HEADS
-    start_m = slot * BLOCK_M
-    i0 = start_m + seqlen_k - seqlen_q
-    i1 = gl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
-    if LISTS:
+    h = pair % fixed.heads
+    b = pair // fixed.heads
+    m = slot
+    if fixed.packed:
+        b, m = locate(slot, CU_Q, batch, BLOCK_M)
+    queries, row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)
+    keys, _row0, seqlen_k = sequence(b, CU_K, seqlen_k, fixed.packed)
+    start_m = m * BLOCK_M
+    first = start_m
+    last = gl.minimum(start_m + BLOCK_M, seqlen_q) - 1
+    if fixed.packed:  # formulas see valid positions only
+        first = gl.minimum(first, gl.maximum(seqlen_q - 1, 0))
+        last = gl.maximum(last, first)
+    i0 = first + seqlen_k - seqlen_q
+    i1 = last + seqlen_k - seqlen_q
+    if fixed.lists:
         listed = listed + (b.to(gl.int64) * list_stride_b + h.to(gl.int64) * list_stride_h + slot) * list_stride_r
     begin, full_begin, num_full, num_partial = visits(
-        b, h, i0, i1, 0, seqlen_k, mask_args, mask_nums, listed, LISTS, TILES, BLOCK_N
+        b, h, i0, i1, 0, seqlen_k, mask_args, mask_nums, listed, fixed.lists, fixed.tiles, fixed.block_n
     )
     num_partial = gl.maximum(num_partial, 1 - num_full)  # who sees nothing visits one tile, all of it hidden
-    last = (seqlen_k + BLOCK_N - 1) // BLOCK_N - 1
-    tiles = (begin, full_begin, num_full, num_partial, last, listed, list_stride_r)
-    return (b, h, start_m), tiles, num_full + num_partial
+    count = num_full + num_partial
+    if fixed.packed:
+        count = gl.where(start_m < seqlen_q, count, 0)
+    last_tile = (seqlen_k + fixed.block_n - 1) // fixed.block_n - 1
+    tiles = (begin, full_begin, num_full, num_partial, last_tile, listed, list_stride_r)
+    return (b, h, start_m, row0), (queries, keys), (seqlen_q, seqlen_k), tiles, count
 
 
 @gluon.jit
-def fetch(
-    tensors, memory, bars, grid, HEADS: gl.constexpr, GROUP: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr, LISTS: gl.constexpr, TILES: gl.constexpr,
-):  # fmt: skip
+def fetch(tensors, memory, bars, grid, fixed):
     """The warp that fetches: K of a tile before V of the one before it, as the products ask for them."""
     Q, K, V = tensors
     q_ring, k_ring, v_ring, _ = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    items, sizes, formula, lists = grid
     workers = gl.num_programs(0)
     done = 0
-    for turn in range(turns_of(gl.program_id(0), workers, items)):
-        item = snake(turn, gl.program_id(0), workers)
-        place, tiles, count = tile_of(item, sizes, formula, lists, HEADS, 64 * CONSUMERS, BLOCK_N, LISTS, TILES)
-        b, h, start_m = place
-        n = visit_any(0, tiles, LISTS)
-        fill(K, done, b, h // GROUP, n * BLOCK_N, k_ring, k_full, k_empty)
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), q_ring.shape[3] * q_ring.shape[4] * 2)
-            async_load(Q, [b, h, start_m + 64 * c, 0], q_full.index(c), q_ring.index(c))
-        for t in range(1, count):
-            after = visit_any(t, tiles, LISTS)
-            fill(K, done + t, b, h // GROUP, after * BLOCK_N, k_ring, k_full, k_empty)
-            fill(V, done + t - 1, b, h // GROUP, n * BLOCK_N, v_ring, v_full, v_empty)
-            n = after
+    turn = 0  # of items that visit something
+    for at in range(turns_of(gl.program_id(0), workers, grid[0])):
+        item = snake(at, gl.program_id(0), workers)
+        place, where, _sizes, tiles, count = tile_of(item, grid, fixed)
+        _b, h, start_m, _row0 = place
+        queries, keys = where
+        if count > 0:
+            n = visit_any(0, tiles, fixed.lists)
+            fill(K, done, keys, h // fixed.group, n * fixed.block_n, k_ring, k_full, k_empty)
+            first, phase = ring_turn(turn, fixed.ahead)
+            for c in gl.static_range(fixed.consumers):
+                spot = first * fixed.consumers + c
+                mbarrier.wait(q_empty.index(spot), phase ^ 1)
+                mbarrier.expect(q_full.index(spot), tile_bytes(q_ring))
+                async_load(Q, at_row(queries, h, start_m + 64 * c), q_full.index(spot), q_ring.index(spot))
+            for t in range(1, count):
+                after = visit_any(t, tiles, fixed.lists)
+                fill(K, done + t, keys, h // fixed.group, after * fixed.block_n, k_ring, k_full, k_empty)
+                fill(V, done + t - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
+                n = after
+            fill(V, done + count - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
+            turn += 1
         done += count
-        fill(V, done - 1, b, h // GROUP, n * BLOCK_N, v_ring, v_full, v_empty)
 
 
 @gluon.jit
@@ -96,158 +121,232 @@ def scores_of(q, k):
 
 
 @gluon.jit
-def softmax_of(
-    s, n, m_old, masked, offs_i, ends, c, scale, b, h, seqlen_k, onces, formula, BLOCK_N: gl.constexpr,
-    VISIBLE: gl.constexpr, SCORE: gl.constexpr, SCALE_FIRST: gl.constexpr, GUARD: gl.constexpr,
-):  # fmt: skip
-    """(probabilities of the running maximum, that maximum, factor for what came before); m is in units of s."""
+def first_scores(done, turn, memory, bars, fixed, C: gl.constexpr, wanted):
+    """Start the scores of an item's first tile, once Q and K are there; if not `wanted`, of what lies there."""
+    q_ring, k_ring, _, _ = memory
+    q_full, _, k_full, _, _, _ = bars
+    place, phase = ring_turn(turn, fixed.ahead)
+    spot = place * fixed.consumers + C
+    mbarrier.wait(q_full.index(spot), phase, pred=wanted)
+    stage, phase = ring_turn(done, fixed.stages)
+    mbarrier.wait(k_full.index(stage), phase, pred=wanted)
+    return scores_of(matrix(q_ring.index(spot)), matrix(k_ring.index(stage)))
+
+
+@gluon.jit
+def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
+    """(probabilities of the running maximum, that maximum, factor for what came before); m is in units of s, or of
+    base 2 where the score is linear.
+    """
     LAYOUT: gl.constexpr = s.type.layout
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     mask_args, mask_nums, score_args, score_nums = formula
-    mask_once, score_once = onces
+    b, h, offs_i, seqlen_k, last_key, ends, onces, tilt = rows
     first_j, last_j = ends
-    offs_n = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=COLUMNS)
-    if SCALE_FIRST:
+    mask_once, score_once = onces
+    offs_n = n * fixed.block_n + gl.arange(0, fixed.block_n, layout=COLUMNS)
+    if fixed.linear is not None:
+        s = s * c + (tilt[1] * gl.arange(0, fixed.block_n, layout=COLUMNS).to(gl.float32))[None, :]
+    if fixed.scale_first:
         s = s * scale
-    if SCORE is not None:
-        offs_j = gl.minimum(offs_n, seqlen_k - 1) if len(score_args) > 0 else offs_n
-        s = SCORE(s, b, h, offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
-    if GUARD and masked:
-        if VISIBLE is not None:
-            offs_j = gl.minimum(offs_n, seqlen_k - 1)
-            seen = VISIBLE(b, h, offs_i[:, None], offs_j[None, :], mask_once, mask_args, mask_nums)
+    if fixed.score is not None:
+        offs_j = gl.minimum(offs_n, last_key) if len(score_args) > 0 else offs_n
+        of_score = with_columns(
+            score_once,
+            b,
+            h,
+            n * fixed.block_n,
+            last_key,
+            score_args,
+            score_nums,
+            fixed.score_columns,
+            LAYOUT,
+            fixed.block_n,
+        )
+        s = fixed.score(s, b, h, offs_i[:, None], offs_j[None, :], of_score, score_args, score_nums)
+    if fixed.guard and masked:
+        if fixed.visible is not None:
+            offs_j = gl.minimum(offs_n, last_key)
+            of_mask = with_columns(
+                mask_once,
+                b,
+                h,
+                n * fixed.block_n,
+                last_key,
+                mask_args,
+                mask_nums,
+                fixed.mask_columns,
+                LAYOUT,
+                fixed.block_n,
+            )
+            seen = fixed.visible(b, h, offs_i[:, None], offs_j[None, :], of_mask, mask_args, mask_nums)
             seen = seen & (offs_n < seqlen_k)[None, :]
         else:
             seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
         s = gl.where(seen, s, float("-inf"))
     ROW: gl.constexpr = m_old.type.layout
-    m_new = gl.maximum(m_old, row_max(s, ROW))
+    largest = row_max(s, ROW)
+    if fixed.linear is not None:
+        more = tilted(tilt, offs_i, n * fixed.block_n, 0)
+        largest = largest + gl.convert_layout(more, ROW, assert_trivial=True)
+    m_new = gl.maximum(m_old, largest)
     m_use = m_new
-    if GUARD or SCORE is not None:
+    if fixed.guard or fixed.score is not None:
         m_use = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-    alpha = gl.exp2((m_old - m_use) * c)
-    shift = gl.convert_layout(m_use * c, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    return gl.exp2(s * c - shift[:, None]), m_new, alpha
+    if fixed.linear is not None:
+        alpha = gl.exp2(m_old - m_use)
+        shift = gl.convert_layout(m_use, gl.SliceLayout(1, LAYOUT), assert_trivial=True) - more
+        p = gl.exp2(s - shift[:, None])
+    else:
+        alpha = gl.exp2((m_old - m_use) * c)
+        shift = gl.convert_layout(m_use * c, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+        p = gl.exp2(s * c - shift[:, None])
+    return p, m_new, alpha
 
 
 @gluon.jit
-def compute(
-    tensors, memory, bars, grid, scalars, C: gl.constexpr, HEADS: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr, LISTS: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr, MASK_ONCE: gl.constexpr,
-    VISIBLE: gl.constexpr, SCORE_ONCE: gl.constexpr, SCORE: gl.constexpr, SCALE_FIRST: gl.constexpr,
-    GUARD: gl.constexpr, SINKS: gl.constexpr, O_APART: gl.constexpr,
-):  # fmt: skip
-    """One warpgroup: 64 queries through all visited tiles. Products of the next tile run while this one is
-    exponentiated, and the warpgroups issue theirs in turn.
+def dropped(p, n, rows, scalars, fixed):
+    """Probabilities of key tile n without those that dropout takes."""
+    _, _, dropout, _, seed = scalars
+    if fixed.dropout:
+        keep = keep_scores(seed, rows[0] * fixed.heads + rows[1], rows[2], n * fixed.block_n, dropout, p)
+        p = gl.where(keep, p, 0.0)
+    return p
+
+
+@gluon.jit
+def compute(tensors, memory, bars, grid, scalars, fixed, C: gl.constexpr):
+    """One warpgroup: its 64 queries of every item of the program, through all visited tiles. Products of the next tile
+    run while this one is exponentiated, and the warpgroups issue theirs in turn. Where Q has two places, the first
+    scores of the next item run while this one ends.
     """
     O, LSE, SINK = tensors
-    q_ring, k_ring, v_ring, o_ring = memory
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    items, sizes, formula, lists = grid
-    _, seqlen_q, seqlen_k, rows_q, _, _ = sizes
-    scale, keep_scale = scalars
+    items, sizes, formula, _, _ = grid
+    rows_q = sizes[3]
     mask_args, mask_nums, score_args, score_nums = formula
-    HEAD_DIM_V: gl.constexpr = v_ring.shape[4]
+    scale, c, _, keep_scale, _ = scalars
+    q_ring, k_ring, v_ring, o_ring = memory
+    _, q_empty, k_full, k_empty, v_full, v_empty = bars
+    HEAD_DIM_V: gl.constexpr = v_ring.shape[5]
+    SCORES: gl.constexpr = gl.SliceLayout(1, product_layout(fixed.block_n))
     OUT: gl.constexpr = product_layout(HEAD_DIM_V)
     RIGHT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    SCORES: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK_N))
+    EARLY: gl.constexpr = fixed.ahead == 2 and not fixed.packed
     dtype: gl.constexpr = v_ring.dtype
-    c = LOG2E if SCALE_FIRST else scale * LOG2E
-    q = q_ring.index(C).reshape([64, q_ring.shape[4]])
-    out = o_ring.index(C)
-
-    if C == CONSUMERS - 1:
+    if fixed.consumers - 1 == C:
         give_turn(0)
     workers = gl.num_programs(0)
+    turns = turns_of(gl.program_id(0), workers, items)
     done = 0
-    for turn in range(turns_of(gl.program_id(0), workers, items)):
-        item = snake(turn, gl.program_id(0), workers)
-        place, tiles, count = tile_of(item, sizes, formula, lists, HEADS, 64 * CONSUMERS, BLOCK_N, LISTS, TILES)
-        b, h, start_m = place
-        num_partial = tiles[3]
-        offs_i = gl.minimum(start_m + 64 * C + gl.arange(0, 64, layout=SCORES), seqlen_q - 1) + (seqlen_k - seqlen_q)
-        ends = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, ROWS)
-        mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, MASK_ONCE)
-        score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, SCORE_ONCE)
-        onces = (mask_once, score_once)
+    turn = 0  # of items that visit something
+    out = o_ring.index(C)
+    now = tile_of(snake(0, gl.program_id(0), workers), grid, fixed)
+    begin = visit_any(0, now[3], fixed.lists)
+    s = gl.zeros([64, fixed.block_n], gl.float32, layout=product_layout(fixed.block_n))
+    if EARLY:
+        s = warpgroup_mma_wait(0, deps=(first_scores(0, 0, memory, bars, fixed, C, True),))
+    for at in range(turns):
+        place, where, lengths, tiles, count = now
+        after = snake(gl.minimum(at + 1, turns - 1), gl.program_id(0), workers)
+        if not fixed.packed or count > 0:
+            b, h, start_m, row0 = place
+            seqlen_q, seqlen_k = lengths
+            num_partial = tiles[3]
+            offs_i = gl.minimum(start_m + 64 * C + gl.arange(0, 64, layout=SCORES), seqlen_q - 1) + seqlen_k - seqlen_q
+            ends = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, fixed.rows)
+            mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
+            score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)
+            tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
+            last_key = gl.maximum(seqlen_k - 1, 0)
+            rows = (b, h, offs_i, seqlen_k, last_key, ends, (mask_once, score_once), tilt)
 
-        # the first tile
-        n = visit_any(0, tiles, LISTS)
-        mbarrier.wait(q_full.index(C), turn & 1)
-        stage, k = filled(done, k_ring, k_full)
-        s = warpgroup_mma_wait(0, deps=(scores_of(q, k),))
-        mbarrier.arrive(k_empty.index(stage))
-        m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW)
-        p32, m_i, alpha = softmax_of(
-            s, n, m_i, num_partial > 0, offs_i, ends, c, scale, b, h, seqlen_k, onces, formula, BLOCK_N, VISIBLE,
-            SCORE, SCALE_FIRST, GUARD,
-        )  # fmt: skip
-        l_i = thread_sums(p32)
-        p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)
-        acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
+            # the first tile
+            n = begin
+            if not EARLY:
+                s = warpgroup_mma_wait(0, deps=(first_scores(done, turn, memory, bars, fixed, C, True),))
+            spot = turn % fixed.ahead * fixed.consumers + C
+            q = matrix(q_ring.index(spot))
+            mbarrier.arrive(k_empty.index(done % fixed.stages))
+            m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW)
+            p32, m_i, alpha = softmax_of(s, n, m_i, num_partial > 0, rows, c, scale, formula, fixed)
+            l_i = thread_sums(p32)
+            p = gl.convert_layout(dropped(p32, n, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
+            acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
 
-        # the others: scores of tile t and output of tile t - 1 at the same time
-        ahead = visit_any(gl.minimum(1, count - 1), tiles, LISTS)
-        for t in range(1, count):
-            n = ahead
-            ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, LISTS)
-            stage, k = filled(done + t, k_ring, k_full)
-            wait_turn(C)
-            coming = scores_of(q, k)
-            stage_v, v = filled(done + t - 1, v_ring, v_full)
+            # the others: scores of tile t and output of tile t - 1 at the same time
+            ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
+            for t in range(1, count):
+                n = ahead
+                ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
+                stage, k = filled(done + t, k_ring, k_full)
+                wait_turn(C)
+                coming = scores_of(q, k)
+                stage_v, v = filled(done + t - 1, v_ring, v_full)
+                acc = warpgroup_mma(p, v, acc, is_async=True)
+                give_turn((C + 1) % fixed.consumers)
+                s = warpgroup_mma_wait(1, deps=(coming,))
+                mbarrier.arrive(k_empty.index(stage))
+                p32, m_i, alpha = softmax_of(s, n, m_i, t < num_partial, rows, c, scale, formula, fixed)
+                sums = thread_sums(p32)
+                beta = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
+                l_i = l_i * beta[:, None] + sums
+                keep_before_wait(sums)
+                p32 = dropped(p32, n, rows, scalars, fixed)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_empty.index(stage_v))
+                p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)
+                acc = acc * alpha[:, None]
+            done += count
+
+            # the last output; where the next item is, and its first scores, meanwhile
+            if fixed.apart:
+                mbarrier.arrive(q_empty.index(spot))
+            stage_v, v = filled(done - 1, v_ring, v_full)
             acc = warpgroup_mma(p, v, acc, is_async=True)
-            give_turn((C + 1) % CONSUMERS)
-            s = warpgroup_mma_wait(1, deps=(coming,))
-            mbarrier.arrive(k_empty.index(stage))
-            p32, m_i, alpha = softmax_of(
-                s, n, m_i, t < num_partial, offs_i, ends, c, scale, b, h, seqlen_k, onces, formula, BLOCK_N, VISIBLE,
-                SCORE, SCALE_FIRST, GUARD,
-            )  # fmt: skip
-            sums = thread_sums(p32)
-            beta = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
-            l_i = l_i * beta[:, None] + sums
-            keep_before_wait(sums)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(stage_v))
-            p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)
-            acc = acc * alpha[:, None]
-        done += count
+            if not fixed.packed:
+                now = tile_of(after, grid, fixed)
+                begin = visit_any(0, now[3], fixed.lists)
+            if EARLY:
+                s = first_scores(done, turn + 1, memory, bars, fixed, C, at + 1 < turns)
 
-        # the last output, and the end
-        if O_APART:
-            mbarrier.arrive(q_empty.index(C))
-        stage_v, v = filled(done - 1, v_ring, v_full)
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
-        m2 = m_i * c  # base 2 from here on
-        factor = keep_scale
-        if SINKS:
-            sink2 = gl.load(SINK + h).to(gl.float32) * LOG2E
-            m_all = gl.maximum(m2, sink2)
-            m_all = gl.where(m_all == float("-inf"), 0.0, m_all)
-            factor = gl.exp2(m2 - m_all)
-            l_row = l_row * factor + gl.exp2(sink2 - m_all)
-            factor = factor * keep_scale
-            m2 = m_all
-        empty = l_row == 0.0
-        l_safe = gl.where(empty, 1.0, l_row)
-        lse = gl.where(empty, float("-inf"), (m2 + gl.log2(l_safe)) * LN2)
-        offs_m = start_m + 64 * C + gl.arange(0, 64, layout=ROW)
-        gl.store(LSE + (b * HEADS + h).to(gl.int64) * rows_q + offs_m, lse, mask=offs_m < seqlen_q)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(stage_v))
-        o = (acc * (factor / l_safe)[:, None]).to(dtype)
-        if O_APART:
-            tma.store_wait(0)  # of the tile before
+            # the end
+            l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
+            m2 = m_i if fixed.linear is not None else m_i * c  # base 2 from here on
+            factor = keep_scale
+            if fixed.sinks:
+                sink2 = gl.load(SINK + h).to(gl.float32) * LOG2E
+                m_all = gl.maximum(m2, sink2)
+                m_all = gl.where(m_all == float("-inf"), 0.0, m_all)
+                factor = gl.exp2(m2 - m_all)
+                l_row = l_row * factor + gl.exp2(sink2 - m_all)
+                factor = factor * keep_scale
+                m2 = m_all
+            empty = l_row == 0.0
+            l_safe = gl.where(empty, 1.0, l_row)
+            lse = gl.where(empty, float("-inf"), (m2 + gl.log2(l_safe)) * LN2)
+            offs_m = start_m + 64 * C + gl.arange(0, 64, layout=ROW)
+            row = h.to(gl.int64) * rows_q + row0 if fixed.packed else (b * fixed.heads + h).to(gl.int64) * rows_q
+            gl.store(LSE + row + offs_m, lse, mask=offs_m < seqlen_q)
+            acc = warpgroup_mma_wait(1 if EARLY else 0, deps=(acc,))
+            mbarrier.arrive(v_empty.index(stage_v))
+            o = (acc * (factor / l_safe)[:, None]).to(dtype)
+            if fixed.apart:
+                tma.store_wait(0)  # of the item before
+                barrier()
+            matrix(out).store(o)
+            fence_async_shared()
             barrier()
-        out.reshape([64, HEAD_DIM_V]).store(o)
-        fence_async_shared()
-        barrier()
-        async_store(O, [b, h, start_m + 64 * C, 0], out)
-        if not O_APART:
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(C))
+            async_store(O, at_row(where[0], h, start_m + 64 * C), out)
+            if not fixed.apart:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(spot))
+            if EARLY:
+                s = warpgroup_mma_wait(0, deps=(s,))
+            turn += 1
+        if fixed.packed:
+            now = tile_of(after, grid, fixed)
+            begin = visit_any(0, now[3], fixed.lists)
     tma.store_wait(0)
 
 
@@ -260,82 +359,65 @@ def compute(
 def attention_fwd_sm90(
     Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, LISTED, list_stride_b, list_stride_h, list_stride_r,
     mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    LISTS: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr, MASK_ONCE: gl.constexpr, VISIBLE: gl.constexpr,
-    SCORE_ONCE: gl.constexpr, SCORE: gl.constexpr, SCALE_FIRST: gl.constexpr, GUARD: gl.constexpr,
-    O_APART: gl.constexpr, REGISTERS: gl.constexpr,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, fixed,
 ):  # fmt: skip
+    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Forward`)."""
     # shared memory: rings of tiles, and for each place a barrier that says it is full and one that says it is empty
-    D: gl.constexpr = Q.block_shape[3]
-    D_V: gl.constexpr = V.block_shape[3]
-    q_ring = gl.allocate_shared_memory(Q.dtype, [CONSUMERS, 1, 1, 64, D], Q.layout)
-    k_ring = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_N, D], K.layout)
-    v_ring = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_N, D_V], V.layout)
-    o_ring = gl.allocate_shared_memory(O.dtype, [CONSUMERS, 1, 1, 64, D_V], O.layout) if O_APART else q_ring
+    D: gl.constexpr = Q.block_shape[4]
+    D_V: gl.constexpr = V.block_shape[4]
+    q_ring = gl.allocate_shared_memory(Q.dtype, [fixed.ahead * fixed.consumers, 1, 1, 1, 64, D], Q.layout)
+    k_ring = gl.allocate_shared_memory(K.dtype, [fixed.stages, 1, 1, 1, fixed.block_n, D], K.layout)
+    v_ring = gl.allocate_shared_memory(V.dtype, [fixed.stages, 1, 1, 1, fixed.block_n, D_V], V.layout)
+    o_ring = (
+        gl.allocate_shared_memory(O.dtype, [fixed.consumers, 1, 1, 1, 64, D_V], O.layout) if fixed.apart else q_ring
+    )
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for c in gl.static_range(CONSUMERS):
+    q_full = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
+    for c in gl.static_range(fixed.ahead * fixed.consumers):
         mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_empty.index(c), count=1)
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(fixed.stages):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(k_empty.index(stage), count=fixed.consumers)
+        mbarrier.init(v_empty.index(stage), count=fixed.consumers)
     fence_async_shared()
 
     # roles
-    SINKS: gl.constexpr = SINK is not None
     memory = (q_ring, k_ring, v_ring, o_ring)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (batch, seqlen_q, seqlen_k, rows_q, slots, together)
-    listed = LISTED if LISTS else 0
+    listed = LISTED if fixed.lists else 0
     lists = (listed, list_stride_b, list_stride_h, list_stride_r)
-    grid = (items, sizes, (mask_args, mask_nums, score_args, score_nums), lists)
-    results = (O, LSE, SINK if SINKS else LSE)
-    scalars = (scale, keep_scale)
-    if CONSUMERS == 2:
+    cu_seqlens = (CU_Q, CU_K) if fixed.packed else (0, 0)
+    grid = (items, sizes, (mask_args, mask_nums, score_args, score_nums), lists, cu_seqlens)
+    results = (O, LSE, SINK if fixed.sinks else LSE)
+    seed = gl.load(SEED) if fixed.dropout else 0
+    c = LOG2E if fixed.scale_first else scale * LOG2E
+    scalars = (scale, c, dropout, keep_scale, seed)
+    if fixed.consumers == 2:
         gl.warp_specialize(
             [
-                (
-                    compute,
-                    (results, memory, bars, grid, scalars, 0, HEADS, CONSUMERS, BLOCK_N, LISTS, TILES, ROWS, MASK_ONCE,
-                     VISIBLE, SCORE_ONCE, SCORE, SCALE_FIRST, GUARD, SINKS, O_APART),
-                ),
-                (
-                    compute,
-                    (results, memory, bars, grid, scalars, 1, HEADS, CONSUMERS, BLOCK_N, LISTS, TILES, ROWS, MASK_ONCE,
-                     VISIBLE, SCORE_ONCE, SCORE, SCALE_FIRST, GUARD, SINKS, O_APART),
-                ),
-                (fetch, ((Q, K, V), memory, bars, grid, HEADS, GROUP, CONSUMERS, BLOCK_N, LISTS, TILES)),
+                (compute, (results, memory, bars, grid, scalars, fixed, 0)),
+                (compute, (results, memory, bars, grid, scalars, fixed, 1)),
+                (fetch, ((Q, K, V), memory, bars, grid, fixed)),
             ],
-            [4, 1], [REGISTERS, 24],
-        )  # fmt: skip
+            [4, 1],
+            [fixed.registers, 24],
+        )
     else:
         gl.warp_specialize(
             [
-                (
-                    compute,
-                    (results, memory, bars, grid, scalars, 0, HEADS, CONSUMERS, BLOCK_N, LISTS, TILES, ROWS, MASK_ONCE,
-                     VISIBLE, SCORE_ONCE, SCORE, SCALE_FIRST, GUARD, SINKS, O_APART),
-                ),
-                (
-                    compute,
-                    (results, memory, bars, grid, scalars, 1, HEADS, CONSUMERS, BLOCK_N, LISTS, TILES, ROWS, MASK_ONCE,
-                     VISIBLE, SCORE_ONCE, SCORE, SCALE_FIRST, GUARD, SINKS, O_APART),
-                ),
-                (
-                    compute,
-                    (results, memory, bars, grid, scalars, 2, HEADS, CONSUMERS, BLOCK_N, LISTS, TILES, ROWS, MASK_ONCE,
-                     VISIBLE, SCORE_ONCE, SCORE, SCALE_FIRST, GUARD, SINKS, O_APART),
-                ),
-                (fetch, ((Q, K, V), memory, bars, grid, HEADS, GROUP, CONSUMERS, BLOCK_N, LISTS, TILES)),
+                (compute, (results, memory, bars, grid, scalars, fixed, 0)),
+                (compute, (results, memory, bars, grid, scalars, fixed, 1)),
+                (compute, (results, memory, bars, grid, scalars, fixed, 2)),
+                (fetch, ((Q, K, V), memory, bars, grid, fixed)),
             ],
-            [4, 4, 1], [REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+            [4, 4, 1],
+            [fixed.registers, fixed.registers, 24],
+        )

@@ -54,9 +54,7 @@ class Gradients:
         """Round to the inputs' dtypes and add the sink's gradient."""
         self.dq, self.dk, self.dv = self.dq.to(call.q.dtype), self.dk.to(call.k.dtype), self.dv.to(call.v.dtype)
         self.dsink = sink_gradient(call, lse, delta)
-        if call.score is not None:
-            tensors = call.score.tensors
-            self.captured = [None if g is None else g.to(t.dtype) for g, t in zip(self.captured, tensors, strict=True)]
+        self.captured = rounded(call, self.captured)
         return self
 
 
@@ -69,6 +67,12 @@ def captured_buffers(call: Call) -> list[torch.Tensor | None]:
         torch.zeros(t.shape, dtype=sums, device=t.device) if wanted else None
         for t, wanted in zip(call.score.tensors, call.grad_captured, strict=True)
     ]
+
+
+def rounded(call: Call, captured: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The sums of `captured_buffers` in the dtypes of their tensors."""
+    tensors = () if call.score is None else call.score.tensors
+    return [None if g is None else g.to(t.dtype) for g, t in zip(captured, tensors, strict=True)]
 
 
 def delta_of(o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, packed: bool) -> torch.Tensor:

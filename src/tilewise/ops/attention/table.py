@@ -15,6 +15,7 @@ import torch
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.readback import being_traced
 from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.variant import is_band
 
 CAUSAL = "(le j i)"  # the structure of `causal`
 
@@ -29,7 +30,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Row:
-    """An implementation: where it lives, what it needs, and whether it is chosen without being named."""
+    """An implementation: where it lives, what it needs, and what a call that names none must be like to get it."""
 
     name: str
     module: str
@@ -37,18 +38,26 @@ class Row:
     backward: str | None
     needs: tuple[Need, ...]
     summary: str
-    automatic: bool = True
+    prefers: tuple[Need, ...] = ()
 
     def first_unmet(self, call: Call) -> str | None:
         """None if this row can run the call, else the first need that fails and what was found."""
-        for need in self.needs:
-            got = need.unmet(call)
-            if got is not None:
-                return f"needs {need.says}; got {got}"
-        return None
+        return _first(self.needs, call, "needs")
+
+    def deferred(self, call: Call) -> str | None:
+        """None if the row takes such calls unasked, else the first preference that fails and what was found."""
+        return _first(self.prefers, call, "prefers")
 
     def function(self, name: str) -> Callable[..., Any]:
         return _function(self.module, name)
+
+
+def _first(needs: tuple[Need, ...], call: Call, verb: str) -> str | None:
+    for need in needs:
+        got = need.unmet(call)
+        if got is not None:
+            return f"{verb} {need.says}; got {got}"
+    return None
 
 
 @functools.lru_cache(maxsize=64)
@@ -88,6 +97,26 @@ def _find_triton() -> str | None:
         return str(error)
 
 
+_QUERIES = 128  # of a tile
+_TILES = 128  # about as many as a Hopper GPU has multiprocessors
+
+
+def _few_tiles(call: Call) -> str | None:
+    """Tiles of 128 queries leave more of the GPU idle than those of 64."""
+    sequences = call.batch if not call.packed else 1
+    tiles = -(-call.rows_q // _QUERIES) * sequences * call.num_heads_q
+    return None if tiles >= _TILES else f"{tiles}"
+
+
+def _narrow_window(call: Call) -> str | None:
+    windowed = call.mask is not None and _is_window(call.mask.text)
+    return f"{call.head_dim} and a window" if windowed and call.head_dim <= 64 else None
+
+
+def _is_window(text: str) -> bool:
+    return is_band(text)
+
+
 # looked up without importing it, and once: torch.compile traces through the choice of a row
 _TRITON_MISSING = _find_triton()
 _TRITON = Need("Triton installed", lambda c: _TRITON_MISSING)
@@ -125,6 +154,7 @@ def _capability(index: int) -> int:
 
 # What torch.compiler.assume_constant_result sets; calling that would import Dynamo, and with it Triton, here.
 _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_window._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def interpreting() -> bool:
@@ -140,6 +170,7 @@ _ATOMICS = Need(
     "deterministic=False, or no captured tensor that takes a gradient (atomics)",
     lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
 )
+_NAMED = Need("to be named", lambda c: "no name")
 _HERE = "tilewise.ops.attention"
 
 ROWS: tuple[Row, ...] = (
@@ -196,16 +227,19 @@ ROWS: tuple[Row, ...] = (
             _TRITON,
             Need("a Hopper GPU (sm_90)", lambda c: _no_hopper(c)),
             _dtypes(*_HALF),
-            _DENSE,
-            _NO_DROPOUT,
             Need(
                 "head dimensions up to 256",
                 lambda c: None if max(c.head_dim, c.head_dim_v) <= 256 else f"{c.head_dim}, {c.head_dim_v}",
             ),
             _ATOMICS,
         ),
-        "warp-specialised forward for Hopper; backward by the portable kernels",
-        automatic=False,  # until its GPU tests have a receipt
+        "warp-specialised kernels for Hopper",
+        # where it was slower than the portable kernels (benchmarks/NOTES.md)
+        prefers=(
+            Need(f"{_TILES} tiles of {_QUERIES} queries or more", _few_tiles),
+            Need("head dimensions above 64 for masks that are windows", _narrow_window),
+            _NAMED,  # until the GPU tests of its backward have a receipt
+        ),
     ),
     Row(
         "triton",
@@ -227,7 +261,7 @@ ROWS: tuple[Row, ...] = (
         "backward",
         (Need("no gradient inside torch.compile", lambda c: "one" if c.wants_grad and being_traced() else None),),
         "float64, every score materialised: the specification",
-        automatic=False,
+        prefers=(_NAMED,),
     ),
 )
 
@@ -276,9 +310,9 @@ def _choose(call: Call, impl: str | None) -> Row:
             )
         return row
     for row in ROWS:
-        if row.automatic and row.first_unmet(call) is None:
+        if row.first_unmet(call) is None and row.deferred(call) is None:
             return row
-    reasons = "; ".join(f"{row.name} {row.first_unmet(call)}" for row in ROWS if row.automatic)
+    reasons = "; ".join(f"{row.name} {row.first_unmet(call) or row.deferred(call)}" for row in ROWS)
     raise UnsupportedError(
         "attention", got="no implementation for this call", expected=reasons, hint="impl='reference' runs anything"
     )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tilewise.formula.emit import encoded, tensor_arguments
+from tilewise.formula.emit import tensor_arguments
 from tilewise.ops.attention.configs import Config
-from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, sink_gradient
+from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call, signature_of
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
 from tilewise.ops.attention.triton_lists import block_extrema, tile_lists
 from tilewise.ops.attention.triton_plans import (
+    accumulators,
     backward_plans,
     bound_arguments,
     formula_arguments,
@@ -29,6 +30,7 @@ from tilewise.schedule.rule import TileRule, build_tables, tile_rule
 
 _NO_LISTS = (None, 0, 0, 0)
 _PLANS = Plans()
+Reached = Callable[..., bool]  # whether a kernel's loads reach these tensors
 
 
 def fetchable(*tensors: torch.Tensor) -> bool:
@@ -44,7 +46,7 @@ def fetchable(*tensors: torch.Tensor) -> bool:
 
 
 def forward(
-    call: Call, make_plan: Callable[[Call], Plan] = forward_plan, reached: Callable[..., bool] = fetchable
+    call: Call, make_plan: Callable[[Call], Plan] = forward_plan, reached: Reached = fetchable
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Triton forward, or by another kernel that takes the same pointers.
 
@@ -54,12 +56,12 @@ def forward(
     plan = _PLANS.get((make_plan, key))
     if plan is None:
         if not reached(call.q, call.k, call.v):
-            o, lse = forward(_padded(call), make_plan, reached)
+            o, lse = forward(_padded(call, reached), make_plan, reached)
             return o[..., : call.head_dim_v], lse
         plan = _PLANS.put(key and (make_plan, key), make_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
-        lists = _lists(call, plan, False, key, {})
+        lists = lists_of(call, plan, False, key, {})
         pointers = (call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.seed)
         plan.launch((*pointers, *lists), formula_arguments(call), scalars_of(call))
     return o, lse
@@ -67,40 +69,27 @@ def forward(
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients by the Triton backward: dQ with delta and the captured tensors' gradients, then dK and dV."""
-    key = call_key(call)
-    if key is not None:
-        fetched = (o.data_ptr() | do.data_ptr()) % 16 == 0
-        key = ("backward", key, do.stride(), o.stride(), dlse is None) if fetched else None
+    key = backward_key(call, o, do, dlse)
     plans = _PLANS.get(key)
     if plans is None:
-        if not fetchable(call.q, call.k, call.v):
-            grads = backward(_padded(call), _padded_rows(o), lse, _padded_rows(do), dlse)
-            d, d_v = call.head_dim, call.head_dim_v
-            grads.dq, grads.dk, grads.dv = grads.dq[..., :d], grads.dk[..., :d], grads.dv[..., :d_v]
-            return grads
-        if not fetchable(o, do):
-            return backward(call, _padded_rows(o), lse, _padded_rows(do), dlse)
+        if not fetchable(call.q, call.k, call.v, o, do):
+            return on_padded(backward, fetchable, call, o, lse, do, dlse)
         plans = _PLANS.put(key, backward_plans(call, o, do))
     queries, keys = plans
     delta, lse2 = lse.new_empty((2, row_values_size(call)))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
-    grads = tuple(
-        value for buffer in captured if buffer is not None for value in (buffer, *map(encoded, buffer.stride()))
-    )
     arguments, scalars = formula_arguments(call), scalars_of(call)
     q, k, v, cu_q, cu_k, seed = call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.seed
     dlse = None if dlse is None else dlse.contiguous()
     with on_device(q):
         tables: dict[Any, Any] = {}
-        lists = _lists(call, queries, False, key, tables)
+        lists = lists_of(call, queries, False, key, tables)
         pointers = (q, k, v, o, do, lse, dlse, lse2, delta, dq, cu_q, cu_k, seed, *lists)
-        queries.launch(pointers, (*arguments, grads), scalars)
-        lists = _lists(call, keys, True, key, tables)
+        queries.launch(pointers, (*arguments, accumulators(captured)), scalars)
+        lists = lists_of(call, keys, True, key, tables)
         keys.launch((q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, seed, *lists), arguments, scalars)
-    if call.score is not None:
-        captured = [None if g is None else g.to(t.dtype) for g, t in zip(captured, call.score.tensors, strict=True)]
-    return Gradients(dq, dk, dv, _sink_gradient(call, o, lse, do, dlse, delta), captured)
+    return Gradients(dq, dk, dv, _sink_gradient(call, o, lse, do, dlse, delta), rounded(call, captured))
 
 
 def _sink_gradient(
@@ -114,14 +103,35 @@ def _sink_gradient(
     return sink_gradient(call, lse, delta.view(*lse.shape[:2], -1)[..., : lse.shape[-1]])
 
 
-def _padded(call: Call) -> Call:
-    """The same call on fetchable copies of q, k and v."""
-    q, k, v = (_padded_rows(x) for x in (call.q, call.k, call.v))
+def _padded(call: Call, reached: Reached) -> Call:
+    """The same call, with copies where q, k or v is not `reached`."""
+    q, k, v = (_padded_rows(x, reached) for x in (call.q, call.k, call.v))
     return replace(call, q=q, k=k, v=v, signature=signature_of(q, k, v, call.mask, call.score, call.packed))
 
 
-def _padded_rows(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy whose rows are padded with zeros to a multiple of 16 bytes."""
+def on_padded(
+    run: Callable[..., Gradients], reached: Reached, call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> Gradients:  # fmt: skip
+    """A backward with copies of what is not `reached`."""
+    grads = run(_padded(call, reached), _padded_rows(o, reached), lse, _padded_rows(do, reached), dlse)
+    d, d_v = call.head_dim, call.head_dim_v
+    grads.dq, grads.dk, grads.dv = grads.dq[..., :d], grads.dk[..., :d], grads.dv[..., :d_v]
+    return grads
+
+
+def backward_key(call: Call, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Hashable:
+    """`call_key` of a backward."""
+    key = call_key(call)
+    if key is None or (o.data_ptr() | do.data_ptr()) % 16:
+        return None
+    return ("backward", key, do.stride(), o.stride(), dlse is None)
+
+
+def _padded_rows(x: torch.Tensor, reached: Reached) -> torch.Tensor:
+    """x, or if it is not `reached` a contiguous copy whose rows are padded with zeros to a multiple of 16 bytes."""
+    if reached(x):
+        return x
     padded_x = x.new_zeros((*x.shape[:-1], -(-x.shape[-1] // 8) * 8))
     padded_x[..., : x.shape[-1]] = x
     return padded_x
@@ -130,7 +140,7 @@ def _padded_rows(x: torch.Tensor) -> torch.Tensor:
 # tile lists ----------------------------------------------------------------------------------------------------------
 
 
-def _lists(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any]) -> tuple[Any, ...]:
+def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any]) -> tuple[Any, ...]:
     """The tile lists and their strides by batch, head and row, or nothing where loop bounds do.
 
     A row is laid out as `tiles.visit.visit` says. `tables` keeps block extrema that several lists of one call share.

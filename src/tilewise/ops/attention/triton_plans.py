@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.core.readback import host_values
-from tilewise.formula.emit import Captured, number_arguments, tensor_arguments
+from tilewise.formula.emit import Captured, encoded, number_arguments, tensor_arguments
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.configs import Config, config, padded
 from tilewise.ops.attention.problem import Call
@@ -177,7 +177,9 @@ def functions(call: Call, dialect: str = "triton") -> tuple[MaskFunctions | None
         mask = mask_functions(call.mask.text, _captured(call.mask.tensors), tables, dialect)
     if call.score is not None:
         fast = call.q.dtype != torch.float32 and not interpreting()
-        score = score_functions(call.score.text, _captured(call.score.tensors), call.grad_captured, fast, dialect)
+        seen = call.mask.text if call.mask is not None and dialect == "gluon" else None
+        captured = _captured(call.score.tensors)
+        score = score_functions(call.score.text, captured, call.grad_captured, fast, dialect, seen)
     return mask, score
 
 
@@ -188,6 +190,13 @@ def formula_arguments(call: Call) -> tuple[Any, ...]:
 
 def _captured(tensors: Sequence[torch.Tensor]) -> tuple[Captured, ...]:
     return tuple(Captured.of(t) for t in tensors)
+
+
+def accumulators(captured: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    """grads: the pointer and the strides of each buffer of `captured_buffers`"""
+    return tuple(
+        value for buffer in captured if buffer is not None for value in (buffer, *map(encoded, buffer.stride()))
+    )
 
 
 def bound_arguments(bound: Bound | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewise.formula.emit import Captured, Emitter, import_source
-from tilewise.formula.expr import lit, sym
+from tilewise.formula.expr import Expr, lit, sym
 from tilewise.formula.grad import UPSTREAM, gradients
+from tilewise.formula.linear import linear
 from tilewise.formula.optimize import cheaper, hoist
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import postorder
@@ -25,12 +26,14 @@ class Side:
 
     `tiles(b, h, first, last)` gives the visible run of the other axis for a tile, and `rows(b, h, x)` for each row
     (both None where tile lists are used). `once(b, h, x)` gives what a program computes once, which
-    `visible(b, h, i, j, once)` reads.
+    `visible(b, h, i, j, once)` reads; in Gluon `columns(b, h, x, layout)` adds to that what the other axis's positions
+    of a tile need (None where that is little).
     """
 
     tiles: Any
     rows: Any
     once: Any
+    columns: Any
     visible: Any
 
 
@@ -49,9 +52,11 @@ class MaskFunctions:
 @dataclass(frozen=True)
 class ScoreSide:
     """apply(s, b, h, i, j, once), its derivative slope(g, s, b, h, i, j, once), and accumulate(...), which adds the
-    gradients of captured tensors (None where none is wanted); `once(b, h, x)` gives what a program computes once."""
+    gradients of captured tensors (None where none is wanted); `once(b, h, x)` gives what a program computes once, and
+    `columns` as in `Side`."""
 
     once: Any
+    columns: Any
     apply: Any
     slope: Any
     accumulate: Any
@@ -59,10 +64,13 @@ class ScoreSide:
 
 @dataclass(frozen=True)
 class ScoreFunctions:
-    """Device functions of a score, for programs that own queries and for those that own keys."""
+    """Device functions of a score, for programs that own queries and for those that own keys. In Gluon,
+    `linear(b, h)` gives the parts of a score that adds something linear in the positions (None for others).
+    """
 
     queries: ScoreSide
     keys: ScoreSide
+    linear: Any
 
 
 @functools.lru_cache(maxsize=1024)
@@ -79,8 +87,8 @@ def mask_functions(
             sources.append(emitter.function(f"tiles_{axis}", ("b", "h", f"{axis}0", f"{axis}1"), tiles))
             sources.append(emitter.function(f"rows_{axis}", ("b", "h", axis), rows))
         else:
-            hoisted, (visible,) = hoist([cheaper(rule.structure.root)], axis)
-            sources.append(emitter.once(f"once_{axis}", ("b", "h", axis), hoisted))
+            (visible,), hoisting = _hoisted(emitter, [cheaper(rule.structure.root)], axis)
+            sources += hoisting
             sources.append(emitter.function(f"visible_{axis}", (*_POSITIONS, "once"), [visible]))
     if rule.spans is None:
         parameters = ("b", "h", "i0", "i1", "j0", "j1", "block_i", "block_j")
@@ -88,16 +96,24 @@ def mask_functions(
     module = import_source(emitter.module(sources))
 
     def side(axis: str) -> Side:
-        return Side(*(getattr(module, f"{name}_{axis}", None) for name in ("tiles", "rows", "once", "visible")))
+        names = ("tiles", "rows", "once", "columns", "visible")
+        return Side(*(getattr(module, f"{name}_{axis}", None) for name in names))
 
     return MaskFunctions(side("i"), side("j"), getattr(module, "classify", None), rule.by_batch, rule.by_head)
 
 
 @functools.lru_cache(maxsize=1024)
 def score_functions(
-    text: str, captured: tuple[Captured, ...], grad_captured: tuple[bool, ...], fast: bool, dialect: str = "triton"
+    text: str,
+    captured: tuple[Captured, ...],
+    grad_captured: tuple[bool, ...],
+    fast: bool,
+    dialect: str = "triton",
+    mask: str | None = None,
 ) -> ScoreFunctions:
-    """Emit and import the functions of a score; `fast` allows the hardware's approximate tanh."""
+    """Emit and import the functions of a score; `fast` allows the hardware's approximate tanh. `mask` says which pairs
+    matter (for `linear`).
+    """
     structure = parse(text)
     emitter = Emitter(captured, (), dialect, fast)
     symbol = next((node for node in postorder([structure.root]) if node.op == "sym" and node.value == "s"), None)
@@ -109,21 +125,37 @@ def score_functions(
     parts = [(load, _grad_position(captured, grad_captured, load.value)) for load in loads]
     sources = []
     for axis in ("i", "j"):
-        wanted = [structure.root, slope, *(grad_roots if axis == "i" else [])]
-        hoisted, (applied, sloped, *grads) = hoist([cheaper(root) for root in wanted], axis)
-        sources.append(emitter.once(f"once_{axis}", ("b", "h", axis), hoisted))
+        # the portable kernels take them beside dQ, those of Gluon beside dK and dV
+        wanted = [structure.root, slope, *(grad_roots if (axis == "i") == (dialect == "triton") else [])]
+        (applied, sloped, *grads), hoisting = _hoisted(emitter, [cheaper(root) for root in wanted], axis)
+        sources += hoisting
         sources.append(emitter.function(f"apply_{axis}", ("s", *_POSITIONS, "once"), [applied], "s"))
         sources.append(emitter.function(f"slope_{axis}", ("g", "s", *_POSITIONS, "once"), [sloped], "s"))
         if grads:
-            sources.append(emitter.accumulate(f"accumulate_{axis}", ("g", "s", *_POSITIONS, "once"), grads, parts))
+            parameters = ("g", "s", *_POSITIONS, "once")
+            sources.append(emitter.accumulate(f"accumulate_{axis}", parameters, grads, parts, axis))
+    found = linear(structure.root, None if mask is None else parse(mask).root) if dialect == "gluon" else None
+    if found is not None:
+        sources.append(emitter.function("linear", ("b", "h"), list(found)))
     module = import_source(emitter.module(sources))
 
     def side(axis: str) -> ScoreSide:
-        return ScoreSide(
-            *(getattr(module, f"{name}_{axis}", None) for name in ("once", "apply", "slope", "accumulate"))
-        )
+        names = ("once", "columns", "apply", "slope", "accumulate")
+        return ScoreSide(*(getattr(module, f"{name}_{axis}", None) for name in names))
 
-    return ScoreFunctions(side("i"), side("j"))
+    return ScoreFunctions(side("i"), side("j"), getattr(module, "linear", None))
+
+
+def _hoisted(emitter: Emitter, roots: list[Expr], axis: str) -> tuple[list[Expr], list[str]]:
+    """What is left of expressions for programs that own `axis`, and the sources of `once` and `columns`."""
+    other = "j" if axis == "i" else "i"
+    hoisted, rest = hoist(roots, axis)
+    sources = [emitter.once(f"once_{axis}", ("b", "h", axis), hoisted)]
+    if emitter.dialect == "gluon":
+        columns, rest = hoist(rest, other, first=max(1, len(hoisted)), dear=True)
+        if columns:
+            sources.append(emitter.columns(f"columns_{axis}", other, columns))
+    return rest, sources
 
 
 @functools.lru_cache(maxsize=4096)

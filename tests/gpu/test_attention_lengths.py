@@ -1,0 +1,36 @@
+"""Lengths that fill no tile: every odd one up to 1025, and those on either side of a tile's end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.matrix import DEVICE
+from tilewise.testing import cases as build
+from tilewise.testing import properties
+from tilewise.testing.case import Case
+from tilewise.testing.properties import Setting
+
+ODD = tuple(range(1, 1026, 2))
+ENDS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 383, 385, 511, 513, 1023, 1025)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_every_odd_length(impl: str, head_dim: int) -> None:
+    """As sequences of one packed call."""
+    lengths = tuple((n, n) for n in ODD)
+    case = Case(
+        "odd_lengths", packed=lengths, heads_q=2, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim, mask=build.causal
+    )
+    properties.equals_reference(Setting(impl, torch.bfloat16, DEVICE), case)
+    properties.gradients_equal_reference(Setting(impl, torch.bfloat16, DEVICE), case)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_lengths_at_the_ends_of_tiles(impl: str, head_dim: int) -> None:
+    """Queries of one length, keys of the next."""
+    for rows, keys in zip(ENDS, (*ENDS[1:], 100), strict=True):
+        case = Case(f"length_{rows}_{keys}", 1, rows, keys, 2, 1, head_dim, head_dim)
+        properties.gradients_equal_reference(Setting(impl, torch.bfloat16, DEVICE), case)
