@@ -44,7 +44,7 @@ def give_turn(turn: gl.constexpr):
 @gluon.jit
 def wait_for_both():
     """Wait until both of two warpgroups are here."""
-    _once_per_thread(_named_barrier("sync", 0))
+    wait_turn(0)
 
 
 @gluon.jit

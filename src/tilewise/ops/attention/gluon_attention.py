@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_launch import Plan, Plans, describable, on_device
 from tilewise.ops.attention.triton_plans import (
     accumulators,
+    batches_of,
     formula_arguments,
     functions,
     lengths_of,
@@ -51,41 +51,8 @@ _MANY = 0x7FFF0000
 _FEW = 24  # tiles of queries of a sequence up to which tiles of unequal length are divided beforehand
 
 
-class Forward(NamedTuple):
-    """What is known when the forward is compiled: sizes, the formula's device functions (None where not needed), and
-    whether scores are scaled before anything else, tiles may need a mask, and the output has shared memory of its own;
-    `ahead` is for how many items queries have places.
-    """
-
-    heads: int
-    group: int
-    block_n: int
-    consumers: int
-    stages: int
-    lists: bool
-    tiles: Any
-    rows: Any
-    mask_once: Any
-    mask_columns: Any
-    visible: Any
-    score_once: Any
-    score_columns: Any
-    score: Any
-    linear: Any
-    scale_first: bool
-    guard: bool
-    sinks: bool
-    packed: bool
-    dropout: bool
-    registers: int
-    apart: bool
-    ahead: int
-
-
-class Backward(NamedTuple):
-    """What is known when the backward is compiled (see `Forward`); `slope` is the score's derivative, and
-    `accumulate` adds the gradients of captured tensors.
-    """
+class Fixed(NamedTuple):
+    """What is known when a kernel is compiled: numbers, and the formula's device functions, None where not needed."""
 
     heads: int
     group: int
@@ -99,17 +66,26 @@ class Backward(NamedTuple):
     score_columns: Any
     score: Any
     linear: Any
-    slope: Any
-    accumulate: Any
-    scale_first: bool
-    guard: bool
+    scale_first: bool  # scores are scaled before anything else
+    guard: bool  # tiles may need a mask
     packed: bool
     registers: int
+    # of the forward
+    block_n: int | None = None
+    consumers: int | None = None
+    stages: int | None = None
+    sinks: bool | None = None
+    dropout: bool | None = None
+    apart: bool | None = None  # the output has shared memory of its own
+    ahead: int | None = None  # for how many items queries have places
+    # of the backward
+    slope: Any = None  # the score's derivative
+    accumulate: Any = None  # adds the gradients of captured tensors
 
 
-def _constants(kind: Callable[..., tuple[Any, ...]], **values: Any) -> tuple[Any, ...]:
-    """A `Forward` or `Backward`: numbers as constants; functions and None are ones as they are."""
-    return kind(**{name: gl.constexpr(x) if isinstance(x, int) else x for name, x in values.items()})
+def _constants(**values: Any) -> Fixed:
+    """Numbers as constants; functions and None are ones as they are."""
+    return Fixed(**{name: gl.constexpr(x) if isinstance(x, int) else x for name, x in values.items()})
 
 
 def _common(
@@ -159,7 +135,7 @@ def forward_plan(call: Call) -> Plan:
     d, d_v = padded(call.head_dim), padded(call.head_dim_v)
     consumers = cfg.block_m // 64
     slots = slots_of(call, cfg, False)
-    pairs = call.num_heads_q * (1 if call.packed else call.batch)
+    pairs = call.num_heads_q * batches_of(call)
     workers, turns = _division(call, mask, slots, pairs)
     used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
     return Plan(
@@ -169,7 +145,6 @@ def forward_plan(call: Call) -> Plan:
         sizes=(*lengths_of(call), slots, turns, slots * pairs),
         constants=(
             _constants(
-                Forward,
                 **_common(call, mask, score, cfg, False),
                 block_n=cfg.block_n,
                 consumers=consumers,
@@ -253,7 +228,7 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
     """The plans of `prepare`, `attention_bwd_sm90` and `finish`."""
     mask, score = functions(call, "gluon")
     cfg = config_of("hopper backward", call)
-    d, batches = _columns(call), 1 if call.packed else call.batch
+    d, batches = _columns(call), batches_of(call)
     slots, slots_q = slots_of(call, cfg, True), slots_of(call, cfg, False)
     pairs, pairs_kv = call.num_heads_q * batches, call.num_heads_kv * batches
     prepare = Plan(
@@ -274,7 +249,6 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
         sizes=(*lengths_of(call)[:3], slots_q, slots, turns, slots * pairs_kv),
         constants=(
             _constants(
-                Backward,
                 **_common(call, mask, score, cfg, True),
                 slope=score and score.keys.slope if _linear(call, score) is None else None,
                 accumulate=score and score.keys.accumulate,

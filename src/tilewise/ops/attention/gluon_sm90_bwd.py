@@ -34,6 +34,7 @@ from tilewise.tiles.hopper import (
     with_columns,
     within,
 )
+from tilewise.tiles.load import POINTER, load_rows, rows_of
 from tilewise.tiles.visit import call_once, locate, row_ends, snake, take_turns, turns_of, visit_any, visits
 
 KEYS = gl.constexpr(128)  # of a program
@@ -60,18 +61,15 @@ def prepare(
         b, m = locate(slot, CU_Q, batch, BLOCK_M)
         row0 = tl.load(CU_Q + b)
         seqlen_q = tl.load(CU_Q + b + 1) - row0
-    offs = m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, D)
+    start = m * BLOCK_M
+    offs = start + tl.arange(0, BLOCK_M)
     inside = offs < seqlen_q
     rows = (row0 + offs).to(tl.int64)
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
-    seen = inside[:, None] & (offs_d < HEAD_DIM_V)[None, :]
-    o = tl.load(
-        O + b64 * stride_ob + h64 * stride_oh + rows[:, None] * stride_os + offs_d[None, :], mask=seen, other=0.0
-    )
-    do = tl.load(
-        DO + b64 * stride_db + h64 * stride_dh + rows[:, None] * stride_ds + offs_d[None, :], mask=seen, other=0.0
-    )
+    O_rows = rows_of(O, b, row0, h, seqlen_q, stride_ob, stride_os, stride_oh, HEAD_DIM_V, BLOCK_M, D, POINTER)
+    DO_rows = rows_of(DO, b, row0, h, seqlen_q, stride_db, stride_ds, stride_dh, HEAD_DIM_V, BLOCK_M, D, POINTER)
+    o = load_rows(O_rows, start, stride_os, inside, HEAD_DIM_V, BLOCK_M, D, True, POINTER)
+    do = load_rows(DO_rows, start, stride_ds, inside, HEAD_DIM_V, BLOCK_M, D, True, POINTER)
     at = (h64 if PACKED else b64 * HEADS + h64) * rows_q + rows
     lse = tl.load(LSE + at, mask=inside, other=float("inf"))
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
@@ -80,7 +78,7 @@ def prepare(
     at = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(SHIFT + at, tl.where(lse == float("-inf"), 0.0, -lse * unit))
     tl.store(CENTRE + at, -delta)
-    at = ((rows if PACKED else b64 * rows_q + rows) * HEADS + h64)[:, None] * D + offs_d[None, :]
+    at = ((rows if PACKED else b64 * rows_q + rows) * HEADS + h64)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(SUM + at, tl.zeros([BLOCK_M, D], tl.float32), mask=inside[:, None])
 
 
@@ -106,8 +104,8 @@ def run_of(at, grid, fixed, BLOCK_M: gl.constexpr):
     of a group follow each other. Items with the first keys, which most see under a causal mask, go first. Packed
     sequences have items to spare, which visit nothing.
 
-    Returns (batch, head, first key), (queries, keys, (their numbers), first tile of queries in SHIFT), (the visited
-    tiles, their number, how many of them the mask cuts).
+    Returns (batch, head, first key, queries, keys, (their numbers), first tile of queries in SHIFT, the visited tiles,
+    their number, how many of them the mask cuts).
     """
     HEADS_KV: gl.constexpr = fixed.heads // fixed.group
     sizes, formula, lists, cu_seqlens = grid
@@ -141,7 +139,7 @@ def run_of(at, grid, fixed, BLOCK_M: gl.constexpr):
     if fixed.packed:
         count = gl.where(start < seqlen_k, count, 0)
     tiles = (begin, full_begin, num_full, num_partial, last, listed, list_stride_r)
-    return (b, h, start), (queries, keys, (seqlen_q, seqlen_k), tile0), (tiles, count, cut)
+    return b, h, start, queries, keys, (seqlen_q, seqlen_k), tile0, tiles, count, cut
 
 
 @gluon.jit
@@ -154,10 +152,7 @@ def fetch(inputs, memory, bars, grid, fixed):
     done = 0
     turn = 0  # of items that visit something
     for at in range(runs_of(grid, fixed)):
-        who, where, run = run_of(at, grid, fixed, BLOCK_M)
-        _b, h, start = who
-        queries, keys, _lengths, tile0 = where
-        tiles, count, _cut = run
+        _b, h, start, queries, keys, _lengths, tile0, tiles, count, _cut = run_of(at, grid, fixed, BLOCK_M)
         g = at % fixed.group
         if g == 0 and count > 0:
             spot, phase = ring_turn(turn, AHEAD)
@@ -198,10 +193,7 @@ def send(outputs, memory, bars, grid, fixed):
     done = 0
     turn = 0  # of items that visit something
     for at in range(runs_of(grid, fixed)):
-        who, where, run = run_of(at, grid, fixed, BLOCK_M)
-        _b, h, start = who
-        queries, keys, _lengths, _tile0 = where
-        tiles, count, _cut = run
+        _b, h, start, queries, keys, _lengths, _tile0, tiles, count, _cut = run_of(at, grid, fixed, BLOCK_M)
         for t in range(count):
             first = at_row(queries, h, visit_any(t, tiles, fixed.lists) * BLOCK_M)
             for c in gl.static_range(2):
@@ -413,28 +405,21 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     done = 0
     turn = 0  # of items that visit something
     runs = runs_of(grid, fixed)
-    who, where, run = run_of(0, grid, fixed, BLOCK_M)
-    begin = visit_any(0, run[0], fixed.lists)
-    tilt = tilt_of(who[0], who[1], score_args, score_nums, fixed.linear)
+    b, h, start, _queries, _keys, lengths, _tile0, tiles, count, cut = run_of(0, grid, fixed, BLOCK_M)
+    begin = visit_any(0, tiles, fixed.lists)
+    tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
     s = gl.zeros([64, BLOCK_M], gl.float32, layout=product_layout(BLOCK_M))
     if not fixed.packed:
         mbarrier.wait(k_full.index(0), 0)
         k = matrix(k_ring.index(C))
         s = warpgroup_mma_wait(0, deps=(start_scores(0, k, tilt, True, memory, bars, scalars, fixed),))
     for at in range(runs):
-        b, h, start = who
-        _queries, _keys, lengths, _tile0 = where
-        tiles, count, cut = run
         after = gl.minimum(at + 1, runs - 1)
         if not fixed.packed or count > 0:
             seqlen_q, seqlen_k = lengths
             g = at % fixed.group
-            if fixed.group == 1:
-                dk = gl.zeros([64, D], gl.float32, layout=OUT)
-                dv = gl.zeros([64, D], gl.float32, layout=OUT)
-            else:
-                dk = gl.where(g == 0, 0.0, dk)
-                dv = gl.where(g == 0, 0.0, dv)
+            dk = gl.where(g == 0, 0.0, dk)
+            dv = gl.where(g == 0, 0.0, dv)
             offs_n = start + 64 * C + gl.arange(0, 64, layout=KEY)
             offs_j = gl.minimum(offs_n, seqlen_k - 1)
             first_i, last_i = row_ends(b, h, offs_j, seqlen_k - seqlen_q, seqlen_k, mask_args, mask_nums, fixed.rows)
@@ -475,9 +460,9 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
             if fixed.packed:
                 dq = warpgroup_mma_wait(0, deps=(dq,))
             else:
-                who, where, run = run_of(after, grid, fixed, BLOCK_M)
-                begin = visit_any(0, run[0], fixed.lists)
-                tilt = tilt_of(who[0], who[1], score_args, score_nums, fixed.linear)
+                b, h, start, _queries, _keys, lengths, _tile0, tiles, count, cut = run_of(after, grid, fixed, BLOCK_M)
+                begin = visit_any(0, tiles, fixed.lists)
+                tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
                 wanted = at + 1 < runs
                 next_spot, phase = ring_turn(turn + is_last.to(gl.int32), AHEAD)
                 mbarrier.wait(k_full.index(next_spot), phase, pred=wanted)
@@ -494,8 +479,8 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
                 s = warpgroup_mma_wait(0, deps=(s,))
             turn += is_last.to(gl.int32)
         if fixed.packed:
-            who, where, run = run_of(after, grid, fixed, BLOCK_M)
-            begin = visit_any(0, run[0], fixed.lists)
+            b, h, start, _queries, _keys, lengths, _tile0, tiles, count, cut = run_of(after, grid, fixed, BLOCK_M)
+            begin = visit_any(0, tiles, fixed.lists)
 
 
 @gluon.jit(
@@ -509,9 +494,8 @@ def attention_bwd_sm90(
     mask_args, mask_nums, score_args, score_nums, grads,
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, scale, fixed,
 ):  # fmt: skip
-    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Backward`)."""
-    # shared memory: K of two items, V, rings of Q and dO with a number for each query, dS of
-    # two tiles, a tile of dQ
+    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
+    # shared memory: K of two items, V, rings of Q and dO with a number for each query, dS of two tiles, a tile of dQ
     D: gl.constexpr = Q.block_shape[4]
     BLOCK_M: gl.constexpr = Q.block_shape[3]
     k_ring = gl.allocate_shared_memory(K.dtype, [2 * AHEAD, 1, 1, 1, 64, D], K.layout)

@@ -361,7 +361,7 @@ def attention_fwd_sm90(
     mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, fixed,
 ):  # fmt: skip
-    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Forward`)."""
+    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
     # shared memory: rings of tiles, and for each place a barrier that says it is full and one that says it is empty
     D: gl.constexpr = Q.block_shape[4]
     D_V: gl.constexpr = V.block_shape[4]

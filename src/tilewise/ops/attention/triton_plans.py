@@ -71,7 +71,7 @@ def _plan(
     tma = _tma(call, cfg, *fetched)
     blocks = (cfg.block_m, cfg.block_n, padded(call.head_dim), padded(call.head_dim_v))
     slots = slots_of(call, cfg, of_keys)
-    pairs = (call.num_heads_kv if of_keys else call.num_heads_q) * _batches(call)
+    pairs = (call.num_heads_kv if of_keys else call.num_heads_q) * batches_of(call)
     return Plan(
         kernel,
         grid=slots * pairs,
@@ -116,7 +116,8 @@ def lengths_of(call: Call) -> tuple[int, ...]:
     return (call.batch, call.rows_q, call.rows_k, call.rows_q)
 
 
-def _batches(call: Call) -> int:
+def batches_of(call: Call) -> int:
+    """Batch elements that own tiles by themselves; packed sequences count as one."""
     return 1 if call.packed else call.batch
 
 
@@ -144,7 +145,7 @@ def _tma(call: Call, cfg: Config, *others: torch.Tensor) -> Any:
 def row_values_size(call: Call) -> int:
     """Numbers in a tensor that `tiles.load.row_values` divides."""
     rows = call.rows_q + (3 * call.batch if call.packed else 0)
-    return _batches(call) * call.num_heads_q * (-(-rows // 4) * 4)
+    return batches_of(call) * call.num_heads_q * (-(-rows // 4) * 4)
 
 
 def scalars_of(call: Call) -> tuple[float, float, float]:
