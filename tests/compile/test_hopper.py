@@ -53,3 +53,38 @@ def test_a_sum_of_a_tile_is_added_once() -> None:
     steps = 3  # the first tile, those that the mask cuts, and the others, in each of two warpgroups
     added = re.findall(r"(?:atom|red)\.global\.gpu\.relaxed\.add\.f32", kernel.asm["ptx"])
     assert len(added) == 2 * steps
+
+
+@pytest.mark.parametrize("variant", [v for v in BACKWARD if v.formula != "plain"], ids=str)
+def test_each_item_of_a_program_has_bounds_of_its_own(variant: Variant) -> None:
+    """Loops over tiles end where the item says: MLIR takes what only bounds loops for a thing that never changes."""
+    call = variant.call()
+    o, lse = call.new_output(), call.new_lse()
+    with compiling_for(90) as kernels:
+        gluon_attention.forward(call)
+        gluon_attention.backward(call, o, lse, torch.empty_like(o), None)
+    loops = [bounds for kernel in kernels for bounds in _bounds_of_inner_loops(kernel.asm["ttgir"])]
+    assert len(loops) >= 8
+    assert all(known >= begun for begun, known in loops)
+
+
+def _bounds_of_inner_loops(ir: str) -> list[tuple[int, int]]:
+    """Of each loop inside a loop: lines where the outer one begins and where the last value that bounds the inner one
+    becomes known.
+    """
+    known: dict[str, int] = {}
+    around: list[tuple[int, int]] = []  # indentation and line
+    found = []
+    for number, line in enumerate(ir.splitlines()):
+        indent = len(line) - len(line.lstrip())
+        while around and indent <= around[-1][0]:
+            around.pop()
+        loop = re.search(r"scf\.for %\w+ = (%\w+) to (%\w+) ", line)
+        if loop:
+            if around:
+                found.append((around[-1][1], max(known[name] for name in loop.groups())))
+            around.append((indent, number))
+            known.update(dict.fromkeys(re.findall(r"(%\w+) =", line), number))
+        elif line.lstrip().startswith("%"):
+            known[line.split("=")[0].split(":")[0].strip()] = number
+    return found

@@ -1,4 +1,6 @@
-"""Lengths that fill no tile: every odd one up to 1025, and those on either side of a tile's end."""
+"""Lengths that fill no tile, every odd one up to 1025 and those on either side of a tile's end; more tiles than a GPU
+has multiprocessors.
+"""
 
 from __future__ import annotations
 
@@ -34,3 +36,22 @@ def test_lengths_at_the_ends_of_tiles(impl: str, head_dim: int) -> None:
     for rows, keys in zip(ENDS, (*ENDS[1:], 100), strict=True):
         case = Case(f"length_{rows}_{keys}", 1, rows, keys, 2, 1, head_dim, head_dim)
         properties.gradients_equal_reference(Setting(impl, torch.bfloat16, DEVICE), case)
+
+
+SEVERAL = {
+    "plain": {},
+    "causal": {"mask": build.causal},
+    "window": {"mask": build.window(200, 30)},
+    "document": {"mask": build.document_window},
+    "alibi": {"mask": build.causal, "score": build.alibi},
+    "packed": {"mask": build.window(200), "packed": tuple((n, n) for n in (640, 1, 0, 300, 1029, 64, 640, 500))},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_programs_that_take_several_tiles(name: str, impl: str, head_dim: int) -> None:
+    """Five tiles of 128 keys for each of 64 pairs of batch and head."""
+    case = Case(f"several_{name}", 4, 640, 640, 32, 16, head_dim, head_dim, **SEVERAL[name])
+    properties.gradients_equal_reference(Setting(impl, torch.bfloat16, DEVICE), case)

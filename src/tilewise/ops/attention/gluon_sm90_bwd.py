@@ -105,7 +105,7 @@ def run_of(at, grid, fixed, BLOCK_M: gl.constexpr):
     sequences have items to spare, which visit nothing.
 
     Returns (batch, head, first key, queries, keys, (their numbers), first tile of queries in SHIFT, the visited tiles,
-    their number, how many of them the mask cuts).
+    their number).
     """
     HEADS_KV: gl.constexpr = fixed.heads // fixed.group
     sizes, formula, lists, cu_seqlens = grid
@@ -135,11 +135,10 @@ def run_of(at, grid, fixed, BLOCK_M: gl.constexpr):
     num_partial = gl.maximum(num_partial, 1 - num_full)  # keys that nobody sees visit one tile, all of it hidden
     last = (seqlen_q + BLOCK_M - 1) // BLOCK_M - 1
     count = num_full + num_partial
-    cut = gl.where(start + KEYS > seqlen_k, count, num_partial)
     if fixed.packed:
         count = gl.where(start < seqlen_k, count, 0)
     tiles = (begin, full_begin, num_full, num_partial, last, listed, list_stride_r)
-    return b, h, start, queries, keys, (seqlen_q, seqlen_k), tile0, tiles, count, cut
+    return b, h, start, queries, keys, (seqlen_q, seqlen_k), tile0, tiles, count
 
 
 @gluon.jit
@@ -152,7 +151,7 @@ def fetch(inputs, memory, bars, grid, fixed):
     done = 0
     turn = 0  # of items that visit something
     for at in range(runs_of(grid, fixed)):
-        _b, h, start, queries, keys, _lengths, tile0, tiles, count, _cut = run_of(at, grid, fixed, BLOCK_M)
+        _b, h, start, queries, keys, _lengths, tile0, tiles, count = run_of(at, grid, fixed, BLOCK_M)
         g = at % fixed.group
         if g == 0 and count > 0:
             spot, phase = ring_turn(turn, AHEAD)
@@ -193,7 +192,7 @@ def send(outputs, memory, bars, grid, fixed):
     done = 0
     turn = 0  # of items that visit something
     for at in range(runs_of(grid, fixed)):
-        _b, h, start, queries, keys, _lengths, _tile0, tiles, count, _cut = run_of(at, grid, fixed, BLOCK_M)
+        _b, h, start, queries, keys, _lengths, _tile0, tiles, count = run_of(at, grid, fixed, BLOCK_M)
         for t in range(count):
             first = at_row(queries, h, visit_any(t, tiles, fixed.lists) * BLOCK_M)
             for c in gl.static_range(2):
@@ -405,7 +404,7 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     done = 0
     turn = 0  # of items that visit something
     runs = runs_of(grid, fixed)
-    b, h, start, _queries, _keys, lengths, _tile0, tiles, count, cut = run_of(0, grid, fixed, BLOCK_M)
+    b, h, start, _queries, _keys, lengths, _tile0, tiles, count = run_of(0, grid, fixed, BLOCK_M)
     begin = visit_any(0, tiles, fixed.lists)
     tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
     s = gl.zeros([64, BLOCK_M], gl.float32, layout=product_layout(BLOCK_M))
@@ -438,6 +437,8 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
             )
             full = 1
             if fixed.guard:
+                # worked out here: MLIR takes a variable that only bounds loops for one that never changes
+                cut = gl.where(start + KEYS > seqlen_k, count, tiles[3])
                 for t in range(1, cut):
                     m = visit_any(t, tiles, fixed.lists)
                     dk, dv = step(
@@ -460,7 +461,7 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
             if fixed.packed:
                 dq = warpgroup_mma_wait(0, deps=(dq,))
             else:
-                b, h, start, _queries, _keys, lengths, _tile0, tiles, count, cut = run_of(after, grid, fixed, BLOCK_M)
+                b, h, start, _queries, _keys, lengths, _tile0, tiles, count = run_of(after, grid, fixed, BLOCK_M)
                 begin = visit_any(0, tiles, fixed.lists)
                 tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
                 wanted = at + 1 < runs
@@ -479,7 +480,7 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
                 s = warpgroup_mma_wait(0, deps=(s,))
             turn += is_last.to(gl.int32)
         if fixed.packed:
-            b, h, start, _queries, _keys, lengths, _tile0, tiles, count, cut = run_of(after, grid, fixed, BLOCK_M)
+            b, h, start, _queries, _keys, lengths, _tile0, tiles, count = run_of(after, grid, fixed, BLOCK_M)
             begin = visit_any(0, tiles, fixed.lists)
 
 
