@@ -148,15 +148,30 @@ def with_columns(once, b, h, start, last, args, nums, COLUMNS: gl.constexpr, LAY
     return once
 
 
+_ONLY_WITHIN = (
+    "{ .reg .b32 t; .reg .f32 f; or.b32 t, $2, 0x4B000000; mov.b32 f, t; sub.f32 f, f, $3; abs.f32 f, f; "
+    "set.le.u32.f32 t, f, $4; and.b32 $0, $1, t; }"
+)
+ONLY_WITHIN = gl.constexpr(_ONLY_WITHIN)
+
+
 @gluon.jit
-def within(start, first, last, LAYOUT: gl.constexpr, N: gl.constexpr):
-    """Which of the columns `start` .. `start` + N - 1 of a tile are in their row's run `first` .. `last` (empty where
-    first > last). One subtraction and one comparison for each: below the run is far above it, without a sign.
+def only_within(p, start, first, last):
+    """p of a tile whose columns are `start` on, 0 outside its row's run `first` .. `last` (empty where first > last).
+
+    A column is in its row's run if it is no further from the middle than the ends are. Twice all of these are whole
+    numbers and small: floats hold them, and 2**23 + n is a float whose last bits are n. Not by predicates, of which
+    there are seven: the assembler made those of a whole tile first, and packed them into registers.
     """
-    columns = gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
-    begin = gl.where(first > last, 1 << 30, first - start)
-    above = columns[None, :] - begin[:, None]
-    return above.to(gl.uint32) <= gl.maximum(last - first, 0).to(gl.uint32)[:, None]
+    N: gl.constexpr = p.shape[1]
+    twice = 2 * gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))[None, :]
+    first = gl.minimum(gl.maximum(first - start, 0), N)
+    last = gl.minimum(gl.maximum(last - start, -1), N - 1)
+    middle = (first + last).to(gl.float32) + 8388608.0
+    reach = (last - first).to(gl.float32)
+    return gl.inline_asm_elementwise(
+        ONLY_WITHIN, "=r,r,r,r,r", [p, twice, middle[:, None], reach[:, None]], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

@@ -48,7 +48,10 @@ _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32
 _SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles
 _MANY = 0x7FFF0000
-_FEW = 24  # tiles of queries of a sequence up to which tiles of unequal length are divided beforehand
+_FEW = 24  # tiles of a sequence up to which those of unequal length are divided beforehand
+_FEW_KEYS = (
+    64  # the same for tiles of keys: their programs add to dQ, of few pairs at a time if the cache is to hold it
+)
 
 
 class Fixed(NamedTuple):
@@ -136,7 +139,7 @@ def forward_plan(call: Call) -> Plan:
     consumers = cfg.block_m // 64
     slots = slots_of(call, cfg, False)
     pairs = call.num_heads_q * batches_of(call)
-    workers, turns = _division(call, mask, slots, pairs)
+    workers, turns = _division(call, mask, slots, pairs, False)
     used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
     return Plan(
         attention_fwd_sm90,
@@ -179,18 +182,21 @@ def _equal(call: Call) -> bool:
     return not call.packed and (call.mask is None or is_band(call.mask.text))
 
 
-def _division(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) -> tuple[int, int]:
+def _division(call: Call, mask: MaskFunctions | None, slots: int, pairs: int, of_keys: bool) -> tuple[int, int]:
     """(programs, pairs of batch and head that take turns).
 
     A program for each multiprocessor begins a tile while the one before it ends. That needs tiles of equal length, or
-    so few of a sequence that two turns, one forth and one back, hold all lengths; others the hardware deals out, one
-    a program.
+    so few of a sequence that two turns, one forth and one back, hold all lengths (of keys: a quarter of them); others
+    the hardware deals out, one a program.
     """
     workers = min(slots * pairs, multiprocessors(call.q.device))
     if _equal(call):
         return workers, together(call, mask, slots, pairs)
-    if slots <= _FEW and not call.packed and (mask is None or mask.classify is None):
-        return workers, max(1, min(pairs, -(-2 * workers // slots)))
+    if not call.packed and (mask is None or mask.classify is None):
+        if slots <= _FEW:
+            return workers, max(1, min(pairs, -(-2 * workers // slots)))
+        if of_keys and slots <= _FEW_KEYS:
+            return workers, max(1, min(pairs, -(-workers // (2 * slots))))
     return slots * pairs, together(call, mask, slots, pairs)
 
 
@@ -241,7 +247,7 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
         1,
         extra=_scale_first(call, score),
     )
-    workers, turns = _division(call, mask, slots, pairs_kv)
+    workers, turns = _division(call, mask, slots, pairs_kv, True)
     main = Plan(
         bwd.attention_bwd_sm90,
         grid=workers,

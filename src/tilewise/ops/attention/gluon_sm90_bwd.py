@@ -24,6 +24,7 @@ from tilewise.tiles.hopper import (
     filled,
     keep_tile_before_wait,
     matrix,
+    only_within,
     product_layout,
     ring_turn,
     sequence,
@@ -32,7 +33,6 @@ from tilewise.tiles.hopper import (
     tilted,
     wait_for_both,
     with_columns,
-    within,
 )
 from tilewise.tiles.load import POINTER, load_rows, rows_of
 from tilewise.tiles.visit import call_once, locate, row_ends, snake, take_turns, turns_of, visit_any, visits
@@ -40,6 +40,8 @@ from tilewise.tiles.visit import call_once, locate, row_ends, snake, take_turns,
 KEYS = gl.constexpr(128)  # of a program
 STAGES = gl.constexpr(2)  # tiles of queries, and of dO, in shared memory
 AHEAD = gl.constexpr(2)  # tiles of keys: those of the next item are fetched meanwhile
+POSTS = gl.constexpr(2)  # runs that are posted at a time
+NUMBERS = gl.constexpr(9)  # of a run
 
 
 @triton.jit(do_not_specialize=["batch", "rows_q", "slots", "unit"])
@@ -104,14 +106,13 @@ def run_of(at, grid, fixed, BLOCK_M: gl.constexpr):
     of a group follow each other. Items with the first keys, which most see under a causal mask, go first. Packed
     sequences have items to spare, which visit nothing.
 
-    Returns (batch, head, first key, queries, keys, (their numbers), first tile of queries in SHIFT, the visited tiles,
-    their number).
+    Returns (batch, head, row of tiles in a list, first key, first visited tile, first FULL one, how many are FULL, how
+    many are not, how many tiles it visits).
     """
     HEADS_KV: gl.constexpr = fixed.heads // fixed.group
-    sizes, formula, lists, cu_seqlens = grid
-    batch, seqlen_q, seqlen_k, slots_q, slots, together, _items = sizes
+    sizes, formula, _, cu_seqlens = grid
+    batch, seqlen_q, seqlen_k, _slots_q, slots, together, _items = sizes
     mask_args, mask_nums, _, _, _ = formula
-    listed, list_stride_b, list_stride_h, list_stride_r = lists
     CU_Q, CU_K = cu_seqlens
     item = snake(at // fixed.group, gl.program_id(0), gl.num_programs(0))
     pair, slot = take_turns(item, slots, HEADS_KV if fixed.packed else batch * HEADS_KV, together)
@@ -120,38 +121,87 @@ def run_of(at, grid, fixed, BLOCK_M: gl.constexpr):
     n = slot
     if fixed.packed:
         b, n = locate(slot, CU_K, batch, KEYS)
-    queries, row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)
-    keys, _row0, seqlen_k = sequence(b, CU_K, seqlen_k, fixed.packed)
-    tile0 = (h if fixed.packed else b * fixed.heads + h) * slots_q
-    if fixed.packed:
-        tile0 += row0 // BLOCK_M + b
+    _queries, _row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)
+    _keys, _row0, seqlen_k = sequence(b, CU_K, seqlen_k, fixed.packed)
     start = n * KEYS
     j1 = gl.minimum(start + KEYS, seqlen_k) - 1
-    if fixed.lists:
-        listed = listed + (b.to(gl.int64) * list_stride_b + h.to(gl.int64) * list_stride_h + slot) * list_stride_r
     begin, full_begin, num_full, num_partial = visits(
-        b, h, start, j1, seqlen_k - seqlen_q, seqlen_q, mask_args, mask_nums, listed, fixed.lists, fixed.tiles, BLOCK_M
-    )
+        b, h, start, j1, seqlen_k - seqlen_q, seqlen_q, mask_args, mask_nums, list_of(b, h, slot, grid, fixed),
+        fixed.lists, fixed.tiles, BLOCK_M,
+    )  # fmt: skip
     num_partial = gl.maximum(num_partial, 1 - num_full)  # keys that nobody sees visit one tile, all of it hidden
-    last = (seqlen_q + BLOCK_M - 1) // BLOCK_M - 1
     count = num_full + num_partial
     if fixed.packed:
         count = gl.where(start < seqlen_k, count, 0)
-    tiles = (begin, full_begin, num_full, num_partial, last, listed, list_stride_r)
-    return b, h, start, queries, keys, (seqlen_q, seqlen_k), tile0, tiles, count
+    return b, h, slot, start, begin, full_begin, num_full, num_partial, count
+
+
+@gluon.jit
+def list_of(b, h, slot, grid, fixed):
+    """The list of tiles of a row, where there are lists."""
+    listed, list_stride_b, list_stride_h, list_stride_r = grid[2]
+    if fixed.lists:
+        listed = listed + (b.to(gl.int64) * list_stride_b + h.to(gl.int64) * list_stride_h + slot) * list_stride_r
+    return listed
+
+
+@gluon.jit
+def where_of(run, grid, fixed, BLOCK_M: gl.constexpr):
+    """(queries, keys, (their numbers), row of its sequence, the visited tiles) of a run."""
+    b, h, slot, _start, begin, full_begin, num_full, num_partial, _count = run
+    _batch, seqlen_q, seqlen_k, _slots_q, _slots, _together, _items = grid[0]
+    CU_Q, CU_K = grid[3]
+    queries, row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)
+    keys, _row0, seqlen_k = sequence(b, CU_K, seqlen_k, fixed.packed)
+    last = (seqlen_q + BLOCK_M - 1) // BLOCK_M - 1
+    tiles = (begin, full_begin, num_full, num_partial, last, list_of(b, h, slot, grid, fixed), grid[2][3])
+    return queries, keys, (seqlen_q, seqlen_k), row0, tiles
+
+
+@gluon.jit
+def post(run, at, posts, post_full, post_empty):
+    """Write a program's `at`-th run where the other roles read it. One of them works it out: its numbers, and what
+    they come from, would cost the others registers that products need.
+    """
+    place, phase = ring_turn(at, POSTS)
+    mbarrier.wait(post_empty.index(place), phase ^ 1)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for n in gl.static_range(NUMBERS):
+        posts.index(place * NUMBERS + n).store(gl.full([1], run[n], gl.int32, layout=LAYOUT))
+    mbarrier.arrive(post_full.index(place))
+
+
+@gluon.jit
+def posted(at, posts, post_full, post_empty, WARPS: gl.constexpr):
+    """A program's `at`-th run."""
+    place, phase = ring_turn(at, POSTS)
+    mbarrier.wait(post_full.index(place), phase)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    run = ()
+    for n in gl.static_range(NUMBERS):
+        run = run + (gl.sum(posts.index(place * NUMBERS + n).load(LAYOUT), 0),)  # noqa: RUF005 (unknown to Triton)
+    mbarrier.arrive(post_empty.index(place))
+    return run
 
 
 @gluon.jit
 def fetch(inputs, memory, bars, grid, fixed):
     """The warp that fetches: K and V of an item, then Q with its shifts and dO with its centres, tile by tile."""
     Q, K, V, DO, SHIFT, CENTRE = inputs
-    k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, _, _, _ = memory
-    k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, _, _, _, _, _, _ = bars
+    k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, _, _, _, posts = memory
+    k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, _, _, _, _, _, _, post_full, post_empty = bars
     BLOCK_M: gl.constexpr = q_ring.shape[4]
+    slots_q = grid[0][3]
     done = 0
     turn = 0  # of items that visit something
     for at in range(runs_of(grid, fixed)):
-        _b, h, start, queries, keys, _lengths, tile0, tiles, count = run_of(at, grid, fixed, BLOCK_M)
+        run = run_of(at, grid, fixed, BLOCK_M)
+        post(run, at, posts, post_full, post_empty)
+        b, h, _slot, start, _begin, _full_begin, _num_full, _num_partial, count = run
+        queries, keys, _lengths, row0, tiles = where_of(run, grid, fixed, BLOCK_M)
+        tile0 = (h if fixed.packed else b * fixed.heads + h) * slots_q
+        if fixed.packed:
+            tile0 += row0 // BLOCK_M + b
         g = at % fixed.group
         if g == 0 and count > 0:
             spot, phase = ring_turn(turn, AHEAD)
@@ -186,13 +236,15 @@ def send(outputs, memory, bars, grid, fixed):
     item out of the places of K and dS.
     """
     SUM, DK, DV = outputs
-    k_ring, _, q_ring, _, _, _, _, dq_tile, dk_ring = memory
-    _, k_empty, _, _, _, _, _, _, dq_full, dq_empty, _, _, out_full, out_empty = bars
+    k_ring, _, q_ring, _, _, _, _, dq_tile, dk_ring, posts = memory
+    _, k_empty, _, _, _, _, _, _, dq_full, dq_empty, _, _, out_full, out_empty, post_full, post_empty = bars
     BLOCK_M: gl.constexpr = q_ring.shape[4]
     done = 0
     turn = 0  # of items that visit something
     for at in range(runs_of(grid, fixed)):
-        _b, h, start, queries, keys, _lengths, _tile0, tiles, count = run_of(at, grid, fixed, BLOCK_M)
+        run = posted(at, posts, post_full, post_empty, 1)
+        _b, h, _slot, start, _begin, _full_begin, _num_full, _num_partial, count = run
+        queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
         for t in range(count):
             first = at_row(queries, h, visit_any(t, tiles, fixed.lists) * BLOCK_M)
             for c in gl.static_range(2):
@@ -267,16 +319,10 @@ def put_dq(dq, done, dq_tile, dq_full, dq_empty, C: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(done, k, tilt, wanted, memory, bars, scalars, fixed):
-    """Start the transposed scores of the `done`-th tile of queries, once it is there; if not `wanted`, of what lies
-    there.
-    """
-    q_ring, shift_ring, q_full = memory[2], memory[4], bars[4]
-    BLOCK_M: gl.constexpr = q_ring.shape[4]
+def start_scores(stage, k, q, tilt, shift_ring, scalars, fixed):
+    """Start the transposed scores of a tile of queries."""
+    BLOCK_M: gl.constexpr = q.shape[0]
     SCORES: gl.constexpr = product_layout(BLOCK_M)
-    stage, phase = ring_turn(done, STAGES)
-    mbarrier.wait(q_full.index(stage), phase, pred=wanted)
-    q = matrix(q_ring.index(stage))
     if fixed.scale_first:
         zeros = gl.zeros([64, BLOCK_M], gl.float32, layout=SCORES)
         s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -291,14 +337,12 @@ def start_scores(done, k, tilt, wanted, memory, bars, scalars, fixed):
 
 @gluon.jit
 def step(
-    s, dk, dv, done, m, k, v, mine, memory, bars, formula, scalars, fixed, C: gl.constexpr, FIRST: gl.constexpr,
+    dk, dv, done, m, k, v, mine, memory, bars, formula, scalars, fixed, C: gl.constexpr, FIRST: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add query tile m to dk and dv of a warpgroup's keys, and take dQ of the tile before. The FIRST of a run finds its
-    scores `s` done, unless packed.
-    """
-    k_ring, _, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dq_tile, _ = memory
-    _, _, v_full, _, _, q_empty, do_full, do_empty, dq_full, dq_empty, ds_full, ds_empty, _, out_empty = bars
+    """Add query tile m to dk and dv of a warpgroup's keys, and take dQ of the tile before, which the FIRST has not."""
+    k_ring, _, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dq_tile, _, _ = memory
+    _, _, v_full, _, q_full, q_empty, do_full, do_empty, dq_full, dq_empty, ds_full, ds_empty, _, out_empty, _, _ = bars
     b, h, turn, lengths, offs_j, first_i, last_i, onces, tilt = mine
     seqlen_q, seqlen_k = lengths
     scale, c = scalars
@@ -310,18 +354,15 @@ def step(
     place = done & 1
 
     # scores and dP
-    stage = done % STAGES
-    q = matrix(q_ring.index(stage))
-    if not FIRST or fixed.packed:
-        s = start_scores(done, k, tilt, True, memory, bars, scalars, fixed)
+    stage, q = filled(done, q_ring, q_full)
+    s = start_scores(stage, k, q, tilt, shift_ring, scalars, fixed)
     _, do = filled(done, do_ring, do_full)
     if FIRST:
         mbarrier.wait(v_full, turn & 1)
     dp = product_from(of_queries(centre_ring, stage, SCORES), v, do)
 
     # probabilities
-    if not FIRST or fixed.packed:
-        s = warpgroup_mma_wait(1, deps=(s,))
+    s = warpgroup_mma_wait(1, deps=(s,))
     first_query = m * BLOCK_M + seqlen_k - seqlen_q
     last_query = seqlen_k - 1
     offs_i = first_query + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
@@ -346,10 +387,9 @@ def step(
                 mask_once, b, h, first_query, last_query, mask_args, mask_nums, fixed.mask_columns, SCORES, BLOCK_M
             )
             seen = fixed.visible(b, h, offs_i[None, :], offs_j[:, None], of_mask, mask_args, mask_nums)
-            seen = seen & (first_i <= last_i)[:, None]
+            p = gl.where(seen & (first_i <= last_i)[:, None], p, 0.0)
         else:
-            seen = within(first_query, first_i, last_i, SCORES, BLOCK_M)
-        p = gl.where(seen, p, 0.0)
+            p = only_within(p, first_query, first_i, last_i)
     p16 = keep_tile_before_wait(p.to(q.dtype))
 
     # dS, for dK from registers and for dQ through shared memory
@@ -389,8 +429,8 @@ def step(
 @gluon.jit
 def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     """One warpgroup: dK and dV of its 64 keys of every item, over the tiles of queries of each head of the group."""
-    k_ring, v_tile, q_ring, _, _, _, ds_ring, dq_tile, dk_ring = memory
-    k_full, _, _, v_empty, _, _, _, _, dq_full, dq_empty, ds_full, ds_empty, out_full, _ = bars
+    k_ring, v_tile, q_ring, _, _, _, ds_ring, dq_tile, dk_ring, posts = memory
+    k_full, _, _, v_empty, _, _, _, _, dq_full, dq_empty, ds_full, ds_empty, out_full, _, post_full, post_empty = bars
     formula = grid[1]
     mask_args, mask_nums, score_args, score_nums, _ = formula
     scale, _ = scalars
@@ -403,18 +443,11 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     dv = gl.zeros([64, D], gl.float32, layout=OUT)
     done = 0
     turn = 0  # of items that visit something
-    runs = runs_of(grid, fixed)
-    b, h, start, _queries, _keys, lengths, _tile0, tiles, count = run_of(0, grid, fixed, BLOCK_M)
-    begin = visit_any(0, tiles, fixed.lists)
-    tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
-    s = gl.zeros([64, BLOCK_M], gl.float32, layout=product_layout(BLOCK_M))
-    if not fixed.packed:
-        mbarrier.wait(k_full.index(0), 0)
-        k = matrix(k_ring.index(C))
-        s = warpgroup_mma_wait(0, deps=(start_scores(0, k, tilt, True, memory, bars, scalars, fixed),))
-    for at in range(runs):
-        after = gl.minimum(at + 1, runs - 1)
+    for at in range(runs_of(grid, fixed)):
+        run = posted(at, posts, post_full, post_empty, 4)
+        b, h, _slot, start, _begin, _full_begin, _num_full, num_partial, count = run
         if not fixed.packed or count > 0:
+            _queries, _keys, lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
             seqlen_q, seqlen_k = lengths
             g = at % fixed.group
             dk = gl.where(g == 0, 0.0, dk)
@@ -425,63 +458,41 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
             last_i = gl.where(offs_n < seqlen_k, last_i, first_i - 1)
             mask_once = call_once(b, h, offs_j[:, None], mask_args, mask_nums, fixed.mask_once)
             score_once = call_once(b, h, offs_j[:, None], score_args, score_nums, fixed.score_once)
-            if fixed.packed:
-                tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
+            tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
             mine = (b, h, turn, lengths, offs_j, first_i, last_i, (mask_once, score_once), tilt)
             spot, phase = ring_turn(turn, AHEAD)
             k = matrix(k_ring.index(spot * 2 + C))
-            if fixed.packed:
-                mbarrier.wait(k_full.index(spot), phase)
-            dk, dv = step(
-                s, dk, dv, done, begin, k, v, mine, memory, bars, formula, scalars, fixed, C, True, fixed.guard
-            )
+            mbarrier.wait(k_full.index(spot), phase)
+            m = visit_any(0, tiles, fixed.lists)
+            dk, dv = step(dk, dv, done, m, k, v, mine, memory, bars, formula, scalars, fixed, C, True, fixed.guard)
             full = 1
             if fixed.guard:
                 # worked out here: MLIR takes a variable that only bounds loops for one that never changes
-                cut = gl.where(start + KEYS > seqlen_k, count, tiles[3])
+                cut = gl.where(start + KEYS > seqlen_k, count, num_partial)
                 for t in range(1, cut):
                     m = visit_any(t, tiles, fixed.lists)
                     dk, dv = step(
-                        s, dk, dv, done + t, m, k, v, mine, memory, bars, formula, scalars, fixed, C, False, True
+                        dk, dv, done + t, m, k, v, mine, memory, bars, formula, scalars, fixed, C, False, True
                     )
                 full = gl.maximum(cut, 1)
             for t in range(full, count):
                 m = visit_any(t, tiles, fixed.lists)
-                dk, dv = step(
-                    s, dk, dv, done + t, m, k, v, mine, memory, bars, formula, scalars, fixed, C, False, False
-                )
+                dk, dv = step(dk, dv, done + t, m, k, v, mine, memory, bars, formula, scalars, fixed, C, False, False)
             done += count
             is_last = g == fixed.group - 1
             mbarrier.arrive(v_empty, pred=is_last)
 
-            # dQ of the last tile; where the next run goes, and its first scores, meanwhile
+            # dQ of the last tile
             last, phase = ring_turn(done - 1, 2)
             mbarrier.wait(ds_full.index(last), phase)
-            dq = issue_dq(k_ring, spot, ds_ring, last, C)
-            if fixed.packed:
-                dq = warpgroup_mma_wait(0, deps=(dq,))
-            else:
-                b, h, start, _queries, _keys, lengths, _tile0, tiles, count = run_of(after, grid, fixed, BLOCK_M)
-                begin = visit_any(0, tiles, fixed.lists)
-                tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
-                wanted = at + 1 < runs
-                next_spot, phase = ring_turn(turn + is_last.to(gl.int32), AHEAD)
-                mbarrier.wait(k_full.index(next_spot), phase, pred=wanted)
-                k_next = matrix(k_ring.index(next_spot * 2 + C))
-                s = start_scores(done, k_next, tilt, wanted, memory, bars, scalars, fixed)
-                dq = warpgroup_mma_wait(1, deps=(dq,))
+            dq = warpgroup_mma_wait(0, deps=(issue_dq(k_ring, spot, ds_ring, last, C),))
             mbarrier.arrive(ds_empty.index(last))
             put_dq(dq, done - 1, dq_tile, dq_full, dq_empty, C)
             if is_last:
                 wait_for_both()  # have read K and dS
                 k.store(dv.to(k_ring.dtype))
                 hand_over((dk * scale).to(k_ring.dtype), matrix(dk_ring.index(C)), out_full.index(C))
-            if not fixed.packed:
-                s = warpgroup_mma_wait(0, deps=(s,))
             turn += is_last.to(gl.int32)
-        if fixed.packed:
-            b, h, start, _queries, _keys, lengths, _tile0, tiles, count = run_of(after, grid, fixed, BLOCK_M)
-            begin = visit_any(0, tiles, fixed.lists)
 
 
 @gluon.jit(
@@ -508,6 +519,7 @@ def attention_bwd_sm90(
     ds_ring = gl.allocate_shared_memory(Q.dtype, [4, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, rank=2))
     dk_ring = reinterpret(ds_ring, 4 * BLOCK_M // D, k_ring)
     dq_tile = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, 64, SUM.block_shape[4]], SUM.layout)
+    posts = gl.allocate_shared_memory(gl.int32, [POSTS * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BAR)
@@ -523,12 +535,17 @@ def attention_bwd_sm90(
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     out_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     out_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    post_full = gl.allocate_shared_memory(gl.int64, [POSTS, 1], BAR)
+    post_empty = gl.allocate_shared_memory(gl.int64, [POSTS, 1], BAR)
     mbarrier.init(v_full, count=1)
     mbarrier.init(v_empty, count=2)
     mbarrier.init(out_empty, count=1)
     for n in gl.static_range(AHEAD):
         mbarrier.init(k_full.index(n), count=1)
         mbarrier.init(k_empty.index(n), count=1)
+    for n in gl.static_range(POSTS):
+        mbarrier.init(post_full.index(n), count=1)
+        mbarrier.init(post_empty.index(n), count=3)
     for n in gl.static_range(2):
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(do_full.index(n), count=1)
@@ -542,10 +559,10 @@ def attention_bwd_sm90(
     fence_async_shared()
 
     # roles
-    memory = (k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dq_tile, dk_ring)
+    memory = (k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dq_tile, dk_ring, posts)
     bars = (
         k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, dq_full, dq_empty, ds_full, ds_empty,
-        out_full, out_empty,
+        out_full, out_empty, post_full, post_empty,
     )  # fmt: skip
     listed = LISTED if fixed.lists else 0
     grid = (

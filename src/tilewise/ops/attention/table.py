@@ -238,7 +238,7 @@ ROWS: tuple[Row, ...] = (
         prefers=(
             Need(f"{_TILES} tiles of {_QUERIES} queries or more", _few_tiles),
             Need("head dimensions above 64 for masks that are windows", _narrow_window),
-            _NAMED,  # until the GPU tests of its backward have a receipt
+            Need("no gradients of captured tensors", lambda c: "some wanted" if any(c.grad_captured) else None),
         ),
     ),
     Row(
