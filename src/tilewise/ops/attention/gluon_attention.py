@@ -26,7 +26,7 @@ from tilewise.ops.attention.triton_plans import (
     strides_of,
     together,
 )
-from tilewise.ops.attention.variant import MaskFunctions, ScoreFunctions, formula_kind, is_band
+from tilewise.ops.attention.variant import CAUSAL, MaskFunctions, ScoreFunctions, formula_kind, is_band
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.hopper import LAST_ROW
 
@@ -84,6 +84,7 @@ class Fixed(NamedTuple):
     # of the backward
     slope: Any = None  # the score's derivative
     accumulate: Any = None  # adds the gradients of captured tensors
+    ordered: bool | None = None  # programs add to dQ in an order
 
 
 def _constants(**values: Any) -> Fixed:
@@ -202,9 +203,11 @@ def _division(call: Call, mask: MaskFunctions | None, slots: int, pairs: int, of
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients: what queries begin with and sums that are 0; dK, dV and the sums of dQ; dQ from its sums."""
-    if max(call.head_dim, call.head_dim_v) > 128 or call.deterministic or call.dropout > 0.0:
+    ordered = call.deterministic
+    if max(call.head_dim, call.head_dim_v) > 128 or call.dropout > 0.0 or (ordered and not _orderly(call)):
         return triton_attention.backward(call, o, lse, do, dlse)
     key = triton_attention.backward_key(call, o, do, dlse)
+    key = None if key is None else (key, ordered)
     plans = _PLANS.get(key)
     if plans is None:
         if not _reached(call.q, call.k, call.v, o, do):
@@ -213,15 +216,17 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     prepare, main, finish = plans
     block = main.extra[0].block_m
     shift, centre = lse.new_empty((2, prepare.grid, block))
+    added = lse.new_empty(prepare.grid, dtype=torch.int32) if ordered else None
     sums = lse.new_empty((*call.q.shape[:-1], _columns(call)))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
     dlse = None if dlse is None else dlse.contiguous()
     with on_device(call.q):
         unit = LOG2E if prepare.extra else 1.0 / call.scale
-        prepare.launch((o, do, lse, dlse, shift, centre, sums, call.cu_seqlens_q), (), (unit,))
+        prepare.launch((o, do, lse, dlse, shift, centre, sums, added, call.cu_seqlens_q), (), (unit,))
         lists = triton_attention.lists_of(call, main, True, key, {})
-        pointers = (call.q, call.k, call.v, do, shift, centre, sums, dk, dv, call.cu_seqlens_q, call.cu_seqlens_k)
+        tensors = (call.q, call.k, call.v, do, shift, centre, sums, dk, dv, added)
+        pointers = (*tensors, call.cu_seqlens_q, call.cu_seqlens_k)
         main.launch((*pointers, *lists), (*formula_arguments(call), accumulators(captured)), (call.scale,))
         finish.launch((sums, dq), (), (call.scale,))
     grads = Gradients(dq, dk, dv, None, rounded(call, captured))
@@ -248,6 +253,8 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
         extra=_scale_first(call, score),
     )
     workers, turns = _division(call, mask, slots, pairs_kv, True)
+    if call.deterministic:  # programs wait for those that begin before them
+        workers = slots * pairs_kv
     main = Plan(
         bwd.attention_bwd_sm90,
         grid=workers,
@@ -258,6 +265,7 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
                 **_common(call, mask, score, cfg, True),
                 slope=score and score.keys.slope if _linear(call, score) is None else None,
                 accumulate=score and score.keys.accumulate,
+                ordered=call.deterministic,
                 registers=_REGISTERS[2],
             ),
         ),
@@ -274,6 +282,11 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
     rows = call.q.numel() // max(1, call.head_dim)
     finish = Plan(bwd.finish, -(-rows // _ROWS), (), (rows,), (call.head_dim, d, _ROWS), 4, 1)
     return prepare, main, finish
+
+
+def _orderly(call: Call) -> bool:
+    """Whether it is known without looking which programs add to a tile of dQ, and in which order they come there."""
+    return not call.packed and (call.mask is None or call.mask.text == CAUSAL)
 
 
 def _columns(call: Call) -> int:

@@ -46,12 +46,12 @@ NUMBERS = gl.constexpr(9)  # of a run
 
 @triton.jit(do_not_specialize=["batch", "rows_q", "slots", "unit"])
 def prepare(
-    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
+    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, ADDED, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
     batch, rows_q, slots, unit,
     HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and sums of dQ
-    that are 0.
+    that are 0, as is how many programs have added to each.
     """
     slot = tl.program_id(0) % slots
     h = tl.program_id(0) // slots % HEADS
@@ -82,6 +82,8 @@ def prepare(
     tl.store(CENTRE + at, -delta)
     at = ((rows if PACKED else b64 * rows_q + rows) * HEADS + h64)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(SUM + at, tl.zeros([BLOCK_M, D], tl.float32), mask=inside[:, None])
+    if ADDED is not None:
+        tl.store(ADDED + tl.program_id(0), 0)
 
 
 @triton.jit(do_not_specialize=["rows", "scale"])
@@ -103,8 +105,8 @@ def runs_of(grid, fixed):
 @gluon.jit
 def run_of(at, grid, fixed, BLOCK_M: gl.constexpr):
     """A program's `at`-th run over tiles of queries: those of one head, for the keys of one item of the grid. The heads
-    of a group follow each other. Items with the first keys, which most see under a causal mask, go first. Packed
-    sequences have items to spare, which visit nothing.
+    of a group follow each other. Items with the first keys, which most see under a causal mask, go first, or last where
+    dQ is added to in order (`place_in_order`). Packed sequences have items to spare, which visit nothing.
 
     Returns (batch, head, row of tiles in a list, first key, first visited tile, first FULL one, how many are FULL, how
     many are not, how many tiles it visits).
@@ -118,7 +120,7 @@ def run_of(at, grid, fixed, BLOCK_M: gl.constexpr):
     pair, slot = take_turns(item, slots, HEADS_KV if fixed.packed else batch * HEADS_KV, together)
     b = pair // HEADS_KV
     h = pair % HEADS_KV * fixed.group + at % fixed.group
-    n = slot
+    n = slots - 1 - slot if fixed.ordered else slot
     if fixed.packed:
         b, n = locate(slot, CU_K, batch, KEYS)
     _queries, _row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)
@@ -235,7 +237,7 @@ def send(outputs, memory, bars, grid, fixed):
     """The warp that writes: it adds tiles of dQ to memory, each warpgroup's share by itself, and sends dV and dK of an
     item out of the places of K and dS.
     """
-    SUM, DK, DV = outputs
+    SUM, DK, DV, ADDED = outputs
     k_ring, _, q_ring, _, _, _, _, dq_tile, dk_ring, posts = memory
     _, k_empty, _, _, _, _, _, _, dq_full, dq_empty, _, _, out_full, out_empty, post_full, post_empty = bars
     BLOCK_M: gl.constexpr = q_ring.shape[4]
@@ -243,10 +245,15 @@ def send(outputs, memory, bars, grid, fixed):
     turn = 0  # of items that visit something
     for at in range(runs_of(grid, fixed)):
         run = posted(at, posts, post_full, post_empty, 1)
-        _b, h, _slot, start, _begin, _full_begin, _num_full, _num_partial, count = run
-        queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
+        b, h, _slot, start, _begin, _full_begin, _num_full, _num_partial, count = run
+        queries, keys, lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
         for t in range(count):
-            first = at_row(queries, h, visit_any(t, tiles, fixed.lists) * BLOCK_M)
+            m = visit_any(t, tiles, fixed.lists)
+            first = at_row(queries, h, m * BLOCK_M)
+            if fixed.ordered:
+                added = ADDED + (b * fixed.heads + h) * grid[0][3] + m
+                place = place_in_order(start // KEYS, m, lengths, fixed, BLOCK_M)
+                wait_for_count(added, place)
             for c in gl.static_range(2):
                 mbarrier.wait(dq_full.index(c), done & 1)
                 if BLOCK_M == 64:  # half of the columns
@@ -257,6 +264,8 @@ def send(outputs, memory, bars, grid, fixed):
             mbarrier.arrive(dq_empty.index(0))
             tma.store_wait(0)
             mbarrier.arrive(dq_empty.index(1))
+            if fixed.ordered:
+                count_up(added, place)
             done += 1
         if at % fixed.group == fixed.group - 1 and count > 0:
             spot, _phase = ring_turn(turn, AHEAD)
@@ -269,6 +278,40 @@ def send(outputs, memory, bars, grid, fixed):
             mbarrier.arrive(k_empty.index(spot))
             mbarrier.arrive(out_empty)
             turn += 1
+
+
+@gluon.jit
+def place_in_order(n, m, lengths, fixed, BLOCK_M: gl.constexpr):
+    """How many programs add to the dQ of query tile m before that of key tile n does: those of later keys, which have
+    begun before it and under a causal mask are there before it. Negative if n is not seen from there.
+    """
+    seqlen_q, seqlen_k = lengths
+    last = (seqlen_k - 1) // KEYS
+    if fixed.tiles is not None:
+        last_seen = (m + 1) * BLOCK_M - 1 + seqlen_k - seqlen_q
+        last = gl.where(last_seen < 0, -1, gl.minimum(last, last_seen // KEYS))
+    return last - n
+
+
+@gluon.jit
+def wait_for_count(count, wanted):
+    """Wait until so many have counted up."""
+    got = gl.atomic_add(count, 0, sem="acquire")
+    while got < wanted:
+        got = gl.atomic_add(count, 0, sem="acquire")
+    barrier()
+
+
+@gluon.jit
+def count_up(count, place):
+    """Count up when all that this warp sent is in memory."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
+    )
+    barrier()
+    if place >= 0:
+        gl.atomic_add(count, 1, sem="release")
 
 
 @gluon.jit
@@ -502,7 +545,7 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     ]
 )  # fmt: skip
 def attention_bwd_sm90(
-    Q, K, V, DO, SHIFT, CENTRE, SUM, DK, DV, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h, list_stride_r,
+    Q, K, V, DO, SHIFT, CENTRE, SUM, DK, DV, ADDED, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h, list_stride_r,
     mask_args, mask_nums, score_args, score_nums, grads,
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, scale, fixed,
 ):  # fmt: skip
@@ -578,7 +621,7 @@ def attention_bwd_sm90(
             (compute, (memory, bars, grid, scalars, fixed, 0)),
             (compute, (memory, bars, grid, scalars, fixed, 1)),
             (fetch, (inputs, memory, bars, grid, fixed)),
-            (send, ((SUM, DK, DV), memory, bars, grid, fixed)),
+            (send, ((SUM, DK, DV, ADDED if fixed.ordered else 0), memory, bars, grid, fixed)),
         ],
         [4, 1, 1],
         [fixed.registers, 24, 24],

@@ -15,9 +15,7 @@ import torch
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.readback import being_traced
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.variant import is_band
-
-CAUSAL = "(le j i)"  # the structure of `causal`
+from tilewise.ops.attention.variant import CAUSAL, is_band
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tilewise.formula.structure import parse
 from tilewise.formula.walk import postorder
 from tilewise.schedule.rule import tile_rule
 
+CAUSAL = "(le j i)"  # the structure of `causal`
 _POSITIONS = ("b", "h", "i", "j")
 
 
