@@ -8,9 +8,10 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.ops.attention import gluon_sm90_bwd as bwd
+from tilewise.ops.attention import gluon_sm90_sums as dq_sums
 from tilewise.ops.attention import triton_attention
 from tilewise.ops.attention.configs import Config, Row, first_fit, padded
+from tilewise.ops.attention.gluon_sm90_bwd import attention_bwd_sm90
 from tilewise.ops.attention.gluon_sm90_fwd import attention_fwd_sm90
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call
@@ -49,9 +50,6 @@ _SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reduc
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles
 _MANY = 0x7FFF0000
 _FEW = 24  # tiles of a sequence up to which those of unequal length are divided beforehand
-_FEW_KEYS = (
-    64  # the same for tiles of keys: their programs add to dQ, of few pairs at a time if the cache is to hold it
-)
 
 
 class Fixed(NamedTuple):
@@ -140,7 +138,7 @@ def forward_plan(call: Call) -> Plan:
     consumers = cfg.block_m // 64
     slots = slots_of(call, cfg, False)
     pairs = call.num_heads_q * batches_of(call)
-    workers, turns = _division(call, mask, slots, pairs, False)
+    workers, turns = _division(call, mask, slots, pairs)
     used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
     return Plan(
         attention_fwd_sm90,
@@ -183,21 +181,18 @@ def _equal(call: Call) -> bool:
     return not call.packed and (call.mask is None or is_band(call.mask.text))
 
 
-def _division(call: Call, mask: MaskFunctions | None, slots: int, pairs: int, of_keys: bool) -> tuple[int, int]:
+def _division(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) -> tuple[int, int]:
     """(programs, pairs of batch and head that take turns).
 
     A program for each multiprocessor begins a tile while the one before it ends. That needs tiles of equal length, or
-    so few of a sequence that two turns, one forth and one back, hold all lengths (of keys: a quarter of them); others
-    the hardware deals out, one a program.
+    so few of a sequence that two turns, one forth and one back, hold all lengths; others the hardware deals out, one
+    a program.
     """
     workers = min(slots * pairs, multiprocessors(call.q.device))
     if _equal(call):
         return workers, together(call, mask, slots, pairs)
-    if not call.packed and (mask is None or mask.classify is None):
-        if slots <= _FEW:
-            return workers, max(1, min(pairs, -(-2 * workers // slots)))
-        if of_keys and slots <= _FEW_KEYS:
-            return workers, max(1, min(pairs, -(-workers // (2 * slots))))
+    if slots <= _FEW and not call.packed and (mask is None or mask.classify is None):
+        return workers, max(1, min(pairs, -(-2 * workers // slots)))
     return slots * pairs, together(call, mask, slots, pairs)
 
 
@@ -243,7 +238,7 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
     slots, slots_q = slots_of(call, cfg, True), slots_of(call, cfg, False)
     pairs, pairs_kv = call.num_heads_q * batches, call.num_heads_kv * batches
     prepare = Plan(
-        bwd.prepare,
+        dq_sums.prepare,
         pairs * slots_q,
         (*strides_of(o), *strides_of(do)),
         (call.batch, call.rows_q, slots_q),
@@ -252,11 +247,11 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
         1,
         extra=_scale_first(call, score),
     )
-    workers, turns = _division(call, mask, slots, pairs_kv, True)
+    workers, turns = _division(call, mask, slots, pairs_kv)
     if call.deterministic:  # programs wait for those that begin before them
         workers = slots * pairs_kv
     main = Plan(
-        bwd.attention_bwd_sm90,
+        attention_bwd_sm90,
         grid=workers,
         strides=(),
         sizes=(*lengths_of(call)[:3], slots_q, slots, turns, slots * pairs_kv),
@@ -280,7 +275,7 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
         describe=describe,
     )  # fmt: skip
     rows = call.q.numel() // max(1, call.head_dim)
-    finish = Plan(bwd.finish, -(-rows // _ROWS), (), (rows,), (call.head_dim, d, _ROWS), 4, 1)
+    finish = Plan(dq_sums.finish, -(-rows // _ROWS), (), (rows,), (call.head_dim, d, _ROWS), 4, 1)
     return prepare, main, finish
 
 
