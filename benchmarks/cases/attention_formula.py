@@ -1,6 +1,6 @@
-"""Questions `attention_forward` and `attention_backward`: six formulas at B=2 H=16 S=8192 D=128 bf16.
+"""Questions `attention_forward` and `attention_backward`: seven formulas at B=2 H=16 S=8192 D=128 bf16.
 
-Contenders: tilewise, compiled FlexAttention (its block mask built before the clock starts, as its users do), and
+Contenders: our rows, compiled FlexAttention (its block mask built before the clock starts, as its users do), and
 SDPA's cuDNN and FlashAttention-2 back ends where they can do the problem. TFLOP/s count the visible area only:
 4 * head_dim operations per visible pair forward, 2.5 times that backward.
 """
@@ -34,6 +34,8 @@ from benchmarks.timing import ceilings, method
 
 # Eight documents of unequal lengths, none a multiple of a tile, as fractions of 8192.
 DOCUMENTS = (250, 517, 771, 1019, 1283, 1530, 1797, 1025)
+BATCH = 2
+ROWS = {"cuda": ("triton", "hopper"), "cpu": ("cpu_tiled",)}
 QUESTIONS = {
     "attention_forward": INCLUDES[0] + "; flex: block mask built beforehand",
     "attention_backward": INCLUDES[1],
@@ -53,10 +55,11 @@ class Formula:
 
 
 def formulas(seqlen: int, heads: int, device: str) -> list[Formula]:
-    """The six rows of the table, with their tensors on `device`."""
+    """The rows of the table, with their tensors on `device`."""
     window = seqlen // 8
     bounds = (torch.tensor(DOCUMENTS).cumsum(0) * seqlen) // sum(DOCUMENTS)
     ids = torch.searchsorted(bounds, torch.arange(seqlen), right=True).to(device, torch.int32)
+    prefixes = torch.full((BATCH,), window, device=device)
     slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
 
     def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -82,14 +85,19 @@ def formulas(seqlen: int, heads: int, device: str) -> list[Formula]:
             lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0),
         ),
         Formula("document", False, (tw.document(ids), None), lambda b, h, i, j: ids[i] == ids[j]),
+        Formula(
+            f"prefix {window}",
+            False,
+            (tw.causal | tw.prefix(prefixes), None),
+            lambda b, h, i, j: (i >= j) | (j < prefixes[b]),
+        ),
     ]
 
 
 def contenders(formula: Formula, seqlen: int, device: str) -> dict[str, Attention]:
     """Each takes and returns (batch, seqlen, heads, head_dim) views of its own native memory layout."""
-    row = "triton" if device == "cuda" else "cpu_tiled"
     mask, score = formula.ours
-    found = {f"tilewise.{row}": tilewise(row, mask=mask, score=score)}
+    found = {f"tilewise.{row}": tilewise(row, mask=mask, score=score) for row in ROWS[device]}
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = create_block_mask(formula.mask, None, None, seqlen, seqlen, device=device) if formula.mask else None
@@ -106,7 +114,7 @@ def contenders(formula: Formula, seqlen: int, device: str) -> dict[str, Attentio
 def run(options: Options) -> None:
     """Measure every formula; one record per contender, formula and direction."""
     device = options.device
-    batch, seqlen, heads, head_dim = (2, 8192, 16, 128) if not options.quick else (2, 256, 4, 32)
+    seqlen, heads, head_dim = (8192, 16, 128) if not options.quick else (256, 4, 32)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=256, copy_bytes=2**20)
     writer = Writer(
@@ -115,10 +123,10 @@ def run(options: Options) -> None:
     for formula in formulas(seqlen, heads, device):
         if not options.wants(formula.name.split()[0]):
             continue
-        shape = (batch, seqlen, heads, head_dim)
+        shape = (BATCH, seqlen, heads, head_dim)
         pairs = visible_pairs(formula.mask, seqlen, device)
         problem = {
-            "batch": batch, "seqlen_q": seqlen, "seqlen_k": seqlen, "num_heads_q": heads, "num_heads_kv": heads,
+            "batch": BATCH, "seqlen_q": seqlen, "seqlen_k": seqlen, "num_heads_q": heads, "num_heads_kv": heads,
             "head_dim": head_dim, "causal": formula.causal, "dtype": str(dtype).removeprefix("torch."),
             "formula": formula.name, "visible": round(pairs / seqlen**2, 6),
         }  # fmt: skip
@@ -126,7 +134,7 @@ def run(options: Options) -> None:
         want = head_slice(*tensors, mask=formula.mask, score=formula.score, batch=HEAD[0], head=HEAD[1])
         del tensors
         measure(
-            Comparison(problem, 4 * head_dim * pairs * batch * heads, want),
+            Comparison(problem, 4 * head_dim * pairs * BATCH * heads, want),
             contenders(formula, seqlen, device),
             # FlexAttention's lie in memory as its users' do
             lambda name, shape=shape: inputs(shape, dtype, device, heads_first=name == "flex"),

@@ -81,9 +81,13 @@ def test_the_grid_is_the_one_that_its_docstring_names() -> None:
 
 
 def test_formulas_run_on_a_cpu(tmp_path: Path) -> None:
-    found = _quick("attention_formula", tmp_path, "causal")
+    found = _quick("attention_formula", tmp_path, "causal", "prefix")
     ours = [record for record in found if record.impl == "tilewise.cpu_tiled"]
-    assert [record.question for record in ours] == ["attention_backward", "attention_forward"]
+    assert sorted((record.question, record.problem["formula"].split()[0]) for record in ours) == [
+        (question, formula)
+        for question in ("attention_backward", "attention_forward")
+        for formula in ("causal", "prefix")
+    ]
     assert all(record.sources == FAMILIES["attention_cpu"].hash() and not record.failed for record in ours)
 
 
