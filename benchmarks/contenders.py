@@ -117,9 +117,9 @@ def _output(result: Any) -> torch.Tensor:
 
 
 def sources_of(impl: str) -> str | None:
-    """Hash of the kernel family of `tilewise.<row>`; None for contenders that are not ours."""
-    ours, _, row = impl.partition(".")
-    family = family_of(row) if ours == "tilewise" else None
+    """Hash of the kernel family of `tilewise.<row>` or `tilewise.<row>.<variant>`; None for contenders not ours."""
+    ours, *row = impl.split(".")
+    family = family_of(row[0]) if ours == "tilewise" else None
     return family.hash() if family else None
 
 

@@ -114,6 +114,7 @@ def test_sources_are_those_of_the_rows_family() -> None:
     rows = {"triton": "attention_triton", "hopper": "attention_hopper", "cpu_sdpa": "attention_cpu"}
     for row, family in rows.items():
         assert contenders.sources_of(f"tilewise.{row}") == FAMILIES[family].hash()
+    assert contenders.sources_of("tilewise.hopper.deterministic") == contenders.sources_of("tilewise.hopper")
     assert contenders.sources_of("fa4") is None
 
 
