@@ -42,7 +42,6 @@ from benchmarks.timing import ceilings, method
 QUESTIONS = dict(zip(("exact_forward", "exact_backward"), INCLUDES, strict=True))
 ROWS = {"cuda": ("triton", "hopper"), "cpu": ("cpu_sdpa", "cpu_tiled")}
 ROUNDS = 30
-DETERMINISTIC = "d128"  # the part where the last of our rows also runs with gradients that repeat bit by bit
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class Cell:
     head_dim: int
     causal: bool
     packed: bool = False
+    repeats: bool = False  # the last of our rows also runs with gradients that repeat bit by bit
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,7 +99,9 @@ def cells(quick: bool) -> Iterator[Cell]:
         for causal in (False, True):
             for seqlen in lengths:
                 heads = width // head_dim
-                yield Cell(f"d{head_dim}", (seqlen,) * (tokens // seqlen), heads, heads, head_dim, causal)
+                sequences = (seqlen,) * (tokens // seqlen)
+                repeats = head_dim == head_dims[1]
+                yield Cell(f"d{head_dim}", sequences, heads, heads, head_dim, causal, repeats=repeats)
     head_dim, seqlen, heads_q, heads_kv = (128, 8192, 32, 8) if not quick else (16, 96, 4, 2)
     yield Cell("gqa", (seqlen,) * 2, heads_q, heads_kv, head_dim, True)
     documents, total, heads = (32, 65_536, 16) if not quick else (5, 200, 4)
@@ -111,7 +113,7 @@ def contenders(cell: Cell, device: str, fa4_module: Any) -> dict[str, Attention]
     mask = tw.causal if cell.causal else None
     if not cell.packed:
         found = {f"tilewise.{row}": tilewise(row, mask=mask) for row in ROWS[device]}
-        if cell.part == DETERMINISTIC:
+        if cell.repeats:
             row = ROWS[device][-1]
             found[f"tilewise.{row}.deterministic"] = tilewise(row, mask=mask, deterministic=True)
         found |= {name: sdpa(backend, cell.causal) for name, backend in SDPA_BACKENDS[device].items()}

@@ -16,14 +16,12 @@ pytestmark = pytest.mark.xdist_group("large")  # one after another: two at a tim
 
 @pytest.fixture(autouse=True)
 def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On the GPU with most memory free; and memory back to the other test processes that share it."""
-    torch.cuda.empty_cache()
+    """On the GPU with most memory free."""
     free, gpu = max((torch.cuda.mem_get_info(n)[0], n) for n in range(torch.cuda.device_count()))
     if free < 60 * GIB:
         pytest.skip("needs 60 GiB of free GPU memory")
     with torch.cuda.device(gpu):
         yield
-        torch.cuda.empty_cache()
 
 
 def _draw(*shape: int, seed: int) -> torch.Tensor:

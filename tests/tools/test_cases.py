@@ -46,7 +46,8 @@ def test_the_grid_runs_on_a_cpu(tmp_path: Path) -> None:
     found = _quick("exact_grid", tmp_path, "d16", "gqa", "packed")
     assert {record.question for record in found} == set(exact_grid.QUESTIONS)
     cells = [cell for cell in exact_grid.cells(quick=True) if cell.part != "d8"]
-    assert len(found) == 2 * sum(2 if cell.packed else 3 for cell in cells)
+    assert len(found) == 2 * sum(2 if cell.packed else 3 + cell.repeats for cell in cells)
+    assert any(record.impl == "tilewise.cpu_tiled.deterministic" for record in found)
     refused = [record for record in found if record.failed]
     assert {(record.impl, record.problem["part"]) for record in refused} == {("tilewise.cpu_sdpa", "packed")}
     assert all(record.error is not None and record.error["metric"] == "not applicable" for record in refused)

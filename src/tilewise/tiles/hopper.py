@@ -160,8 +160,8 @@ def only_within(p, start, first, last):
     """p of a tile whose columns are `start` on, 0 outside its row's run `first` .. `last` (empty where first > last).
 
     A column is in its row's run if it is no further from the middle than the ends are. Twice all of these are whole
-    numbers and small: floats hold them, and 2**23 + n is a float whose last bits are n. Not by predicates, of which
-    there are seven: the assembler made those of a whole tile first, and packed them into registers.
+    numbers and small: floats hold them, and 2**23 + n is a float whose last bits are n. The comparison gives bits, not
+    a predicate: there are seven, and the assembler made those of a whole tile first and packed them into registers.
     """
     N: gl.constexpr = p.shape[1]
     twice = 2 * gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))[None, :]

@@ -198,11 +198,10 @@ def _division(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) ->
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients: what queries begin with and sums that are 0; dK, dV and the sums of dQ; dQ from its sums."""
-    ordered = call.deterministic
-    if max(call.head_dim, call.head_dim_v) > 128 or call.dropout > 0.0 or (ordered and not _orderly(call)):
+    if max(call.head_dim, call.head_dim_v) > 128 or call.dropout > 0.0 or (call.deterministic and not _orderly(call)):
         return triton_attention.backward(call, o, lse, do, dlse)
     key = triton_attention.backward_key(call, o, do, dlse)
-    key = None if key is None else (key, ordered)
+    key = None if key is None else (key, call.deterministic)
     plans = _PLANS.get(key)
     if plans is None:
         if not _reached(call.q, call.k, call.v, o, do):
@@ -211,7 +210,7 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     prepare, main, finish = plans
     block = main.extra[0].block_m
     shift, centre = lse.new_empty((2, prepare.grid, block))
-    added = lse.new_empty(prepare.grid, dtype=torch.int32) if ordered else None
+    added = lse.new_empty(prepare.grid, dtype=torch.int32) if call.deterministic else None
     sums = lse.new_empty((*call.q.shape[:-1], _columns(call)))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
