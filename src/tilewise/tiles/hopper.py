@@ -9,6 +9,7 @@ from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.gluon_api import async_load
 
 LAST_ROW = gl.constexpr(2**30)
+POSTS = gl.constexpr(2)  # messages of a board that are on their way at a time
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
 
 
@@ -80,6 +81,53 @@ def keep_tile_before_wait(x):
 def ring_turn(at, STAGES: gl.constexpr):
     """(place in a ring, phase of its barriers) of the `at`-th tile."""
     return at % STAGES, (at // STAGES) & 1
+
+
+@gluon.jit
+def deal(NEXT):
+    """The next item of the grid that no program has taken. The first that a program takes is that of its own number."""
+    return gl.num_programs(0) + gl.atomic_add(NEXT, 1, sem="relaxed")
+
+
+@gluon.jit
+def message_board(NUMBERS: gl.constexpr, READERS: gl.constexpr):
+    """Shared memory by which one role tells READERS others NUMBERS numbers at a time, with its barriers."""
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    posts = gl.allocate_shared_memory(gl.int32, [POSTS * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [POSTS, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [POSTS, 1], BAR)
+    for n in gl.static_range(POSTS):
+        mbarrier.init(full.index(n), count=1)
+        mbarrier.init(empty.index(n), count=READERS)
+    return posts, full, empty
+
+
+@gluon.jit
+def post(numbers, at, board):
+    """Write the `at`-th message. What one role works out costs the others, who read it, no registers."""
+    posts, full, empty = board
+    NUMBERS: gl.constexpr = posts.shape[0] // POSTS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    place, phase = ring_turn(at, POSTS)
+    mbarrier.wait(empty.index(place), phase ^ 1)
+    for n in gl.static_range(NUMBERS):
+        posts.index(place * NUMBERS + n).store(gl.full([1], numbers[n], gl.int32, layout=LAYOUT))
+    mbarrier.arrive(full.index(place))
+
+
+@gluon.jit
+def posted(at, board, WARPS: gl.constexpr):
+    """The `at`-th message, read by a role of so many warps."""
+    posts, full, empty = board
+    NUMBERS: gl.constexpr = posts.shape[0] // POSTS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    place, phase = ring_turn(at, POSTS)
+    mbarrier.wait(full.index(place), phase)
+    numbers = ()
+    for n in gl.static_range(NUMBERS):
+        numbers = numbers + (gl.sum(posts.index(place * NUMBERS + n).load(LAYOUT), 0),)  # noqa: RUF005 (unknown to Triton)
+    mbarrier.arrive(empty.index(place))
+    return numbers
 
 
 @gluon.jit

@@ -50,6 +50,7 @@ _SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reduc
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles
 _MANY = 0x7FFF0000
 _FEW = 24  # tiles of a sequence up to which those of unequal length are divided beforehand
+_PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
 
 
 class Fixed(NamedTuple):
@@ -196,6 +197,15 @@ def _division(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) ->
     return slots * pairs, together(call, mask, slots, pairs)
 
 
+def _turns(call: Call, slots: int, pairs: int) -> int:
+    """How many pairs of batch and head take turns where items are dealt out one by one: those that are long and of
+    unequal length first, as many as leave enough short ones for the end.
+    """
+    if _equal(call):
+        return 1
+    return max(1, min(pairs, -(-2 * multiprocessors(call.q.device) // slots) if slots <= _FEW else _PAIRS))
+
+
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients: what queries begin with and sums that are 0; dK, dV and the sums of dQ; dQ from its sums."""
     if max(call.head_dim, call.head_dim_v) > 128 or call.dropout > 0.0 or (call.deterministic and not _orderly(call)):
@@ -210,16 +220,16 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     prepare, main, finish = plans
     block = main.extra[0].block_m
     shift, centre = lse.new_empty((2, prepare.grid, block))
-    added = lse.new_empty(prepare.grid, dtype=torch.int32) if call.deterministic else None
+    counts = lse.new_empty(1 + prepare.grid if call.deterministic else 1, dtype=torch.int32)
     sums = lse.new_empty((*call.q.shape[:-1], _columns(call)))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
     dlse = None if dlse is None else dlse.contiguous()
     with on_device(call.q):
         unit = LOG2E if prepare.extra else 1.0 / call.scale
-        prepare.launch((o, do, lse, dlse, shift, centre, sums, added, call.cu_seqlens_q), (), (unit,))
+        prepare.launch((o, do, lse, dlse, shift, centre, sums, counts, call.cu_seqlens_q), (), (unit,))
         lists = triton_attention.lists_of(call, main, True, key, {})
-        tensors = (call.q, call.k, call.v, do, shift, centre, sums, dk, dv, added)
+        tensors = (call.q, call.k, call.v, do, shift, centre, sums, dk, dv, counts)
         pointers = (*tensors, call.cu_seqlens_q, call.cu_seqlens_k)
         main.launch((*pointers, *lists), (*formula_arguments(call), accumulators(captured)), (call.scale,))
         finish.launch((sums, dq), (), (call.scale,))
@@ -241,19 +251,17 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
         pairs * slots_q,
         (*strides_of(o), *strides_of(do)),
         (call.batch, call.rows_q, slots_q),
-        (call.num_heads_q, call.head_dim_v, d, cfg.block_m, call.packed),
+        (call.num_heads_q, call.head_dim_v, d, cfg.block_m, call.packed, call.deterministic),
         4,
         1,
         extra=_scale_first(call, score),
     )
-    workers, turns = _division(call, mask, slots, pairs_kv)
-    if call.deterministic:  # programs wait for those that begin before them
-        workers = slots * pairs_kv
+    items = slots * pairs_kv
     main = Plan(
         attention_bwd_sm90,
-        grid=workers,
+        grid=min(items, multiprocessors(call.q.device)),
         strides=(),
-        sizes=(*lengths_of(call)[:3], slots_q, slots, turns, slots * pairs_kv),
+        sizes=(*lengths_of(call)[:3], slots_q, slots, _turns(call, slots, pairs_kv), items),
         constants=(
             _constants(
                 **_common(call, mask, score, cfg, True),

@@ -12,12 +12,12 @@ from tilewise.tiles.visit import locate
 
 @triton.jit(do_not_specialize=["batch", "rows_q", "slots", "unit"])
 def prepare(
-    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, ADDED, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
+    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
     batch, rows_q, slots, unit,
-    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and sums of dQ
-    that are 0, as is how many programs have added to each.
+    """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and what begins at
+    0: sums of dQ, how many items have been dealt out, and ORDERED how many programs have added to each tile.
     """
     slot = tl.program_id(0) % slots
     h = tl.program_id(0) // slots % HEADS
@@ -46,10 +46,13 @@ def prepare(
     at = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(SHIFT + at, tl.where(lse == float("-inf"), 0.0, -lse * unit))
     tl.store(CENTRE + at, -delta)
-    at = ((rows if PACKED else b64 * rows_q + rows) * HEADS + h64)[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(SUM + at, tl.zeros([BLOCK_M, D], tl.float32), mask=inside[:, None])
-    if ADDED is not None:
-        tl.store(ADDED + tl.program_id(0), 0)
+    if SUM is not None:
+        at = ((rows if PACKED else b64 * rows_q + rows) * HEADS + h64)[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(SUM + at, tl.zeros([BLOCK_M, D], tl.float32), mask=inside[:, None])
+    if ORDERED:
+        tl.store(COUNTS + 1 + tl.program_id(0), 0)
+    if tl.program_id(0) == 0:
+        tl.store(COUNTS, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "scale"])
