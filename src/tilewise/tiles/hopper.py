@@ -180,6 +180,14 @@ def filled(at, ring, full):
 
 
 @gluon.jit
+def moving(ring, place, at):
+    """The tile at a place that is always the same, for the `at`-th step of a loop: as if it moved. Addresses of the
+    pieces of what stays would be worked out before the loop, and spilled.
+    """
+    return matrix(ring.index(place + gl.minimum(at, 0)))
+
+
+@gluon.jit
 def matrix(tile):
     """A tile [1, 1, 1, rows, columns] of shared memory as [rows, columns]."""
     return tile.reshape([tile.shape[3], tile.shape[4]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.ops.attention import gluon_sm90_sums as dq_sums
+from tilewise.ops.attention import gluon_sm90_wide as wide
 from tilewise.ops.attention import triton_attention
 from tilewise.ops.attention.configs import Config, Row, first_fit, padded
 from tilewise.ops.attention.gluon_sm90_bwd import attention_bwd_sm90
@@ -41,6 +43,7 @@ _FORWARD = (
 _BACKWARD = (
     Row(64, Config(128, 128, 4, 2, True)),
     Row(128, Config(64, 128, 4, 2, True)),
+    Row(256, Config(64, 64, 4, 2, True)),
 )
 _ROWS = 64  # rows of a program that finishes
 _PLANS = Plans()
@@ -71,6 +74,7 @@ class Fixed(NamedTuple):
     scale_first: bool  # scores are scaled before anything else
     guard: bool  # tiles may need a mask
     packed: bool
+    of_keys: bool  # programs own keys, else queries
     registers: int
     # of the forward
     block_n: int | None = None
@@ -114,6 +118,7 @@ def _common(
         "scale_first": _scale_first(call, score),
         "guard": mask is not None or call.packed or call.rows_k % cfg.block_n != 0,
         "packed": call.packed,
+        "of_keys": of_keys,
     }
 
 
@@ -207,8 +212,11 @@ def _turns(call: Call, slots: int, pairs: int) -> int:
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-    """Gradients: what queries begin with and sums that are 0; dK, dV and the sums of dQ; dQ from its sums."""
-    if max(call.head_dim, call.head_dim_v) > 128 or call.dropout > 0.0 or (call.deterministic and not _orderly(call)):
+    """Gradients: what queries begin with and sums that are 0; dK, dV and the sums of dQ; dQ from its sums. For head
+    dimensions above 128 there are no sums: dK and dV, then dQ.
+    """
+    is_wide = _columns(call) > 128
+    if call.dropout > 0.0 or (is_wide and any(call.grad_captured)) or not (is_wide or _orderly(call)):
         return triton_attention.backward(call, o, lse, do, dlse)
     key = triton_attention.backward_key(call, o, do, dlse)
     key = None if key is None else (key, call.deterministic)
@@ -217,22 +225,29 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         if not _reached(call.q, call.k, call.v, o, do):
             return triton_attention.on_padded(backward, _reached, call, o, lse, do, dlse)
         plans = _PLANS.put(key, backward_plans(call, o, do))
-    prepare, main, finish = plans
-    block = main.extra[0].block_m
-    shift, centre = lse.new_empty((2, prepare.grid, block))
-    counts = lse.new_empty(1 + prepare.grid if call.deterministic else 1, dtype=torch.int32)
-    sums = lse.new_empty((*call.q.shape[:-1], _columns(call)))
+    prepare, main, last = plans
+    shift, centre = lse.new_empty((2, prepare.grid, main.extra[0].block_m))
+    counts = lse.new_empty(2 + prepare.grid if call.deterministic else 2, dtype=torch.int32)
+    sums = None if is_wide else lse.new_empty((*call.q.shape[:-1], _columns(call)))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
     dlse = None if dlse is None else dlse.contiguous()
+    formula, scalars = formula_arguments(call), (call.scale,)
+    inputs = (call.q, call.k, call.v, do, shift, centre)
+    cu_seqlens = (call.cu_seqlens_q, call.cu_seqlens_k)
     with on_device(call.q):
         unit = LOG2E if prepare.extra else 1.0 / call.scale
         prepare.launch((o, do, lse, dlse, shift, centre, sums, counts, call.cu_seqlens_q), (), (unit,))
-        lists = triton_attention.lists_of(call, main, True, key, {})
-        tensors = (call.q, call.k, call.v, do, shift, centre, sums, dk, dv, counts)
-        pointers = (*tensors, call.cu_seqlens_q, call.cu_seqlens_k)
-        main.launch((*pointers, *lists), (*formula_arguments(call), accumulators(captured)), (call.scale,))
-        finish.launch((sums, dq), (), (call.scale,))
+        tables: dict[Any, Any] = {}
+        lists = triton_attention.lists_of(call, main, True, key, tables)
+        if is_wide:
+            main.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
+            lists = triton_attention.lists_of(call, last, False, key, tables)
+            last.launch((*inputs, dq, counts, *cu_seqlens, *lists), formula, scalars)
+        else:
+            pointers = (*inputs, sums, dk, dv, counts, *cu_seqlens, *lists)
+            main.launch(pointers, (*formula, accumulators(captured)), scalars)
+            last.launch((sums, dq), (), scalars)
     grads = Gradients(dq, dk, dv, None, rounded(call, captured))
     if call.grad_sink:
         grads.dsink = sink_gradient(call, lse, delta_of(o, do, dlse, call.packed))
@@ -240,15 +255,16 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
 
 
 def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan, Plan]:
-    """The plans of `prepare`, `attention_bwd_sm90` and `finish`."""
-    mask, score = functions(call, "gluon")
+    """The plans of `prepare`, the kernel for dK and dV, and the one that gives dQ: `finish`, or for head dimensions
+    above 128 one like the other.
+    """
+    _mask, score = functions(call, "gluon")
     cfg = config_of("hopper backward", call)
-    d, batches = _columns(call), batches_of(call)
-    slots, slots_q = slots_of(call, cfg, True), slots_of(call, cfg, False)
-    pairs, pairs_kv = call.num_heads_q * batches, call.num_heads_kv * batches
+    d = _columns(call)
+    slots_q = slots_of(call, cfg, False)
     prepare = Plan(
         dq_sums.prepare,
-        pairs * slots_q,
+        call.num_heads_q * batches_of(call) * slots_q,
         (*strides_of(o), *strides_of(do)),
         (call.batch, call.rows_q, slots_q),
         (call.num_heads_q, call.head_dim_v, d, cfg.block_m, call.packed, call.deterministic),
@@ -256,39 +272,57 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
         1,
         extra=_scale_first(call, score),
     )
-    items = slots * pairs_kv
-    main = Plan(
-        attention_bwd_sm90,
-        grid=min(items, multiprocessors(call.q.device)),
+    rows, keys = (cfg.block_m, d), (64, d)
+    inputs = {0: rows, 1: keys, 2: keys, 3: rows}  # q, k, v, do
+    numbers = {4: (1, cfg.block_m), 5: (1, cfg.block_m)}  # shift, centre
+    if d > 128:
+        boxes = {**inputs, **numbers, 6: keys, 7: keys}  # dk, dv
+        main = _gradient_plan(wide.attention_bwd_keys_sm90, call, cfg, slots_q, True, boxes)
+        of_queries = replace(cfg, block_m=wide.OWN.value)
+        boxes = {**inputs, 6: rows}  # and dq
+        return prepare, main, _gradient_plan(wide.attention_bwd_queries_sm90, call, of_queries, slots_q, False, boxes)
+    sums = (64, d // 2 if cfg.block_m == 64 else d)
+    boxes = {**inputs, **numbers, 6: sums, 7: keys, 8: keys}  # and dk, dv
+    main = _gradient_plan(attention_bwd_sm90, call, cfg, slots_q, True, boxes)
+    count = call.q.numel() // max(1, call.head_dim)
+    return prepare, main, Plan(dq_sums.finish, -(-count // _ROWS), (), (count,), (call.head_dim, d, _ROWS), 4, 1)
+
+
+def _gradient_plan(
+    kernel: Any, call: Call, cfg: Config, slots_q: int, of_keys: bool, boxes: dict[int, tuple[int, ...]]
+) -> Plan:
+    """The plan of a kernel whose programs own keys or queries."""
+    mask, score = functions(call, "gluon")
+    slots = slots_of(call, cfg, of_keys)
+    pairs = (call.num_heads_kv if of_keys else call.num_heads_q) * batches_of(call)
+    side = score and (score.keys if of_keys else score.queries)
+    return Plan(
+        kernel,
+        grid=min(slots * pairs, multiprocessors(call.q.device)),
         strides=(),
-        sizes=(*lengths_of(call)[:3], slots_q, slots, _turns(call, slots, pairs_kv), items),
+        sizes=(*lengths_of(call)[:3], slots_q, slots, _turns(call, slots, pairs), slots * pairs),
         constants=(
             _constants(
-                **_common(call, mask, score, cfg, True),
-                slope=score and score.keys.slope if _linear(call, score) is None else None,
-                accumulate=score and score.keys.accumulate,
-                ordered=call.deterministic,
+                **_common(call, mask, score, cfg, of_keys),
+                slope=side and side.slope if _linear(call, score) is None else None,
+                accumulate=side and side.accumulate,
+                ordered=call.deterministic and _columns(call) <= 128,
                 registers=_REGISTERS[2],
             ),
         ),
         warps=cfg.warps,
         stages=cfg.stages,
         extra=(cfg, functions(call)[0]),
-        boxes={
-            0: (cfg.block_m, d), 1: (64, d), 2: (64, d), 3: (cfg.block_m, d),  # q, k, v, do
-            4: (1, cfg.block_m), 5: (1, cfg.block_m), 6: (64, d // 2 if cfg.block_m == 64 else d),  # shift, centre, sum
-            7: (64, d), 8: (64, d),  # dk, dv
-        },
+        boxes=boxes,
         describe=describe,
-    )  # fmt: skip
-    rows = call.q.numel() // max(1, call.head_dim)
-    finish = Plan(dq_sums.finish, -(-rows // _ROWS), (), (rows,), (call.head_dim, d, _ROWS), 4, 1)
-    return prepare, main, finish
+    )
 
 
 def _orderly(call: Call) -> bool:
-    """Whether it is known without looking which programs add to a tile of dQ, and in which order they come there."""
-    return not call.packed and (call.mask is None or call.mask.text == CAUSAL)
+    """Whether programs may add to dQ: with `deterministic`, only where it is known without looking which add to a tile,
+    and in which order they come there.
+    """
+    return not call.deterministic or (not call.packed and (call.mask is None or call.mask.text == CAUSAL))
 
 
 def _columns(call: Call) -> int:

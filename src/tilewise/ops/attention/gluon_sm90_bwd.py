@@ -18,15 +18,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.ops.attention.gluon_sm90_runs import (
     RUN,
     first_tile_of,
+    run_of,
+    where_of,
+)
+from tilewise.ops.attention.gluon_sm90_scores import (
     hand_over,
     of_queries,
-    own_keys,
+    own_rows,
     probabilities,
     product_from,
-    run_of,
     start_scores,
     through_score,
-    where_of,
 )
 from tilewise.ops.attention.gluon_sm90_sums import count_up, place_in_order, wait_for_count
 from tilewise.tiles.arithmetic import LOG2E
@@ -38,6 +40,7 @@ from tilewise.tiles.hopper import (
     keep_tile_before_wait,
     matrix,
     message_board,
+    moving,
     post,
     posted,
     product_layout,
@@ -122,7 +125,7 @@ def send(outputs, memory, bars, grid, fixed):
             m = visit_any(t, tiles, fixed.lists)
             first = at_row(queries, h, m * BLOCK_M)
             if fixed.ordered:
-                added = COUNTS + (1 + (b * fixed.heads + h) * grid[0][3] + m)
+                added = COUNTS + (2 + (b * fixed.heads + h) * grid[0][3] + m)
                 place = place_in_order(start // KEYS, m, lengths, fixed, BLOCK_M, KEYS)
                 wait_for_count(added, place)
             for c in gl.static_range(2):
@@ -154,7 +157,7 @@ def send(outputs, memory, bars, grid, fixed):
 
 
 @gluon.jit
-def issue_dq(k_ring, spot, ds_ring, place, C: gl.constexpr):
+def issue_dq(k_ring, spot, ds_ring, place, done, C: gl.constexpr):
     """Start this warpgroup's share of dQ = dS K: half of the columns of 64 queries, or half of the rows of 128."""
     BLOCK_M: gl.constexpr = ds_ring.shape[2]
     D: gl.constexpr = k_ring.shape[5]
@@ -162,7 +165,7 @@ def issue_dq(k_ring, spot, ds_ring, place, C: gl.constexpr):
     dq = gl.zeros([64, W], gl.float32, layout=product_layout(W))
     for half in gl.static_range(2):
         ds = ds_ring.index(place * 2 + half)
-        k = matrix(k_ring.index(spot * 2 + half))
+        k = moving(k_ring, spot * 2 + half, done)
         if BLOCK_M == 64:
             dq = warpgroup_mma(ds.permute((1, 0)), k.slice(C * W, W, dim=1), dq, use_acc=half > 0, is_async=True)
         else:
@@ -179,11 +182,11 @@ def put_dq(dq, done, dq_tile, dq_full, dq_empty, C: gl.constexpr):
 
 @gluon.jit
 def step(
-    dk, dv, done, m, k, v, turn, own, memory, bars, formula, scalars, fixed, C: gl.constexpr, FIRST: gl.constexpr,
+    dk, dv, done, m, turn, own, memory, bars, formula, scalars, fixed, C: gl.constexpr, FIRST: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add query tile m to dk and dv of a warpgroup's keys, and take dQ of the tile before, which the FIRST has not."""
-    k_ring, _, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dq_tile, _, _ = memory
+    k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dq_tile, _, _ = memory
     _, _, v_full, _, q_full, q_empty, do_full, do_empty, dq_full, dq_empty, ds_full, ds_empty, _, out_empty = bars
     _, _, score_args, score_nums, grads = formula
     BLOCK_M: gl.constexpr = q_ring.shape[4]
@@ -193,15 +196,16 @@ def step(
 
     # scores and dP
     stage, q = filled(done, q_ring, q_full)
-    s = start_scores(stage, k, q, own, shift_ring, scalars, fixed)
+    shift = of_queries(shift_ring, stage, SCORES)
+    s = start_scores(moving(k_ring, turn % AHEAD * 2 + C, done), q, shift, own, scalars, fixed)
     _, do = filled(done, do_ring, do_full)
     if FIRST:
         mbarrier.wait(v_full, turn & 1)
-    dp = product_from(of_queries(centre_ring, stage, SCORES), v, do)
+    dp = product_from(of_queries(centre_ring, stage, SCORES), moving(v_tile, C, done), do)
 
     # probabilities
     s = warpgroup_mma_wait(1, deps=(s,))
-    p, around = probabilities(s, stage, m, own, shift_ring, formula, scalars, fixed, MASKED)
+    p, around = probabilities(s, shift, m, own, formula, scalars, fixed, MASKED)
     p16 = keep_tile_before_wait(p.to(q.dtype))
     if fixed.slope is not None:
         p = p16.to(gl.float32)  # what the products have; the other's registers are needed
@@ -210,9 +214,8 @@ def step(
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = p * dp
     if fixed.accumulate is not None:
-        raw, offs_i, of_score = around
-        b, h, _, offs_j, _, _, _ = own
-        fixed.accumulate(ds, raw, b, h, offs_i[None, :], offs_j[:, None], of_score, ds, grads, score_args, score_nums)
+        raw, i, j, of_score = around
+        fixed.accumulate(ds, raw, own[0], own[1], i, j, of_score, ds, grads, score_args, score_nums)
     ds = through_score(ds, p, around, own, formula, fixed, MASKED)
     ds16 = ds.to(q.dtype)
     if FIRST:
@@ -228,7 +231,7 @@ def step(
         mbarrier.arrive(do_empty.index(stage))
     else:
         mbarrier.wait(ds_full.index(place ^ 1), ((done - 1) >> 1) & 1)
-        dq = issue_dq(k_ring, turn % AHEAD, ds_ring, place ^ 1, C)
+        dq = issue_dq(k_ring, turn % AHEAD, ds_ring, place ^ 1, done, C)
         dk = warpgroup_mma(gl.convert_layout(ds16, FROM_REGISTERS, assert_trivial=True), q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         mbarrier.arrive(ds_empty.index(place ^ 1))
@@ -242,14 +245,13 @@ def step(
 @gluon.jit
 def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     """One warpgroup: dK and dV of its 64 keys of every item, over the tiles of queries of each head of the group."""
-    k_ring, v_tile, q_ring, _, _, _, ds_ring, dq_tile, dk_ring, board = memory
+    k_ring, _, q_ring, _, _, _, ds_ring, dq_tile, dk_ring, board = memory
     k_full, _, _, v_empty, _, _, _, _, dq_full, dq_empty, ds_full, ds_empty, out_full, _ = bars
     formula = grid[1]
     scale, _ = scalars
     BLOCK_M: gl.constexpr = q_ring.shape[4]
     D: gl.constexpr = q_ring.shape[5]
     OUT: gl.constexpr = product_layout(D)
-    v = matrix(v_tile.index(C))
     dk = gl.zeros([64, D], gl.float32, layout=OUT)
     dv = gl.zeros([64, D], gl.float32, layout=OUT)
     done = 0
@@ -258,29 +260,26 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     while run[8] > 0:
         start, num_partial, count = run[3], run[7], run[8]
         _queries, _keys, lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
-        own = own_keys(run, lengths, start + 64 * C, grid, fixed, BLOCK_M)
+        own = own_rows(run, lengths, start + 64 * C, formula, fixed, BLOCK_M)
         turn = at // fixed.group
         g = at % fixed.group
         dk = gl.where(g == 0, 0.0, dk)
         dv = gl.where(g == 0, 0.0, dv)
         spot, phase = ring_turn(turn, AHEAD)
-        k = matrix(k_ring.index(spot * 2 + C))
         mbarrier.wait(k_full.index(spot), phase)
         m = visit_any(0, tiles, fixed.lists)
-        dk, dv = step(dk, dv, done, m, k, v, turn, own, memory, bars, formula, scalars, fixed, C, True, fixed.guard)
+        dk, dv = step(dk, dv, done, m, turn, own, memory, bars, formula, scalars, fixed, C, True, fixed.guard)
         full = 1
         if fixed.guard:
             # worked out here: MLIR takes a variable that only bounds loops for one that never changes
             cut = gl.where(start + KEYS > lengths[1], count, num_partial)
             for t in range(1, cut):
                 m = visit_any(t, tiles, fixed.lists)
-                dk, dv = step(
-                    dk, dv, done + t, m, k, v, turn, own, memory, bars, formula, scalars, fixed, C, False, True
-                )
+                dk, dv = step(dk, dv, done + t, m, turn, own, memory, bars, formula, scalars, fixed, C, False, True)
             full = gl.maximum(cut, 1)
         for t in range(full, count):
             m = visit_any(t, tiles, fixed.lists)
-            dk, dv = step(dk, dv, done + t, m, k, v, turn, own, memory, bars, formula, scalars, fixed, C, False, False)
+            dk, dv = step(dk, dv, done + t, m, turn, own, memory, bars, formula, scalars, fixed, C, False, False)
         done += count
         is_last = g == fixed.group - 1
         mbarrier.arrive(v_empty, pred=is_last)
@@ -288,12 +287,12 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
         # dQ of the last tile
         last, phase = ring_turn(done - 1, 2)
         mbarrier.wait(ds_full.index(last), phase)
-        dq = warpgroup_mma_wait(0, deps=(issue_dq(k_ring, spot, ds_ring, last, C),))
+        dq = warpgroup_mma_wait(0, deps=(issue_dq(k_ring, spot, ds_ring, last, done, C),))
         mbarrier.arrive(ds_empty.index(last))
         put_dq(dq, done - 1, dq_tile, dq_full, dq_empty, C)
         if is_last:
             wait_for_both()  # have read K and dS
-            k.store(dv.to(k_ring.dtype))
+            matrix(k_ring.index(spot * 2 + C)).store(dv.to(k_ring.dtype))
             hand_over((dk * scale).to(k_ring.dtype), matrix(dk_ring.index(C)), out_full.index(C))
         at += 1
         run = posted(at, board, 4)

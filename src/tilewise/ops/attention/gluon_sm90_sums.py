@@ -12,12 +12,13 @@ from tilewise.tiles.visit import locate
 
 @triton.jit(do_not_specialize=["batch", "rows_q", "slots", "unit"])
 def prepare(
-    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
-    batch, rows_q, slots, unit,
-    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
+    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
+    stride_dh, batch, rows_q, slots, unit,
+    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and what begins at
-    0: sums of dQ, how many items have been dealt out, and ORDERED how many programs have added to each tile.
+    0: sums of dQ, how many items two kernels have dealt out, and ORDERED how many programs have added to each tile.
     """
     slot = tl.program_id(0) % slots
     h = tl.program_id(0) // slots % HEADS
@@ -50,9 +51,10 @@ def prepare(
         at = ((rows if PACKED else b64 * rows_q + rows) * HEADS + h64)[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(SUM + at, tl.zeros([BLOCK_M, D], tl.float32), mask=inside[:, None])
     if ORDERED:
-        tl.store(COUNTS + 1 + tl.program_id(0), 0)
+        tl.store(COUNTS + 2 + tl.program_id(0), 0)
     if tl.program_id(0) == 0:
         tl.store(COUNTS, 0)
+        tl.store(COUNTS + 1, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "scale"])
