@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -289,7 +290,7 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
 
 
 def _gradient_plan(
-    kernel: Any, call: Call, cfg: Config, slots_q: int, of_keys: bool, boxes: dict[int, tuple[int, ...]]
+    kernel: Any, call: Call, cfg: Config, slots_q: int, of_keys: bool, boxes: Mapping[int, tuple[int, ...]]
 ) -> Plan:
     """The plan of a kernel whose programs own keys or queries."""
     mask, score = functions(call, "gluon")
@@ -313,7 +314,7 @@ def _gradient_plan(
         warps=cfg.warps,
         stages=cfg.stages,
         extra=(cfg, functions(call)[0]),
-        boxes=boxes,
+        boxes=dict(boxes),
         describe=describe,
     )
 

@@ -121,13 +121,15 @@ def send(outputs, memory, bars, grid, fixed):
     while run[8] > 0:
         b, h, _slot, start, _begin, _full_begin, _num_full, _num_partial, count = run
         queries, keys, lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
+        before = 0 * count  # the tile before, and its place in the order
+        place_before = before - 1
         for t in range(count):
             m = visit_any(t, tiles, fixed.lists)
             first = at_row(queries, h, m * BLOCK_M)
             if fixed.ordered:
-                added = COUNTS + (2 + (b * fixed.heads + h) * grid[0][3] + m)
+                added = COUNTS + (2 + (b * fixed.heads + h) * grid[0][3])
                 place = place_in_order(start // KEYS, m, lengths, fixed, BLOCK_M, KEYS)
-                wait_for_count(added, place)
+                wait_for_count(added + m, place)
             for c in gl.static_range(2):
                 mbarrier.wait(dq_full.index(c), done & 1)
                 if BLOCK_M == 64:  # half of the columns
@@ -139,8 +141,12 @@ def send(outputs, memory, bars, grid, fixed):
             tma.store_wait(0)
             mbarrier.arrive(dq_empty.index(1))
             if fixed.ordered:
-                count_up(added, place)
+                count_up(added + before, place_before, 2)
+                before = m
+                place_before = place
             done += 1
+        if fixed.ordered:
+            count_up(COUNTS + (2 + (b * fixed.heads + h) * grid[0][3] + before), place_before, 0)
         if at % fixed.group == fixed.group - 1:
             turn = at // fixed.group
             spot, _phase = ring_turn(turn, AHEAD)

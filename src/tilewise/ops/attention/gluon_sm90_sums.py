@@ -89,13 +89,19 @@ def wait_for_count(count, wanted):
     barrier()
 
 
+@gluon.constexpr_function
+def _sent_but(pending):
+    return f"cp.async.bulk.wait_group {int(pending)}; mov.b32 $0, $1;"
+
+
 @gluon.jit
-def count_up(count, place):
-    """Count up when all that this warp sent is in memory."""
+def count_up(count, place, PENDING: gl.constexpr):
+    """Count up when all that this warp sent, but for the last PENDING tiles, is in memory. Waiting for the last as well
+    would take as long as the next needs to come.
+    """
+    ASM: gl.constexpr = _sent_but(PENDING)
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
-    )
+    gl.inline_asm_elementwise(ASM, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
     barrier()
     if place >= 0:
         gl.atomic_add(count, 1, sem="release")
