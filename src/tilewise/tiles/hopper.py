@@ -204,6 +204,41 @@ def with_columns(once, b, h, start, last, args, nums, COLUMNS: gl.constexpr, LAY
     return once
 
 
+HIDDEN = gl.constexpr(-1e30)  # added to scores that a mask hides; a row whose largest is below half of it sees nothing
+_HIDE = "{ .reg .f32 t; add.f32 t, $2, $3; abs.f32 t, t; add.sat.f32 t, t, $4; fma.rn.f32 $0, t, 0fF149F2CA, $1; }"
+HIDE = gl.constexpr(_HIDE)
+
+
+@gluon.jit
+def hide_outside(s, start, first, last):
+    """Scores [64, N] of a tile whose columns are `start` on, HIDDEN outside the row's run `first` .. `last` (empty
+    where first > last).
+
+    A column is in its row's run if it is no further from the middle than the ends are: the difference, clamped to
+    0 .. 1, says how often to add HIDDEN. Twice all of these are whole numbers and small, so floats hold them. There are
+    no predicates: seven of them would have the scores wait for each other.
+    """
+    N: gl.constexpr = s.shape[1]
+    parts = s.reshape([64, N // 8, 4, 2])  # a thread of a quad has pairs of neighbours; all but its number is constant
+    OF_PARTS: gl.constexpr = parts.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OF_PARTS)))
+    EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, OF_PARTS)))
+    QUAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, OF_PARTS)))
+    PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, OF_PARTS)))
+    first = gl.minimum(gl.maximum(first - start, 0), N)
+    last = gl.minimum(gl.maximum(last - start, -1), N - 1)
+    middle = gl.convert_layout((first + last).to(gl.float32), ROW, assert_trivial=True)
+    reach = gl.convert_layout((first - last).to(gl.float32), ROW, assert_trivial=True)
+    of_quad = 4 * gl.arange(0, 4, layout=QUAD)
+    origin = of_quad.to(gl.float32)[None, None, :, None] - middle[:, None, None, None]
+    eights = (16 * gl.arange(0, N // 8, layout=EIGHT))[None, :, None, None]
+    columns = (eights + (2 * gl.arange(0, 2, layout=PAIR))[None, None, None, :]).to(gl.float32)
+    hidden = gl.inline_asm_elementwise(
+        HIDE, "=f,f,f,f,f", [parts, columns, origin, reach[:, None, None, None]], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return gl.convert_layout(hidden.reshape([64, N]), s.type.layout, assert_trivial=True)
+
+
 _ONLY_WITHIN = (
     "{ .reg .b32 t; .reg .f32 f; or.b32 t, $2, 0x4B000000; mov.b32 f, t; sub.f32 f, f, $3; abs.f32 f, f; "
     "set.le.u32.f32 t, f, $4; and.b32 $0, $1, t; }"

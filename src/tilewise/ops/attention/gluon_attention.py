@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +9,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.ops.attention import gluon_sm90_sums as dq_sums
-from tilewise.ops.attention import gluon_sm90_wide as wide
 from tilewise.ops.attention import triton_attention
 from tilewise.ops.attention.configs import Config, Row, first_fit, padded
 from tilewise.ops.attention.gluon_sm90_bwd import attention_bwd_sm90
+from tilewise.ops.attention.gluon_sm90_bwd_queries import OWN, attention_bwd_queries_sm90
+from tilewise.ops.attention.gluon_sm90_bwd_wide import attention_bwd_wide_sm90
 from tilewise.ops.attention.gluon_sm90_fwd import attention_fwd_sm90
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call
@@ -30,7 +29,7 @@ from tilewise.ops.attention.triton_plans import (
     strides_of,
     together,
 )
-from tilewise.ops.attention.variant import CAUSAL, MaskFunctions, ScoreFunctions, formula_kind, is_band
+from tilewise.ops.attention.variant import MaskFunctions, ScoreFunctions, formula_kind, is_band
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.hopper import LAST_ROW
 
@@ -45,6 +44,10 @@ _BACKWARD = (
     Row(64, Config(128, 128, 4, 2, True)),
     Row(128, Config(64, 128, 4, 2, True)),
     Row(256, Config(64, 64, 4, 2, True)),
+)
+_QUERIES = (  # of the kernel for dQ alone
+    Row(128, Config(OWN.value, 128, 4, 2, True)),
+    Row(256, Config(OWN.value, 64, 4, 2, True)),
 )
 _ROWS = 64  # rows of a program that finishes
 _PLANS = Plans()
@@ -88,7 +91,8 @@ class Fixed(NamedTuple):
     # of the backward
     slope: Any = None  # the score's derivative
     accumulate: Any = None  # adds the gradients of captured tensors
-    ordered: bool | None = None  # programs add to dQ in an order
+    block_m: int | None = None  # queries of a tile
+    sums: bool | None = None  # programs add to dQ in memory
 
 
 def _constants(**values: Any) -> Fixed:
@@ -174,9 +178,10 @@ def forward_plan(call: Call) -> Plan:
 
 
 def config_of(kernel: str, call: Call) -> Config:
-    """Tile sizes of "hopper forward" or "hopper backward"."""
-    if kernel == "hopper backward":
-        return first_fit(_BACKWARD, call.head_dim, call.head_dim_v, "plain")
+    """Tile sizes of "hopper forward", "hopper backward" or, for dQ alone, "hopper queries"."""
+    if kernel != "hopper forward":
+        rows = _BACKWARD if kernel == "hopper backward" else _QUERIES
+        return first_fit(rows, call.head_dim, call.head_dim_v, "plain")
     kind = formula_kind(call.mask and call.mask.text, None)
     if kind == "plain" and not _equal(call) and call.rows_q <= _SHORT:
         kind = "short"
@@ -213,11 +218,11 @@ def _turns(call: Call, slots: int, pairs: int) -> int:
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-    """Gradients: what queries begin with and sums that are 0; dK, dV and the sums of dQ; dQ from its sums. For head
-    dimensions above 128 there are no sums: dK and dV, then dQ.
+    """Gradients: what queries begin with, then dK and dV, then dQ. The programs for dK and dV add to sums of dQ, which
+    are converted at the end; or, where head dimensions are above 128 or gradients must repeat bit by bit, dQ has a
+    kernel like theirs.
     """
-    is_wide = _columns(call) > 128
-    if call.dropout > 0.0 or (is_wide and any(call.grad_captured)) or not (is_wide or _orderly(call)):
+    if call.dropout > 0.0 or (not _sums(call) and any(call.grad_captured)):
         return triton_attention.backward(call, o, lse, do, dlse)
     key = triton_attention.backward_key(call, o, do, dlse)
     key = None if key is None else (key, call.deterministic)
@@ -226,10 +231,10 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         if not _reached(call.q, call.k, call.v, o, do):
             return triton_attention.on_padded(backward, _reached, call, o, lse, do, dlse)
         plans = _PLANS.put(key, backward_plans(call, o, do))
-    prepare, main, last = plans
-    shift, centre = lse.new_empty((2, prepare.grid, main.extra[0].block_m))
-    counts = lse.new_empty(2 + prepare.grid if call.deterministic else 2, dtype=torch.int32)
-    sums = None if is_wide else lse.new_empty((*call.q.shape[:-1], _columns(call)))
+    prepare, keys, queries = plans
+    shift, centre = lse.new_empty((2, prepare.grid, keys.extra[0].block_m))
+    counts = lse.new_empty(2, dtype=torch.int32)
+    sums = lse.new_empty((*call.q.shape[:-1], _columns(call))) if _sums(call) else None
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
     dlse = None if dlse is None else dlse.contiguous()
@@ -240,15 +245,17 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         unit = LOG2E if prepare.extra else 1.0 / call.scale
         prepare.launch((o, do, lse, dlse, shift, centre, sums, counts, call.cu_seqlens_q), (), (unit,))
         tables: dict[Any, Any] = {}
-        lists = triton_attention.lists_of(call, main, True, key, tables)
-        if is_wide:
-            main.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
-            lists = triton_attention.lists_of(call, last, False, key, tables)
-            last.launch((*inputs, dq, counts, *cu_seqlens, *lists), formula, scalars)
+        lists = triton_attention.lists_of(call, keys, True, key, tables)
+        if keys.kernel is attention_bwd_sm90:
+            pointers = (*inputs, dk, dv, counts, sums, *cu_seqlens, *lists)
+            keys.launch(pointers, (*formula, accumulators(captured)), scalars)
         else:
-            pointers = (*inputs, sums, dk, dv, counts, *cu_seqlens, *lists)
-            main.launch(pointers, (*formula, accumulators(captured)), scalars)
-            last.launch((sums, dq), (), scalars)
+            keys.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
+        if sums is not None:
+            queries.launch((sums, dq), (), scalars)
+        else:
+            lists = triton_attention.lists_of(call, queries, False, key, tables)
+            queries.launch((*inputs, dq, counts, *cu_seqlens, *lists), formula, scalars)
     grads = Gradients(dq, dk, dv, None, rounded(call, captured))
     if call.grad_sink:
         grads.dsink = sink_gradient(call, lse, delta_of(o, do, dlse, call.packed))
@@ -256,44 +263,42 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
 
 
 def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan, Plan]:
-    """The plans of `prepare`, the kernel for dK and dV, and the one that gives dQ: `finish`, or for head dimensions
-    above 128 one like the other.
-    """
+    """The plans of `prepare`, of the kernel for dK and dV, and of the one that gives dQ."""
     _mask, score = functions(call, "gluon")
-    cfg = config_of("hopper backward", call)
-    d = _columns(call)
+    cfg, of_queries = config_of("hopper backward", call), config_of("hopper queries", call)
+    d, block = _columns(call), cfg.block_m
     slots_q = slots_of(call, cfg, False)
     prepare = Plan(
         dq_sums.prepare,
         call.num_heads_q * batches_of(call) * slots_q,
         (*strides_of(o), *strides_of(do)),
         (call.batch, call.rows_q, slots_q),
-        (call.num_heads_q, call.head_dim_v, d, cfg.block_m, call.packed, call.deterministic),
+        (call.num_heads_q, call.head_dim_v, d, block, call.packed),
         4,
         1,
         extra=_scale_first(call, score),
     )
-    rows, keys = (cfg.block_m, d), (64, d)
-    inputs = {0: rows, 1: keys, 2: keys, 3: rows}  # q, k, v, do
-    numbers = {4: (1, cfg.block_m), 5: (1, cfg.block_m)}  # shift, centre
-    if d > 128:
-        boxes = {**inputs, **numbers, 6: keys, 7: keys}  # dk, dv
-        main = _gradient_plan(wide.attention_bwd_keys_sm90, call, cfg, slots_q, True, boxes)
-        of_queries = replace(cfg, block_m=wide.OWN.value)
-        boxes = {**inputs, 6: rows}  # and dq
-        return prepare, main, _gradient_plan(wide.attention_bwd_queries_sm90, call, of_queries, slots_q, False, boxes)
-    sums = (64, d // 2 if cfg.block_m == 64 else d)
-    boxes = {**inputs, **numbers, 6: sums, 7: keys, 8: keys}  # and dk, dv
-    main = _gradient_plan(attention_bwd_sm90, call, cfg, slots_q, True, boxes)
-    count = call.q.numel() // max(1, call.head_dim)
-    return prepare, main, Plan(dq_sums.finish, -(-count // _ROWS), (), (count,), (call.head_dim, d, _ROWS), 4, 1)
+    rows, numbers = (64, d), (1, block)
+    # q, k, v, do, shift, centre, dk, dv
+    boxes = {0: (block, d), 1: rows, 2: rows, 3: (block, d), 4: numbers, 5: numbers, 6: rows, 7: rows}
+    kernel = attention_bwd_sm90 if d <= 128 else attention_bwd_wide_sm90
+    if _sums(call):
+        boxes[9] = (64, d // 2 if block == 64 else d)
+        count = call.q.numel() // max(1, call.head_dim)
+        finish = Plan(dq_sums.finish, -(-count // _ROWS), (), (count,), (call.head_dim, d, _ROWS), 4, 1)
+        return prepare, _gradient_plan(kernel, call, cfg, block, slots_q, boxes), finish
+    keys = _gradient_plan(kernel, call, cfg, block, slots_q, boxes)
+    tiles = (of_queries.block_n, d)
+    boxes = {0: rows, 1: tiles, 2: tiles, 3: rows, 6: rows}  # q, k, v, do, dq
+    return prepare, keys, _gradient_plan(attention_bwd_queries_sm90, call, of_queries, block, slots_q, boxes)
 
 
 def _gradient_plan(
-    kernel: Any, call: Call, cfg: Config, slots_q: int, of_keys: bool, boxes: Mapping[int, tuple[int, ...]]
+    kernel: Any, call: Call, cfg: Config, block: int, slots_q: int, boxes: dict[int, tuple[int, int]]
 ) -> Plan:
-    """The plan of a kernel whose programs own keys or queries."""
+    """The plan of a kernel whose programs own keys or queries; `block` and `slots_q` are of what `prepare` left."""
     mask, score = functions(call, "gluon")
+    of_keys = kernel is not attention_bwd_queries_sm90
     slots = slots_of(call, cfg, of_keys)
     pairs = (call.num_heads_kv if of_keys else call.num_heads_q) * batches_of(call)
     side = score and (score.keys if of_keys else score.queries)
@@ -305,25 +310,25 @@ def _gradient_plan(
         constants=(
             _constants(
                 **_common(call, mask, score, cfg, of_keys),
+                block_m=block,
+                block_n=cfg.block_n,
                 slope=side and side.slope if _linear(call, score) is None else None,
                 accumulate=side and side.accumulate,
-                ordered=call.deterministic and _columns(call) <= 128,
+                sums=_sums(call),
                 registers=_REGISTERS[2],
             ),
         ),
         warps=cfg.warps,
         stages=cfg.stages,
         extra=(cfg, functions(call)[0]),
-        boxes=dict(boxes),
+        boxes={**boxes},
         describe=describe,
     )
 
 
-def _orderly(call: Call) -> bool:
-    """Whether programs may add to dQ: with `deterministic`, only where it is known without looking which add to a tile,
-    and in which order they come there.
-    """
-    return not call.deterministic or (not call.packed and (call.mask is None or call.mask.text == CAUSAL))
+def _sums(call: Call) -> bool:
+    """Whether programs that own keys add to dQ in memory."""
+    return not call.deterministic and _columns(call) <= 128
 
 
 def _columns(call: Call) -> int:

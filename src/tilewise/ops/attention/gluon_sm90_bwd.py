@@ -3,6 +3,7 @@ dK and dV in registers; one warp fetches tiles of queries, another adds tiles of
 
 Scores are held transposed, so that P and dS enter the products with dO and Q from registers. dQ needs dS of all 128
 keys: it goes through shared memory, and its product is taken one tile later, so that the warpgroups need not keep step.
+Without sums of dQ (`gluon_sm90_bwd_queries` has it then) all of that is left out.
 """
 
 from triton.experimental import gluon
@@ -30,9 +31,8 @@ from tilewise.ops.attention.gluon_sm90_scores import (
     start_scores,
     through_score,
 )
-from tilewise.ops.attention.gluon_sm90_sums import count_up, place_in_order, wait_for_count
 from tilewise.tiles.arithmetic import LOG2E
-from tilewise.tiles.gluon_api import async_add, async_load, async_store, reinterpret
+from tilewise.tiles.gluon_api import async_add, async_load, async_store, barrier, reinterpret
 from tilewise.tiles.hopper import (
     at_row,
     deal,
@@ -111,7 +111,7 @@ def send(outputs, memory, bars, grid, fixed):
     """The warp that writes: it adds tiles of dQ to memory, each warpgroup's share by itself, and sends dV and dK of an
     item out of the places of K and dS.
     """
-    SUM, DK, DV, COUNTS = outputs
+    SUM, DK, DV = outputs
     k_ring, _, q_ring, _, _, _, _, dq_tile, dk_ring, board = memory
     _, k_empty, _, _, _, _, _, _, dq_full, dq_empty, _, _, out_full, out_empty = bars
     BLOCK_M: gl.constexpr = q_ring.shape[4]
@@ -119,34 +119,23 @@ def send(outputs, memory, bars, grid, fixed):
     at = 0
     run = posted(0, board, 1)
     while run[8] > 0:
-        b, h, _slot, start, _begin, _full_begin, _num_full, _num_partial, count = run
-        queries, keys, lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
-        before = 0 * count  # the tile before, and its place in the order
-        place_before = before - 1
-        for t in range(count):
-            m = visit_any(t, tiles, fixed.lists)
-            first = at_row(queries, h, m * BLOCK_M)
-            if fixed.ordered:
-                added = COUNTS + (2 + (b * fixed.heads + h) * grid[0][3])
-                place = place_in_order(start // KEYS, m, lengths, fixed, BLOCK_M, KEYS)
-                wait_for_count(added + m, place)
-            for c in gl.static_range(2):
-                mbarrier.wait(dq_full.index(c), done & 1)
-                if BLOCK_M == 64:  # half of the columns
-                    async_add(SUM, [first[0], first[1], h, first[3], c * dq_tile.shape[5]], dq_tile.index(c))
-                else:  # half of the rows
-                    async_add(SUM, [first[0], first[1], h, first[3] + 64 * c, 0], dq_tile.index(c))
-            tma.store_wait(1)
-            mbarrier.arrive(dq_empty.index(0))
-            tma.store_wait(0)
-            mbarrier.arrive(dq_empty.index(1))
-            if fixed.ordered:
-                count_up(added + before, place_before, 2)
-                before = m
-                place_before = place
-            done += 1
-        if fixed.ordered:
-            count_up(COUNTS + (2 + (b * fixed.heads + h) * grid[0][3] + before), place_before, 0)
+        h, start, count = run[1], run[3], run[8]
+        queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
+        if fixed.sums:
+            for t in range(count):
+                m = visit_any(t, tiles, fixed.lists)
+                first = at_row(queries, h, m * BLOCK_M)
+                for c in gl.static_range(2):
+                    mbarrier.wait(dq_full.index(c), done & 1)
+                    if BLOCK_M == 64:  # half of the columns
+                        async_add(SUM, [first[0], first[1], h, first[3], c * dq_tile.shape[5]], dq_tile.index(c))
+                    else:  # half of the rows
+                        async_add(SUM, [first[0], first[1], h, first[3] + 64 * c, 0], dq_tile.index(c))
+                tma.store_wait(1)
+                mbarrier.arrive(dq_empty.index(0))
+                tma.store_wait(0)
+                mbarrier.arrive(dq_empty.index(1))
+                done += 1
         if at % fixed.group == fixed.group - 1:
             turn = at // fixed.group
             spot, _phase = ring_turn(turn, AHEAD)
@@ -191,7 +180,9 @@ def step(
     dk, dv, done, m, turn, own, memory, bars, formula, scalars, fixed, C: gl.constexpr, FIRST: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Add query tile m to dk and dv of a warpgroup's keys, and take dQ of the tile before, which the FIRST has not."""
+    """Add query tile m to dk and dv of a warpgroup's keys; where sums of dQ are wanted, take that of the tile before,
+    which the FIRST has not.
+    """
     k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dq_tile, _, _ = memory
     _, _, v_full, _, q_full, q_empty, do_full, do_empty, dq_full, dq_empty, ds_full, ds_empty, _, out_empty = bars
     _, _, score_args, score_nums, grads = formula
@@ -224,14 +215,15 @@ def step(
         fixed.accumulate(ds, raw, own[0], own[1], i, j, of_score, ds, grads, score_args, score_nums)
     ds = through_score(ds, p, around, own, formula, fixed, MASKED)
     ds16 = ds.to(q.dtype)
-    if FIRST:
-        mbarrier.wait(out_empty, (turn & 1) ^ 1)  # dK of the item before has left
-    mbarrier.wait(ds_empty.index(place), ((done >> 1) & 1) ^ 1)
-    ds_ring.index(place * 2 + C).store(ds16)
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(place))
+    if fixed.sums:
+        if FIRST:
+            mbarrier.wait(out_empty, (turn & 1) ^ 1)  # dK of the item before has left
+        mbarrier.wait(ds_empty.index(place), ((done >> 1) & 1) ^ 1)
+        ds_ring.index(place * 2 + C).store(ds16)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(place))
     dv = warpgroup_mma(gl.convert_layout(p16, FROM_REGISTERS, assert_trivial=True), do, dv, is_async=True)
-    if FIRST:
+    if FIRST or not fixed.sums:
         dk = warpgroup_mma(gl.convert_layout(ds16, FROM_REGISTERS, assert_trivial=True), q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv,))
         mbarrier.arrive(do_empty.index(stage))
@@ -252,7 +244,7 @@ def step(
 def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     """One warpgroup: dK and dV of its 64 keys of every item, over the tiles of queries of each head of the group."""
     k_ring, _, q_ring, _, _, _, ds_ring, dq_tile, dk_ring, board = memory
-    k_full, _, _, v_empty, _, _, _, _, dq_full, dq_empty, ds_full, ds_empty, out_full, _ = bars
+    k_full, _, _, v_empty, _, _, _, _, dq_full, dq_empty, ds_full, ds_empty, out_full, out_empty = bars
     formula = grid[1]
     scale, _ = scalars
     BLOCK_M: gl.constexpr = q_ring.shape[4]
@@ -290,14 +282,18 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
         is_last = g == fixed.group - 1
         mbarrier.arrive(v_empty, pred=is_last)
 
-        # dQ of the last tile
-        last, phase = ring_turn(done - 1, 2)
-        mbarrier.wait(ds_full.index(last), phase)
-        dq = warpgroup_mma_wait(0, deps=(issue_dq(k_ring, spot, ds_ring, last, done, C),))
-        mbarrier.arrive(ds_empty.index(last))
-        put_dq(dq, done - 1, dq_tile, dq_full, dq_empty, C)
+        if fixed.sums:  # dQ of the last tile
+            last, phase = ring_turn(done - 1, 2)
+            mbarrier.wait(ds_full.index(last), phase)
+            dq = warpgroup_mma_wait(0, deps=(issue_dq(k_ring, spot, ds_ring, last, done, C),))
+            mbarrier.arrive(ds_empty.index(last))
+            put_dq(dq, done - 1, dq_tile, dq_full, dq_empty, C)
         if is_last:
-            wait_for_both()  # have read K and dS
+            if fixed.sums:
+                wait_for_both()  # have read K and dS
+            else:
+                mbarrier.wait(out_empty, (turn & 1) ^ 1)  # dK of the item before has left
+                barrier()
             matrix(k_ring.index(spot * 2 + C)).store(dv.to(k_ring.dtype))
             hand_over((dk * scale).to(k_ring.dtype), matrix(dk_ring.index(C)), out_full.index(C))
         at += 1
@@ -311,7 +307,7 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     ]
 )  # fmt: skip
 def attention_bwd_sm90(
-    Q, K, V, DO, SHIFT, CENTRE, SUM, DK, DV, COUNTS, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h, list_stride_r,
+    Q, K, V, DO, SHIFT, CENTRE, DK, DV, COUNTS, SUM, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h, list_stride_r,
     mask_args, mask_nums, score_args, score_nums, grads,
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, scale, fixed,
 ):  # fmt: skip
@@ -327,7 +323,9 @@ def attention_bwd_sm90(
     centre_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], CENTRE.layout)
     ds_ring = gl.allocate_shared_memory(Q.dtype, [4, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, rank=2))
     dk_ring = reinterpret(ds_ring, 4 * BLOCK_M // D, k_ring)
-    dq_tile = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, 64, SUM.block_shape[4]], SUM.layout)
+    dq_tile = ds_ring
+    if fixed.sums:
+        dq_tile = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, 64, SUM.block_shape[4]], SUM.layout)
     board = message_board(RUN, 3)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BAR)
@@ -382,7 +380,7 @@ def attention_bwd_sm90(
             (compute, (memory, bars, grid, scalars, fixed, 0)),
             (compute, (memory, bars, grid, scalars, fixed, 1)),
             (fetch, (inputs, memory, bars, grid, fixed)),
-            (send, ((SUM, DK, DV, COUNTS), memory, bars, grid, fixed)),
+            (send, ((SUM, DK, DV), memory, bars, grid, fixed)),
         ],
         [4, 1, 1],
         [fixed.registers, 24, 24],

@@ -15,10 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_load, async_store, barrier
 from tilewise.tiles.hopper import (
+    HIDDEN,
     at_row,
     fill,
     filled,
     give_turn,
+    hide_outside,
     keep_before_wait,
     keep_scores,
     matrix,
@@ -181,9 +183,9 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
             )
             seen = fixed.visible(b, h, offs_i[:, None], offs_j[None, :], of_mask, mask_args, mask_nums)
             seen = seen & (offs_n < seqlen_k)[None, :]
+            s = gl.where(seen, s, float("-inf"))
         else:
-            seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
-        s = gl.where(seen, s, float("-inf"))
+            s = hide_outside(s, n * fixed.block_n, first_j, last_j)
     ROW: gl.constexpr = m_old.type.layout
     largest = row_max(s, ROW)
     if fixed.linear is not None:
@@ -192,7 +194,7 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
     m_new = gl.maximum(m_old, largest)
     m_use = m_new
     if fixed.guard or fixed.score is not None:
-        m_use = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+        m_use = gl.where(m_new < HIDDEN / 2, 0.0, m_new)  # a row that has seen nothing yet
     if fixed.linear is not None:
         alpha = gl.exp2(m_old - m_use)
         shift = gl.convert_layout(m_use, gl.SliceLayout(1, LAYOUT), assert_trivial=True) - more

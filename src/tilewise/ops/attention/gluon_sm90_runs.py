@@ -12,8 +12,8 @@ RUN = gl.constexpr(9)  # numbers of a run; the last is how many tiles it visits
 @gluon.jit
 def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
     """A run over tiles of queries: those of the g-th head of a group, for the keys of one item of the grid. Items with
-    the first keys, which most see under a causal mask, go first, or last where dQ is added to in order
-    (`place_in_order`). Packed sequences have items to spare, which visit nothing.
+    the first keys, which most see under a causal mask, go first. Packed sequences have items to spare, which visit
+    nothing.
 
     Returns (batch, head, row of tiles in a list, first key, first visited tile, first FULL one, how many are FULL, how
     many are not, how many tiles it visits).
@@ -26,7 +26,7 @@ def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
     pair, slot = take_turns(item, slots, HEADS_KV if fixed.packed else batch * HEADS_KV, together)
     b = pair // HEADS_KV
     h = pair % HEADS_KV * fixed.group + g
-    n = slots - 1 - slot if fixed.ordered else slot
+    n = slot
     if fixed.packed:
         b, n = locate(slot, CU_K, batch, KEYS)
     _queries, _row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)

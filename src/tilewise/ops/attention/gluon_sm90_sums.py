@@ -1,11 +1,8 @@
-"""Sums of dQ, which programs of Hopper's backward add to: what goes before, the order, and what comes after."""
+"""What goes before Hopper's backward, and what comes after where programs add to sums of dQ."""
 
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
-from tilewise.tiles.gluon_api import barrier
 from tilewise.tiles.load import POINTER, load_rows, rows_of
 from tilewise.tiles.visit import locate
 
@@ -15,10 +12,9 @@ def prepare(
     O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
     stride_dh, batch, rows_q, slots, unit,
     HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
-    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and what begins at
-    0: sums of dQ, how many items two kernels have dealt out, and ORDERED how many programs have added to each tile.
+    0: how many items two kernels have dealt out, and sums of dQ.
     """
     slot = tl.program_id(0) % slots
     h = tl.program_id(0) // slots % HEADS
@@ -50,8 +46,6 @@ def prepare(
     if SUM is not None:
         at = ((rows if PACKED else b64 * rows_q + rows) * HEADS + h64)[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(SUM + at, tl.zeros([BLOCK_M, D], tl.float32), mask=inside[:, None])
-    if ORDERED:
-        tl.store(COUNTS + 2 + tl.program_id(0), 0)
     if tl.program_id(0) == 0:
         tl.store(COUNTS, 0)
         tl.store(COUNTS + 1, 0)
@@ -65,43 +59,3 @@ def finish(SUM, DQ, rows, scale, HEAD_DIM: tl.constexpr, D: tl.constexpr, ROWS: 
     seen = (offs < rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
     dq = tl.load(SUM + offs[:, None] * D + offs_d[None, :], mask=seen) * scale
     tl.store(DQ + offs[:, None] * HEAD_DIM + offs_d[None, :], dq.to(DQ.dtype.element_ty), mask=seen)
-
-
-@gluon.jit
-def place_in_order(n, m, lengths, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
-    """How many programs add to the dQ of query tile m before that of key tile n does: those of later keys, which have
-    begun before it and under a causal mask are there before it. Negative if n is not seen from there.
-    """
-    seqlen_q, seqlen_k = lengths
-    last = (seqlen_k - 1) // KEYS
-    if fixed.tiles is not None:
-        last_seen = (m + 1) * BLOCK_M - 1 + seqlen_k - seqlen_q
-        last = gl.where(last_seen < 0, -1, gl.minimum(last, last_seen // KEYS))
-    return last - n
-
-
-@gluon.jit
-def wait_for_count(count, wanted):
-    """Wait until so many have counted up."""
-    got = gl.atomic_add(count, 0, sem="acquire")
-    while got < wanted:
-        got = gl.atomic_add(count, 0, sem="acquire")
-    barrier()
-
-
-@gluon.constexpr_function
-def _sent_but(pending):
-    return f"cp.async.bulk.wait_group {int(pending)}; mov.b32 $0, $1;"
-
-
-@gluon.jit
-def count_up(count, place, PENDING: gl.constexpr):
-    """Count up when all that this warp sent, but for the last PENDING tiles, is in memory. Waiting for the last as well
-    would take as long as the next needs to come.
-    """
-    ASM: gl.constexpr = _sent_but(PENDING)
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(ASM, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
-    barrier()
-    if place >= 0:
-        gl.atomic_add(count, 1, sem="release")

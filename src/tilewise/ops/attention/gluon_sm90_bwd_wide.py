@@ -1,8 +1,9 @@
-"""Hopper's backward for head dimensions above 128, in Gluon: one kernel for dK and dV, whose programs own 64 keys, and
-one for dQ, whose programs own 128 queries.
+"""dK and dV on Hopper for head dimensions above 128, in Gluon: a program owns 64 keys, as registers hold no more of
+their gradients. One warpgroup has the scores and dV, the other dP and dK; P goes from one to the other through shared
+memory.
 
-Registers hold dK and dV of 64 keys at most. Added up in memory from programs of 64 keys, dQ would be written more often
-than the L2 cache can take, so its kernel takes scores and dP once more, and gradients repeat bit by bit.
+dQ has a kernel of its own: added up in memory from programs of 64 keys, it would be written more often than the L2
+cache can take.
 """
 
 from triton.experimental import gluon
@@ -15,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.ops.attention.gluon_sm90_runs import RUN, first_tile_of, run_of, run_of_queries, where_of
+from tilewise.ops.attention.gluon_sm90_runs import RUN, first_tile_of, run_of, where_of
 from tilewise.ops.attention.gluon_sm90_scores import (
     of_queries,
     own_rows,
@@ -29,12 +30,9 @@ from tilewise.tiles.gluon_api import async_load, async_store, barrier
 from tilewise.tiles.hopper import (
     at_row,
     deal,
-    fill,
     filled,
-    keep_tile_before_wait,
     matrix,
     message_board,
-    moving,
     post,
     posted,
     product_layout,
@@ -43,14 +41,13 @@ from tilewise.tiles.hopper import (
 )
 from tilewise.tiles.visit import visit_any
 
-TILE = gl.constexpr(64)  # rows of all tiles: of keys that a program owns, of queries that it visits, and the other way
-OWN = gl.constexpr(128)  # queries that a program owns
-STAGES = gl.constexpr(2)  # tiles in rings
+TILE = gl.constexpr(64)  # keys of a program, and queries of a tile
+STAGES = gl.constexpr(2)  # tiles of queries, and of dO, in shared memory
 
 
 @gluon.jit
-def fetch_queries(inputs, memory, bars, grid, fixed):
-    """The warp that fetches for dK and dV: K and V of an item, then Q with its shifts and dO with its centres. It takes
+def fetch(inputs, memory, bars, grid, fixed):
+    """The warp that fetches: K and V of an item, then Q with its shifts and dO with its centres. It takes
     items as they are dealt out, and posts their runs; a run that visits nothing is the last.
     """
     Q, K, V, DO, SHIFT, CENTRE, COUNTS = inputs
@@ -225,7 +222,7 @@ def compute_dk(DK, memory, bars, grid, scalars, fixed):
         "list_stride_r", "mask_nums", "score_nums", "scale",
     ]
 )  # fmt: skip
-def attention_bwd_keys_sm90(
+def attention_bwd_wide_sm90(
     Q, K, V, DO, SHIFT, CENTRE, DK, DV, COUNTS, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h, list_stride_r,
     mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, scale, fixed,
@@ -274,171 +271,7 @@ def attention_bwd_keys_sm90(
         [
             (compute_dv, (DV, memory, bars, grid, scalars, fixed)),
             (compute_dk, (DK, memory, bars, grid, scalars, fixed)),
-            (fetch_queries, ((Q, K, V, DO, SHIFT, CENTRE, COUNTS), memory, bars, grid, fixed)),
-        ],
-        [4, 1],
-        [fixed.registers, 24],
-    )
-
-
-@gluon.jit
-def fetch_keys(inputs, memory, bars, grid, fixed):
-    """The warp that fetches for dQ: Q and dO of an item, then tiles of K and V. It takes items as they are dealt out,
-    and posts their runs; a run that visits nothing is the last.
-    """
-    Q, K, V, DO, COUNTS = inputs
-    q_tile, do_tile, k_ring, v_ring, board = memory
-    own_full, own_empty, k_full, k_empty, v_full, v_empty = bars
-    done = 0
-    at = 0
-    item = gl.program_id(0)
-    while item < grid[0][6]:
-        run = run_of_queries(item, grid, fixed, OWN, TILE)
-        count = run[8]
-        if not fixed.packed or count > 0:
-            post(run, at, board)
-            h, start = run[1], run[3]
-            queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, TILE)
-            h_kv = h // fixed.group
-            n = visit_any(0, tiles, fixed.lists)
-            fill(K, done, keys, h_kv, n * TILE, k_ring, k_full, k_empty)
-            for c in gl.static_range(2):
-                mbarrier.wait(own_empty.index(c), (at & 1) ^ 1)
-                mbarrier.expect(own_full.index(c), 2 * tile_bytes(q_tile))
-                async_load(Q, at_row(queries, h, start + TILE * c), own_full.index(c), q_tile.index(c))
-                async_load(DO, at_row(queries, h, start + TILE * c), own_full.index(c), do_tile.index(c))
-            fill(V, done, keys, h_kv, n * TILE, v_ring, v_full, v_empty)
-            for t in range(1, count):
-                n = visit_any(t, tiles, fixed.lists)
-                fill(K, done + t, keys, h_kv, n * TILE, k_ring, k_full, k_empty)
-                fill(V, done + t, keys, h_kv, n * TILE, v_ring, v_full, v_empty)
-            done += count
-            at += 1
-        item = deal(COUNTS + 1)
-    post((0, 0, 0, 0, 0, 0, 0, 0, 0), at, board)
-
-
-@gluon.jit
-def add_dq(dq, done, n, begins, own, memory, bars, formula, scalars, fixed, C: gl.constexpr, MASKED: gl.constexpr):
-    """Add key tile n to dQ of a warpgroup's queries; scores begin with `begins[0]`, dP with `begins[1]`."""
-    q_tile, do_tile, k_ring, v_ring, _ = memory
-    _, _, k_full, k_empty, v_full, v_empty = bars
-    shift, centre = begins
-    FROM_REGISTERS: gl.constexpr = gl.DotOperandLayout(0, product_layout(k_ring.shape[5]), 2)
-    place_k, k = filled(done, k_ring, k_full)
-    s = start_scores(moving(q_tile, C, done), k, shift, own, scalars, fixed)
-    place_v, _ = filled(done, v_ring, v_full)
-    dp = product_from(centre, moving(do_tile, C, done), moving(v_ring, 0, done))
-    s = warpgroup_mma_wait(1, deps=(s,))
-    p, around = probabilities(s, shift, n, own, formula, scalars, fixed, MASKED)
-    p = keep_tile_before_wait(p.to(k_ring.dtype)).to(gl.float32)
-    dp = warpgroup_mma_wait(0, deps=(dp,))
-    mbarrier.arrive(v_empty.index(place_v))
-    ds = through_score(p * dp, p, around, own, formula, fixed, MASKED).to(k_ring.dtype)
-    left = gl.convert_layout(ds, FROM_REGISTERS, assert_trivial=True)
-    dq = warpgroup_mma_wait(0, deps=(warpgroup_mma(left, k, dq, is_async=True),))
-    mbarrier.arrive(k_empty.index(place_k))
-    return dq
-
-
-@gluon.jit
-def compute_dq(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
-    """One warpgroup: dQ of its 64 queries of every item."""
-    DQ, SHIFT, CENTRE = outputs
-    q_tile, _, k_ring, _, board = memory
-    own_full, own_empty, _, _, _, _ = bars
-    formula = grid[1]
-    D: gl.constexpr = k_ring.shape[5]
-    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(TILE))
-    q = matrix(q_tile.index(C))
-    done = 0
-    at = 0
-    run = posted(0, board, 4)
-    while run[8] > 0:
-        h, num_partial, count = run[1], run[7], run[8]
-        first = run[3] + TILE * C
-        queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, TILE)
-        own = own_rows(run, lengths, first, formula, fixed, TILE)
-        row = first_tile_of(run, row0, grid, fixed, TILE).to(gl.int64) * TILE + first
-        offs = gl.arange(0, TILE, layout=ROW)
-        inside = first + offs < lengths[0]
-        begins = (
-            gl.load(SHIFT + row + offs, mask=inside, other=float("-inf"))[:, None],
-            gl.load(CENTRE + row + offs, mask=inside, other=0.0)[:, None],
-        )
-        dq = gl.zeros([TILE, D], gl.float32, layout=product_layout(D))
-        mbarrier.wait(own_full.index(C), at & 1)
-        full = 0
-        if fixed.guard:
-            for t in range(num_partial):
-                n = visit_any(t, tiles, fixed.lists)
-                dq = add_dq(dq, done + t, n, begins, own, memory, bars, formula, scalars, fixed, C, True)
-            full = num_partial
-        for t in range(full, count):
-            n = visit_any(t, tiles, fixed.lists)
-            dq = add_dq(dq, done + t, n, begins, own, memory, bars, formula, scalars, fixed, C, False)
-        done += count
-        barrier()
-        q.store((dq * scalars[0]).to(k_ring.dtype))
-        fence_async_shared()
-        barrier()
-        async_store(DQ, at_row(queries, h, first), q_tile.index(C))
-        tma.store_wait(0)
-        mbarrier.arrive(own_empty.index(C))
-        at += 1
-        run = posted(at, board, 4)
-
-
-@gluon.jit(
-    do_not_specialize=[
-        "batch", "seqlen_q", "seqlen_k", "slots_q", "slots", "together", "items", "list_stride_b", "list_stride_h",
-        "list_stride_r", "mask_nums", "score_nums", "scale",
-    ]
-)  # fmt: skip
-def attention_bwd_queries_sm90(
-    Q, K, V, DO, SHIFT, CENTRE, DQ, COUNTS, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h, list_stride_r,
-    mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, slots_q, slots, together, items, scale, fixed,
-):  # fmt: skip
-    """dQ; `fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
-    D: gl.constexpr = K.block_shape[4]
-    q_tile = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, 1, TILE, D], Q.layout)
-    do_tile = gl.allocate_shared_memory(DO.dtype, [2, 1, 1, 1, TILE, D], DO.layout)
-    k_ring = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, 1, TILE, D], K.layout)
-    v_ring = gl.allocate_shared_memory(V.dtype, [1, 1, 1, 1, TILE, D], V.layout)  # all that fits
-    board = message_board(RUN, 2)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # of the warpgroups
-    own_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    for n in gl.static_range(2):
-        mbarrier.init(own_full.index(n), count=1)
-        mbarrier.init(own_empty.index(n), count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(n), count=1)
-        mbarrier.init(k_empty.index(n), count=2)
-    mbarrier.init(v_full.index(0), count=1)
-    mbarrier.init(v_empty.index(0), count=2)
-    fence_async_shared()
-
-    memory = (q_tile, do_tile, k_ring, v_ring, board)
-    bars = (own_full, own_empty, k_full, k_empty, v_full, v_empty)
-    grid = (
-        (batch, seqlen_q, seqlen_k, slots_q, slots, together, items),
-        (mask_args, mask_nums, score_args, score_nums, 0),
-        (LISTED if fixed.lists else 0, list_stride_b, list_stride_h, list_stride_r),
-        (CU_Q, CU_K) if fixed.packed else (0, 0),
-    )
-    scalars = (scale, scale * LOG2E)
-    outputs = (DQ, SHIFT, CENTRE)
-    gl.warp_specialize(
-        [
-            (compute_dq, (outputs, memory, bars, grid, scalars, fixed, 0)),
-            (compute_dq, (outputs, memory, bars, grid, scalars, fixed, 1)),
-            (fetch_keys, ((Q, K, V, DO, COUNTS), memory, bars, grid, fixed)),
+            (fetch, ((Q, K, V, DO, SHIFT, CENTRE, COUNTS), memory, bars, grid, fixed)),
         ],
         [4, 1],
         [fixed.registers, 24],
