@@ -177,7 +177,7 @@ def probabilities(s, stage, m, own, shift_ring, formula, scalars, fixed, MASKED:
 
 @gluon.jit
 def through_score(ds, p, around, own, formula, fixed, MASKED: gl.constexpr):
-    """The gradient of the scaled scores from that of what their formula made of them (`around` from `probabilities`)."""
+    """The gradient of the scaled scores from that of what their formula made of them (`around` of `probabilities`)."""
     if fixed.slope is not None:
         raw, offs_i, of_score = around
         b, h, _, offs_j, _, _, _ = own

@@ -12,9 +12,10 @@ from tilewise.tiles.visit import locate
 
 @triton.jit(do_not_specialize=["batch", "rows_q", "slots", "unit"])
 def prepare(
-    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
-    batch, rows_q, slots, unit,
-    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
+    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
+    stride_dh, batch, rows_q, slots, unit,
+    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and what begins at
     0: sums of dQ, how many items have been dealt out, and ORDERED how many programs have added to each tile.
