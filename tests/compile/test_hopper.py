@@ -11,7 +11,7 @@ import tilewise as tw
 from tilewise.ops.attention import gluon_attention
 from tilewise.ops.attention.problem import make_call
 from tilewise.testing.offline import compiling_for, exponentials_in_flight
-from tools.kernel_resources import Variant, variants
+from tools.kernel_resources import FORMULAS, Variant, variants
 
 VARIANTS = [variant for variant in variants() if variant.row == "hopper" and variant.quick]
 BACKWARD = [v for v in VARIANTS if v.head_dim <= 128 and v.formula != "dropout"]  # of the others the portable is taken
@@ -55,6 +55,21 @@ def test_a_sum_of_a_tile_is_added_once() -> None:
     assert len(added) == 2 * steps
 
 
+@pytest.mark.parametrize(
+    ("formula", "seqlen", "dealt"),
+    [("plain", 8192, False), ("window", 8192, False), ("causal", 3072, False), ("causal", 3200, True),
+     ("document", 256, True), ("packed", 256, True)],
+)  # fmt: skip
+def test_items_are_dealt_out_where_they_are_many_and_unequal(formula: str, seqlen: int, dealt: bool) -> None:
+    call = Variant(90, "hopper", "bf16", 128, formula).call()
+    if seqlen != 256:
+        q, k, v = (torch.zeros(2, seqlen, x.shape[2], 128, dtype=x.dtype) for x in (call.q, call.k, call.v))
+        call = make_call(q, k, v, **FORMULAS[formula]())
+    with compiling_for(90) as kernels:
+        gluon_attention.forward(call)
+    assert ("atom.global" in kernels[-1].asm["ptx"]) is dealt
+
+
 @pytest.mark.parametrize("variant", [v for v in BACKWARD if v.formula != "plain"], ids=str)
 def test_each_item_of_a_program_has_bounds_of_its_own(variant: Variant) -> None:
     """Loops over tiles end where the item says: MLIR takes what only bounds loops for a thing that never changes."""
@@ -63,28 +78,35 @@ def test_each_item_of_a_program_has_bounds_of_its_own(variant: Variant) -> None:
     with compiling_for(90) as kernels:
         gluon_attention.forward(call)
         gluon_attention.backward(call, o, lse, torch.empty_like(o), None)
-    loops = [bounds for kernel in kernels for bounds in _bounds_of_inner_loops(kernel.asm["ttgir"])]
-    assert len(loops) >= 6
-    assert all(known >= begun for begun, known in loops)
+    loops = {kernel.metadata.name: _bounds_of_inner_loops(kernel.asm["ttgir"]) for kernel in kernels}
+    forward, backward = loops["attention_fwd_sm90"], loops["attention_bwd_sm90"]
+    assert len(forward) == 2 + 1 or (len(forward) == 3 + 1 and variant.head_dim == 64), "who computes, who fetches"
+    assert len(backward) == 2 * 2 + 2 + 1, "who computes, who fetches, who writes"
+    heads = [bound for bound in backward if bound[2] == f"arith.constant {call.group} : i32"]
+    assert len(heads) == 1, "a loop over the heads of a group is as long for every item"
+    assert all(known > begun for begun, known, made in forward + backward if (begun, known, made) not in heads)
 
 
-def _bounds_of_inner_loops(ir: str) -> list[tuple[int, int]]:
-    """Of each loop inside a loop: lines where the outer one begins and where the last value that bounds the inner one
-    becomes known.
+def _bounds_of_inner_loops(ir: str) -> list[tuple[int, int, str]]:
+    """Of each `for` inside another loop: the line where the outer one begins, the one where the last value that bounds
+    the inner one becomes known, and what makes the upper bound.
     """
     known: dict[str, int] = {}
     around: list[tuple[int, int]] = []  # indentation and line
     found = []
-    for number, line in enumerate(ir.splitlines()):
-        indent = len(line) - len(line.lstrip())
-        while around and indent <= around[-1][0]:
+    lines = ir.splitlines()
+    for number, line in enumerate(lines):
+        text = line.lstrip()
+        indent = len(line) - len(text)
+        while around and indent <= around[-1][0] and not text.startswith(("} do {", "^")):
             around.pop()
-        loop = re.search(r"scf\.for %\w+ = (%\w+) to (%\w+) ", line)
-        if loop:
-            if around:
-                found.append((around[-1][1], max(known[name] for name in loop.groups())))
+        bounds = re.search(r"scf\.for %\w+ = (%\w+)(?:#\d+)? to (%\w+)(?:#\d+)? ", line)
+        if bounds and around:
+            made = lines[known[bounds[2]]].partition(" = ")[2].partition(" loc(")[0]
+            found.append((around[-1][1], max(known[name] for name in bounds.groups()), made))
+        if bounds or "scf.while" in line:
             around.append((indent, number))
-            known.update(dict.fromkeys(re.findall(r"(%\w+) =", line), number))
-        elif line.lstrip().startswith("%"):
-            known[line.split("=")[0].split(":")[0].strip()] = number
+        if text.startswith(("^", "partition", "tt.func")):
+            known.update(dict.fromkeys(re.findall(r"(%\w+): ", line), number))
+        known.update(dict.fromkeys(re.findall(r"(%\w+)(?::\d+)? = ", line), number))
     return found

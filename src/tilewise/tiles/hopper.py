@@ -1,4 +1,6 @@
-"""What Hopper kernels are made of: layouts of warpgroup products, named barriers, rings of tiles in shared memory."""
+"""What Hopper kernels are made of: layouts of warpgroup products, named barriers, rings of tiles and messages in shared
+memory.
+"""
 
 import triton.language as tl
 from triton.experimental import gluon

@@ -18,14 +18,10 @@ def take_turns(pid, slots, pairs, together):
 
 
 @triton.jit
-def turns_of(pid, workers, items):
-    """How many of `items` a worker of a persistent grid has (see `snake`)."""
-    return items // workers + (snake(items // workers, pid, workers) < items).to(tl.int32)
-
-
-@triton.jit
 def snake(turn, pid, workers):
-    """A worker's item in its `turn`-th turn. Every other turn goes backwards: who had a long one gets a short one."""
+    """A worker's item in its `turn`-th turn of a persistent grid. Every other turn goes backwards: who had a long one
+    gets a short one.
+    """
     return turn * workers + tl.where(turn % 2 == 0, pid, workers - 1 - pid)
 
 

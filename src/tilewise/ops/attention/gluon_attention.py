@@ -88,6 +88,7 @@ class Fixed(NamedTuple):
     dropout: bool | None = None
     apart: bool | None = None  # the output has shared memory of its own
     ahead: int | None = None  # for how many items queries have places
+    dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
     slope: Any = None  # the score's derivative
     accumulate: Any = None  # adds the gradients of captured tensors
@@ -129,7 +130,13 @@ def _common(
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Gluon forward."""
-    return triton_attention.forward(call, forward_plan, _reached)
+    return triton_attention.forward(call, forward_plan, _reached, _counter)
+
+
+def _counter(call: Call, plan: Plan) -> tuple[torch.Tensor | None]:
+    """What the kernel is given beside: how many items have been dealt out, where they are."""
+    dealt = plan.constants[0].dealt.value
+    return (torch.zeros(1, dtype=torch.int32, device=call.q.device) if dealt else None,)
 
 
 def _reached(*tensors: torch.Tensor) -> bool:
@@ -149,11 +156,11 @@ def forward_plan(call: Call) -> Plan:
     consumers = cfg.block_m // 64
     slots = slots_of(call, cfg, False)
     pairs = call.num_heads_q * batches_of(call)
-    workers, turns = _division(call, mask, slots, pairs)
+    turns = together(call, mask, slots, pairs) if _equal(call) else _turns(call, slots, pairs)
     used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
     return Plan(
         attention_fwd_sm90,
-        grid=workers,
+        grid=min(slots * pairs, multiprocessors(call.q.device)),
         strides=(),
         sizes=(*lengths_of(call), slots, turns, slots * pairs),
         constants=(
@@ -164,6 +171,7 @@ def forward_plan(call: Call) -> Plan:
                 stages=cfg.stages,
                 sinks=call.sink is not None,
                 dropout=call.dropout > 0.0,
+                dealt=_dealt(call, mask, slots),
                 apart=used <= _SHARED,
                 ahead=2 if used + 2 * cfg.block_m * d <= _SHARED else 1,
                 registers=_REGISTERS[consumers],
@@ -193,24 +201,16 @@ def _equal(call: Call) -> bool:
     return not call.packed and (call.mask is None or is_band(call.mask.text))
 
 
-def _division(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) -> tuple[int, int]:
-    """(programs, pairs of batch and head that take turns).
-
-    A program for each multiprocessor begins a tile while the one before it ends. That needs tiles of equal length, or
-    so few of a sequence that two turns, one forth and one back, hold all lengths; others the hardware deals out, one
-    a program.
+def _dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
+    """Whether programs take items as they come to them. Items of equal length are divided beforehand, and so are those
+    of sequences so short that two turns, one forth and one back, hold all lengths.
     """
-    workers = min(slots * pairs, multiprocessors(call.q.device))
-    if _equal(call):
-        return workers, together(call, mask, slots, pairs)
-    if slots <= _FEW and not call.packed and (mask is None or mask.classify is None):
-        return workers, max(1, min(pairs, -(-2 * workers // slots)))
-    return slots * pairs, together(call, mask, slots, pairs)
+    return not _equal(call) and (slots > _FEW or call.packed or (mask is not None and mask.classify is not None))
 
 
 def _turns(call: Call, slots: int, pairs: int) -> int:
-    """How many pairs of batch and head take turns where items are dealt out one by one: those that are long and of
-    unequal length first, as many as leave enough short ones for the end.
+    """How many pairs of batch and head take turns where items are of unequal length, the long ones first: as many as
+    leave enough short ones for the end, or as two turns of the grid hold, one forth and one back.
     """
     if _equal(call):
         return 1

@@ -70,7 +70,7 @@ def fetch(inputs, memory, bars, grid, fixed):
     while item < grid[0][6]:
         for g in range(fixed.group):
             run = run_of(item, g, grid, fixed, BLOCK_M, KEYS)
-            count = run[8]
+            count = run[7]
             if not fixed.packed or count > 0:
                 post(run, at, board)
                 h, start = run[1], run[3]
@@ -103,7 +103,7 @@ def fetch(inputs, memory, bars, grid, fixed):
                     done += 1
                 at += 1
         item = deal(COUNTS)
-    post((0, 0, 0, 0, 0, 0, 0, 0, 0), at, board)
+    post((0, 0, 0, 0, 0, 0, 0, 0), at, board)
 
 
 @gluon.jit
@@ -118,8 +118,8 @@ def send(outputs, memory, bars, grid, fixed):
     done = 0
     at = 0
     run = posted(0, board, 1)
-    while run[8] > 0:
-        h, start, count = run[1], run[3], run[8]
+    while run[7] > 0:
+        h, start, count = run[1], run[3], run[7]
         queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
         if fixed.sums:
             for t in range(count):
@@ -255,8 +255,8 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     done = 0
     at = 0
     run = posted(0, board, 4)
-    while run[8] > 0:
-        start, num_partial, count = run[3], run[7], run[8]
+    while run[7] > 0:
+        start, num_partial, count = run[3], run[6], run[7]
         _queries, _keys, lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
         own = own_rows(run, lengths, start + 64 * C, formula, fixed, BLOCK_M)
         turn = at // fixed.group

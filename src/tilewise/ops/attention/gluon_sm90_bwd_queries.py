@@ -56,7 +56,7 @@ def fetch(inputs, memory, bars, grid, fixed):
     item = gl.program_id(0)
     while item < grid[0][6]:
         run = run_of_queries(item, grid, fixed, OWN, BLOCK_N)
-        count = run[8]
+        count = run[7]
         if not fixed.packed or count > 0:
             post(run, at, board)
             h, start = run[1], run[3]
@@ -77,7 +77,7 @@ def fetch(inputs, memory, bars, grid, fixed):
             done += count
             at += 1
         item = deal(COUNTS + 1)
-    post((0, 0, 0, 0, 0, 0, 0, 0, 0), at, board)
+    post((0, 0, 0, 0, 0, 0, 0, 0), at, board)
 
 
 @gluon.jit
@@ -118,8 +118,8 @@ def compute_dq(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     done = 0
     at = 0
     run = posted(0, board, 4)
-    while run[8] > 0:
-        h, num_partial, count = run[1], run[7], run[8]
+    while run[7] > 0:
+        h, num_partial, count = run[1], run[6], run[7]
         first = run[3] + HALF * C
         queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, BLOCK_N)
         own = own_rows(run, lengths, first, formula, fixed, BLOCK_N)

@@ -59,7 +59,7 @@ def fetch(inputs, memory, bars, grid, fixed):
     while item < grid[0][6]:
         for g in range(fixed.group):
             run = run_of(item, g, grid, fixed, TILE, TILE)
-            count = run[8]
+            count = run[7]
             if not fixed.packed or count > 0:
                 post(run, at, board)
                 h, start = run[1], run[3]
@@ -90,7 +90,7 @@ def fetch(inputs, memory, bars, grid, fixed):
                     done += 1
                 at += 1
         item = deal(COUNTS)
-    post((0, 0, 0, 0, 0, 0, 0, 0, 0), at, board)
+    post((0, 0, 0, 0, 0, 0, 0, 0), at, board)
 
 
 @gluon.jit
@@ -166,8 +166,8 @@ def compute_dv(DV, memory, bars, grid, scalars, fixed):
     done = 0
     at = 0
     run = posted(0, board, 4)
-    while run[8] > 0:
-        h, start, num_partial, count = run[1], run[3], run[7], run[8]
+    while run[7] > 0:
+        h, start, num_partial, count = run[1], run[3], run[6], run[7]
         _queries, keys, lengths, _row0, tiles = where_of(run, grid, fixed, TILE)
         own = own_rows(run, lengths, start, formula, fixed, TILE)
         g = at % fixed.group
@@ -201,8 +201,8 @@ def compute_dk(DK, memory, bars, grid, scalars, fixed):
     done = 0
     at = 0
     run = posted(0, board, 4)
-    while run[8] > 0:
-        h, start, count = run[1], run[3], run[8]
+    while run[7] > 0:
+        h, start, count = run[1], run[3], run[7]
         _queries, keys, _lengths, _row0, _tiles = where_of(run, grid, fixed, TILE)
         g = at % fixed.group
         dk = gl.where(g == 0, 0.0, dk)

@@ -1,5 +1,6 @@
 """FlashAttention-3's forward for Hopper, in Gluon: one warp fetches, two or three warpgroups of 64 queries each
-compute, and while one takes exponentials another has the tensor cores (Shah et al., "FlashAttention-3").
+compute, and while one takes exponentials another has the tensor cores (Shah et al., "FlashAttention-3"). A program
+stays on its multiprocessor and takes items, tiles of queries, one after the other.
 """
 
 from triton.experimental import gluon
@@ -12,11 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.ops.attention.gluon_sm90_runs import RUN, run_of_queries, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_load, async_store, barrier
 from tilewise.tiles.hopper import (
     HIDDEN,
     at_row,
+    deal,
     fill,
     filled,
     give_turn,
@@ -24,10 +27,12 @@ from tilewise.tiles.hopper import (
     keep_before_wait,
     keep_scores,
     matrix,
+    message_board,
+    post,
+    posted,
     product_layout,
     ring_turn,
     row_max,
-    sequence,
     thread_sums,
     tile_bytes,
     tilt_of,
@@ -35,83 +40,55 @@ from tilewise.tiles.hopper import (
     wait_turn,
     with_columns,
 )
-from tilewise.tiles.visit import call_once, locate, row_ends, snake, take_turns, turns_of, visit_any, visits
+from tilewise.tiles.visit import call_once, row_ends, snake, visit_any
 
 
 @gluon.jit
-def tile_of(item, grid, fixed):
-    """((b, h, first query, row of its sequence), (queries, keys), (their numbers), visited tiles of keys, how many) of
-    an item of the grid: the last queries, which see most under a causal mask, come first. Packed sequences have items
-    to spare, which visit nothing.
+def next_item(turn, NEXT, fixed):
+    """A program's item in its `turn`-th turn, which is not the first: dealt out, or known beforehand."""
+    return deal(NEXT) if fixed.dealt else snake(turn, gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def fetch(inputs, memory, bars, grid, fixed):
+    """The warp that fetches: K of a tile before V of the one before it, as the products ask for them. It finds the
+    program's items and posts their runs; a run that visits nothing is the last.
     """
-    BLOCK_M: gl.constexpr = 64 * fixed.consumers
-    _, sizes, formula, lists, cu_seqlens = grid
-    CU_Q, CU_K = cu_seqlens
-    batch, seqlen_q, seqlen_k, _, slots, together = sizes
-    mask_args, mask_nums, _, _ = formula
-    listed, list_stride_b, list_stride_h, list_stride_r = lists
-    pair, turn = take_turns(item, slots, fixed.heads if fixed.packed else batch * fixed.heads, together)
-    slot = slots - 1 - turn
-    h = pair % fixed.heads
-    b = pair // fixed.heads
-    m = slot
-    if fixed.packed:
-        b, m = locate(slot, CU_Q, batch, BLOCK_M)
-    queries, row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)
-    keys, _row0, seqlen_k = sequence(b, CU_K, seqlen_k, fixed.packed)
-    start_m = m * BLOCK_M
-    first = start_m
-    last = gl.minimum(start_m + BLOCK_M, seqlen_q) - 1
-    if fixed.packed:  # formulas see valid positions only
-        first = gl.minimum(first, gl.maximum(seqlen_q - 1, 0))
-        last = gl.maximum(last, first)
-    i0 = first + seqlen_k - seqlen_q
-    i1 = last + seqlen_k - seqlen_q
-    if fixed.lists:
-        listed = listed + (b.to(gl.int64) * list_stride_b + h.to(gl.int64) * list_stride_h + slot) * list_stride_r
-    begin, full_begin, num_full, num_partial = visits(
-        b, h, i0, i1, 0, seqlen_k, mask_args, mask_nums, listed, fixed.lists, fixed.tiles, fixed.block_n
-    )
-    num_partial = gl.maximum(num_partial, 1 - num_full)  # who sees nothing visits one tile, all of it hidden
-    count = num_full + num_partial
-    if fixed.packed:
-        count = gl.where(start_m < seqlen_q, count, 0)
-    last_tile = (seqlen_k + fixed.block_n - 1) // fixed.block_n - 1
-    tiles = (begin, full_begin, num_full, num_partial, last_tile, listed, list_stride_r)
-    return (b, h, start_m, row0), (queries, keys), (seqlen_q, seqlen_k), tiles, count
-
-
-@gluon.jit
-def fetch(tensors, memory, bars, grid, fixed):
-    """The warp that fetches: K of a tile before V of the one before it, as the products ask for them."""
-    Q, K, V = tensors
-    q_ring, k_ring, v_ring, _ = memory
+    Q, K, V, NEXT = inputs
+    q_ring, k_ring, v_ring, _, board = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    workers = gl.num_programs(0)
     done = 0
-    turn = 0  # of items that visit something
-    for at in range(turns_of(gl.program_id(0), workers, grid[0])):
-        item = snake(at, gl.program_id(0), workers)
-        place, where, _sizes, tiles, count = tile_of(item, grid, fixed)
-        _b, h, start_m, _row0 = place
-        queries, keys = where
-        if count > 0:
+    at = 0
+    turn = 0  # counts items that visit nothing too
+    item = gl.program_id(0)
+    while item < grid[0][6]:
+        run = run_of_queries(item, grid, fixed, 64 * fixed.consumers, fixed.block_n)
+        count = run[7]
+        turn += 1
+        if not fixed.packed or count > 0:
+            post(run, at, board)
+            queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, fixed.block_n)
+            h, start = run[1], run[3]
             n = visit_any(0, tiles, fixed.lists)
             fill(K, done, keys, h // fixed.group, n * fixed.block_n, k_ring, k_full, k_empty)
-            first, phase = ring_turn(turn, fixed.ahead)
+            first, phase = ring_turn(at, fixed.ahead)
             for c in gl.static_range(fixed.consumers):
                 spot = first * fixed.consumers + c
                 mbarrier.wait(q_empty.index(spot), phase ^ 1)
                 mbarrier.expect(q_full.index(spot), tile_bytes(q_ring))
-                async_load(Q, at_row(queries, h, start_m + 64 * c), q_full.index(spot), q_ring.index(spot))
+                async_load(Q, at_row(queries, h, start + 64 * c), q_full.index(spot), q_ring.index(spot))
             for t in range(1, count):
                 after = visit_any(t, tiles, fixed.lists)
                 fill(K, done + t, keys, h // fixed.group, after * fixed.block_n, k_ring, k_full, k_empty)
                 fill(V, done + t - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
                 n = after
+            item = next_item(turn, NEXT, fixed)  # before a wait: dealing takes time
             fill(V, done + count - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
-            turn += 1
-        done += count
+            done += count
+            at += 1
+        else:
+            item = next_item(turn, NEXT, fixed)
+    post((0, 0, 0, 0, 0, 0, 0, 0), at, board)
 
 
 @gluon.jit
@@ -123,11 +100,11 @@ def scores_of(q, k):
 
 
 @gluon.jit
-def first_scores(done, turn, memory, bars, fixed, C: gl.constexpr, wanted):
+def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
     """Start the scores of an item's first tile, once Q and K are there; if not `wanted`, of what lies there."""
-    q_ring, k_ring, _, _ = memory
+    q_ring, k_ring, _, _, _ = memory
     q_full, _, k_full, _, _, _ = bars
-    place, phase = ring_turn(turn, fixed.ahead)
+    place, phase = ring_turn(at, fixed.ahead)
     spot = place * fixed.consumers + C
     mbarrier.wait(q_full.index(spot), phase, pred=wanted)
     stage, phase = ring_turn(done, fixed.stages)
@@ -217,138 +194,128 @@ def dropped(p, n, rows, scalars, fixed):
 
 
 @gluon.jit
-def compute(tensors, memory, bars, grid, scalars, fixed, C: gl.constexpr):
+def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     """One warpgroup: its 64 queries of every item of the program, through all visited tiles. Products of the next tile
     run while this one is exponentiated, and the warpgroups issue theirs in turn. Where Q has two places, the first
-    scores of the next item run while this one ends.
+    scores of the next item run while this one ends. Where items are and what they visit is read from messages.
     """
-    O, LSE, SINK = tensors
-    items, sizes, formula, _, _ = grid
+    O, LSE, SINK = outputs
+    sizes, formula, _, _ = grid
     rows_q = sizes[3]
     mask_args, mask_nums, score_args, score_nums = formula
     scale, c, _, keep_scale, _ = scalars
-    q_ring, k_ring, v_ring, o_ring = memory
+    q_ring, k_ring, v_ring, o_ring, board = memory
     _, q_empty, k_full, k_empty, v_full, v_empty = bars
     HEAD_DIM_V: gl.constexpr = v_ring.shape[5]
     SCORES: gl.constexpr = gl.SliceLayout(1, product_layout(fixed.block_n))
     OUT: gl.constexpr = product_layout(HEAD_DIM_V)
     RIGHT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    EARLY: gl.constexpr = fixed.ahead == 2 and not fixed.packed
+    EARLY: gl.constexpr = fixed.ahead == 2
     dtype: gl.constexpr = v_ring.dtype
     if fixed.consumers - 1 == C:
         give_turn(0)
-    workers = gl.num_programs(0)
-    turns = turns_of(gl.program_id(0), workers, items)
     done = 0
-    turn = 0  # of items that visit something
+    at = 0
     out = o_ring.index(C)
-    now = tile_of(snake(0, gl.program_id(0), workers), grid, fixed)
-    begin = visit_any(0, now[3], fixed.lists)
+    run = posted(0, board, 4)
     s = gl.zeros([64, fixed.block_n], gl.float32, layout=product_layout(fixed.block_n))
     if EARLY:
-        s = warpgroup_mma_wait(0, deps=(first_scores(0, 0, memory, bars, fixed, C, True),))
-    for at in range(turns):
-        place, where, lengths, tiles, count = now
-        after = snake(gl.minimum(at + 1, turns - 1), gl.program_id(0), workers)
-        if not fixed.packed or count > 0:
-            b, h, start_m, row0 = place
-            seqlen_q, seqlen_k = lengths
-            num_partial = tiles[3]
-            offs_i = gl.minimum(start_m + 64 * C + gl.arange(0, 64, layout=SCORES), seqlen_q - 1) + seqlen_k - seqlen_q
-            ends = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, fixed.rows)
-            mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
-            score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)
-            tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
-            last_key = gl.maximum(seqlen_k - 1, 0)
-            rows = (b, h, offs_i, seqlen_k, last_key, ends, (mask_once, score_once), tilt)
+        s = warpgroup_mma_wait(0, deps=(first_scores(0, 0, memory, bars, fixed, C, run[7] > 0),))
+    while run[7] > 0:
+        b, h, start, num_partial, count = run[0], run[1], run[3], run[6], run[7]
+        queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, fixed.block_n)
+        seqlen_q, seqlen_k = lengths
+        offs_i = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=SCORES), seqlen_q - 1) + seqlen_k - seqlen_q
+        ends = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, fixed.rows)
+        mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
+        score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)
+        tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
+        last_key = gl.maximum(seqlen_k - 1, 0)
+        rows = (b, h, offs_i, seqlen_k, last_key, ends, (mask_once, score_once), tilt)
 
-            # the first tile
-            n = begin
-            if not EARLY:
-                s = warpgroup_mma_wait(0, deps=(first_scores(done, turn, memory, bars, fixed, C, True),))
-            spot = turn % fixed.ahead * fixed.consumers + C
-            q = matrix(q_ring.index(spot))
-            mbarrier.arrive(k_empty.index(done % fixed.stages))
-            m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW)
-            p32, m_i, alpha = softmax_of(s, n, m_i, num_partial > 0, rows, c, scale, formula, fixed)
-            l_i = thread_sums(p32)
-            p = gl.convert_layout(dropped(p32, n, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
-            acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
+        # the first tile
+        n = visit_any(0, tiles, fixed.lists)
+        if not EARLY:
+            s = warpgroup_mma_wait(0, deps=(first_scores(done, at, memory, bars, fixed, C, True),))
+        spot = at % fixed.ahead * fixed.consumers + C
+        q = matrix(q_ring.index(spot))
+        mbarrier.arrive(k_empty.index(done % fixed.stages))
+        m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW)
+        p32, m_i, alpha = softmax_of(s, n, m_i, num_partial > 0, rows, c, scale, formula, fixed)
+        l_i = thread_sums(p32)
+        p = gl.convert_layout(dropped(p32, n, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
+        acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
 
-            # the others: scores of tile t and output of tile t - 1 at the same time
-            ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
-            for t in range(1, count):
-                n = ahead
-                ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
-                stage, k = filled(done + t, k_ring, k_full)
-                wait_turn(C)
-                coming = scores_of(q, k)
-                stage_v, v = filled(done + t - 1, v_ring, v_full)
-                acc = warpgroup_mma(p, v, acc, is_async=True)
-                give_turn((C + 1) % fixed.consumers)
-                s = warpgroup_mma_wait(1, deps=(coming,))
-                mbarrier.arrive(k_empty.index(stage))
-                p32, m_i, alpha = softmax_of(s, n, m_i, t < num_partial, rows, c, scale, formula, fixed)
-                sums = thread_sums(p32)
-                beta = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
-                l_i = l_i * beta[:, None] + sums
-                keep_before_wait(sums)
-                p32 = dropped(p32, n, rows, scalars, fixed)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v_empty.index(stage_v))
-                p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)
-                acc = acc * alpha[:, None]
-            done += count
-
-            # the last output; where the next item is, and its first scores, meanwhile
-            if fixed.apart:
-                mbarrier.arrive(q_empty.index(spot))
-            stage_v, v = filled(done - 1, v_ring, v_full)
+        # the others: scores of tile t and output of tile t - 1 at the same time
+        ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
+        for t in range(1, count):
+            n = ahead
+            ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
+            stage, k = filled(done + t, k_ring, k_full)
+            wait_turn(C)
+            coming = scores_of(q, k)
+            stage_v, v = filled(done + t - 1, v_ring, v_full)
             acc = warpgroup_mma(p, v, acc, is_async=True)
-            if not fixed.packed:
-                now = tile_of(after, grid, fixed)
-                begin = visit_any(0, now[3], fixed.lists)
-            if EARLY:
-                s = first_scores(done, turn + 1, memory, bars, fixed, C, at + 1 < turns)
-
-            # the end
-            l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
-            m2 = m_i if fixed.linear is not None else m_i * c  # base 2 from here on
-            factor = keep_scale
-            if fixed.sinks:
-                sink2 = gl.load(SINK + h).to(gl.float32) * LOG2E
-                m_all = gl.maximum(m2, sink2)
-                m_all = gl.where(m_all == float("-inf"), 0.0, m_all)
-                factor = gl.exp2(m2 - m_all)
-                l_row = l_row * factor + gl.exp2(sink2 - m_all)
-                factor = factor * keep_scale
-                m2 = m_all
-            empty = l_row == 0.0
-            l_safe = gl.where(empty, 1.0, l_row)
-            lse = gl.where(empty, float("-inf"), (m2 + gl.log2(l_safe)) * LN2)
-            offs_m = start_m + 64 * C + gl.arange(0, 64, layout=ROW)
-            row = h.to(gl.int64) * rows_q + row0 if fixed.packed else (b * fixed.heads + h).to(gl.int64) * rows_q
-            gl.store(LSE + row + offs_m, lse, mask=offs_m < seqlen_q)
-            acc = warpgroup_mma_wait(1 if EARLY else 0, deps=(acc,))
+            give_turn((C + 1) % fixed.consumers)
+            s = warpgroup_mma_wait(1, deps=(coming,))
+            mbarrier.arrive(k_empty.index(stage))
+            p32, m_i, alpha = softmax_of(s, n, m_i, t < num_partial, rows, c, scale, formula, fixed)
+            sums = thread_sums(p32)
+            beta = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
+            l_i = l_i * beta[:, None] + sums
+            keep_before_wait(sums)
+            p32 = dropped(p32, n, rows, scalars, fixed)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(stage_v))
-            o = (acc * (factor / l_safe)[:, None]).to(dtype)
-            if fixed.apart:
-                tma.store_wait(0)  # of the item before
-                barrier()
-            matrix(out).store(o)
-            fence_async_shared()
+            p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)
+            acc = acc * alpha[:, None]
+        done += count
+
+        # the last output; the next item, and its first scores, meanwhile
+        if fixed.apart:
+            mbarrier.arrive(q_empty.index(spot))
+        stage_v, v = filled(done - 1, v_ring, v_full)
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        after = posted(at + 1, board, 4)
+        if EARLY:
+            s = first_scores(done, at + 1, memory, bars, fixed, C, after[7] > 0)
+
+        # the end
+        l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
+        m2 = m_i if fixed.linear is not None else m_i * c  # base 2 from here on
+        factor = keep_scale
+        if fixed.sinks:
+            sink2 = gl.load(SINK + h).to(gl.float32) * LOG2E
+            m_all = gl.maximum(m2, sink2)
+            m_all = gl.where(m_all == float("-inf"), 0.0, m_all)
+            factor = gl.exp2(m2 - m_all)
+            l_row = l_row * factor + gl.exp2(sink2 - m_all)
+            factor = factor * keep_scale
+            m2 = m_all
+        empty = l_row == 0.0
+        l_safe = gl.where(empty, 1.0, l_row)
+        lse = gl.where(empty, float("-inf"), (m2 + gl.log2(l_safe)) * LN2)
+        offs_m = start + 64 * C + gl.arange(0, 64, layout=ROW)
+        row = h.to(gl.int64) * rows_q + row0 if fixed.packed else (b * fixed.heads + h).to(gl.int64) * rows_q
+        gl.store(LSE + row + offs_m, lse, mask=offs_m < seqlen_q)
+        acc = warpgroup_mma_wait(1 if EARLY else 0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(stage_v))
+        o = (acc * (factor / l_safe)[:, None]).to(dtype)
+        if fixed.apart:
+            tma.store_wait(0)  # of the item before
             barrier()
-            async_store(O, at_row(where[0], h, start_m + 64 * C), out)
-            if not fixed.apart:
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(spot))
-            if EARLY:
-                s = warpgroup_mma_wait(0, deps=(s,))
-            turn += 1
-        if fixed.packed:
-            now = tile_of(after, grid, fixed)
-            begin = visit_any(0, now[3], fixed.lists)
+        matrix(out).store(o)
+        fence_async_shared()
+        barrier()
+        async_store(O, at_row(queries, h, start + 64 * C), out)
+        if not fixed.apart:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(spot))
+        if EARLY:
+            s = warpgroup_mma_wait(0, deps=(s,))
+        at += 1
+        run = after
     tma.store_wait(0)
 
 
@@ -360,7 +327,7 @@ def compute(tensors, memory, bars, grid, scalars, fixed, C: gl.constexpr):
 )  # fmt: skip
 def attention_fwd_sm90(
     Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, LISTED, list_stride_b, list_stride_h, list_stride_r,
-    mask_args, mask_nums, score_args, score_nums,
+    NEXT, mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
@@ -373,6 +340,7 @@ def attention_fwd_sm90(
     o_ring = (
         gl.allocate_shared_memory(O.dtype, [fixed.consumers, 1, 1, 1, 64, D_V], O.layout) if fixed.apart else q_ring
     )
+    board = message_board(RUN, fixed.consumers)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
@@ -391,23 +359,24 @@ def attention_fwd_sm90(
     fence_async_shared()
 
     # roles
-    memory = (q_ring, k_ring, v_ring, o_ring)
+    memory = (q_ring, k_ring, v_ring, o_ring, board)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (batch, seqlen_q, seqlen_k, rows_q, slots, together)
+    sizes = (batch, seqlen_q, seqlen_k, rows_q, slots, together, items)
     listed = LISTED if fixed.lists else 0
     lists = (listed, list_stride_b, list_stride_h, list_stride_r)
     cu_seqlens = (CU_Q, CU_K) if fixed.packed else (0, 0)
-    grid = (items, sizes, (mask_args, mask_nums, score_args, score_nums), lists, cu_seqlens)
-    results = (O, LSE, SINK if fixed.sinks else LSE)
+    grid = (sizes, (mask_args, mask_nums, score_args, score_nums), lists, cu_seqlens)
+    inputs = (Q, K, V, NEXT if fixed.dealt else 0)
+    outputs = (O, LSE, SINK if fixed.sinks else LSE)
     seed = gl.load(SEED) if fixed.dropout else 0
     c = LOG2E if fixed.scale_first else scale * LOG2E
     scalars = (scale, c, dropout, keep_scale, seed)
     if fixed.consumers == 2:
         gl.warp_specialize(
             [
-                (compute, (results, memory, bars, grid, scalars, fixed, 0)),
-                (compute, (results, memory, bars, grid, scalars, fixed, 1)),
-                (fetch, ((Q, K, V), memory, bars, grid, fixed)),
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 0)),
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 1)),
+                (fetch, (inputs, memory, bars, grid, fixed)),
             ],
             [4, 1],
             [fixed.registers, 24],
@@ -415,10 +384,10 @@ def attention_fwd_sm90(
     else:
         gl.warp_specialize(
             [
-                (compute, (results, memory, bars, grid, scalars, fixed, 0)),
-                (compute, (results, memory, bars, grid, scalars, fixed, 1)),
-                (compute, (results, memory, bars, grid, scalars, fixed, 2)),
-                (fetch, ((Q, K, V), memory, bars, grid, fixed)),
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 0)),
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 1)),
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 2)),
+                (fetch, (inputs, memory, bars, grid, fixed)),
             ],
             [4, 4, 1],
             [fixed.registers, fixed.registers, 24],

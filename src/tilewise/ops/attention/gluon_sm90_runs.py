@@ -1,4 +1,4 @@
-"""Runs of Hopper's backward kernels: which tiles the programs that own keys or queries visit, and where those lie."""
+"""Runs of Hopper's kernels: which tiles the programs that own keys or queries visit, and where those lie."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.tiles.hopper import sequence
 from tilewise.tiles.visit import locate, take_turns, visits
 
-RUN = gl.constexpr(9)  # numbers of a run; the last is how many tiles it visits
+RUN = gl.constexpr(8)  # numbers of a run; the last is how many tiles it visits
 
 
 @gluon.jit
@@ -15,13 +15,13 @@ def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
     the first keys, which most see under a causal mask, go first. Packed sequences have items to spare, which visit
     nothing.
 
-    Returns (batch, head, row of tiles in a list, first key, first visited tile, first FULL one, how many are FULL, how
-    many are not, how many tiles it visits).
+    Returns (batch, head, row of tiles in a list, first key, first visited tile, first FULL one, how many are not FULL,
+    how many tiles it visits).
     """
     HEADS_KV: gl.constexpr = fixed.heads // fixed.group
     sizes, formula, _, cu_seqlens = grid
-    batch, seqlen_q, seqlen_k, _slots_q, slots, together, _items = sizes
-    mask_args, mask_nums, _, _, _ = formula
+    batch, seqlen_q, seqlen_k, _rows, slots, together, _items = sizes
+    mask_args, mask_nums = formula[0], formula[1]
     CU_Q, CU_K = cu_seqlens
     pair, slot = take_turns(item, slots, HEADS_KV if fixed.packed else batch * HEADS_KV, together)
     b = pair // HEADS_KV
@@ -41,7 +41,7 @@ def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
     count = num_full + num_partial
     if fixed.packed:
         count = gl.where(start < seqlen_k, count, 0)
-    return b, h, slot, start, begin, full_begin, num_full, num_partial, count
+    return b, h, slot, start, begin, full_begin, num_partial, count
 
 
 @gluon.jit
@@ -50,8 +50,8 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
     which see most under a causal mask, go first.
     """
     sizes, formula, _, cu_seqlens = grid
-    batch, seqlen_q, seqlen_k, _slots_q, slots, together, _items = sizes
-    mask_args, mask_nums, _, _, _ = formula
+    batch, seqlen_q, seqlen_k, _rows, slots, together, _items = sizes
+    mask_args, mask_nums = formula[0], formula[1]
     CU_Q, CU_K = cu_seqlens
     pair, turn = take_turns(item, slots, fixed.heads if fixed.packed else batch * fixed.heads, together)
     slot = slots - 1 - turn
@@ -75,7 +75,7 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
     count = num_full + num_partial
     if fixed.packed:
         count = gl.where(start < seqlen_q, count, 0)
-    return b, h, slot, start, begin, full_begin, num_full, num_partial, count
+    return b, h, slot, start, begin, full_begin, num_partial, count
 
 
 @gluon.jit
@@ -90,13 +90,13 @@ def list_of(b, h, slot, grid, fixed):
 @gluon.jit
 def where_of(run, grid, fixed, BLOCK: gl.constexpr):
     """(queries, keys, (their numbers), first row of its queries' sequence, the visited tiles) of a run."""
-    b, h, slot, _start, begin, full_begin, num_full, num_partial, _count = run
-    _batch, seqlen_q, seqlen_k, _slots_q, _slots, _together, _items = grid[0]
+    b, h, slot, _start, begin, full_begin, num_partial, count = run
+    _batch, seqlen_q, seqlen_k, _rows, _slots, _together, _items = grid[0]
     CU_Q, CU_K = grid[3]
     queries, row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)
     keys, _row0, seqlen_k = sequence(b, CU_K, seqlen_k, fixed.packed)
     last = ((seqlen_q if fixed.of_keys else seqlen_k) + BLOCK - 1) // BLOCK - 1
-    tiles = (begin, full_begin, num_full, num_partial, last, list_of(b, h, slot, grid, fixed), grid[2][3])
+    tiles = (begin, full_begin, count - num_partial, num_partial, last, list_of(b, h, slot, grid, fixed), grid[2][3])
     return queries, keys, (seqlen_q, seqlen_k), row0, tiles
 
 

@@ -31,6 +31,7 @@ from tilewise.schedule.rule import TileRule, build_tables, tile_rule
 _NO_LISTS = (None, 0, 0, 0)
 _PLANS = Plans()
 Reached = Callable[..., bool]  # whether a kernel's loads reach these tensors
+More = Callable[[Call, Plan], tuple[Any, ...]]  # what a kernel is given beside what all are
 
 
 def fetchable(*tensors: torch.Tensor) -> bool:
@@ -45,10 +46,14 @@ def fetchable(*tensors: torch.Tensor) -> bool:
     )
 
 
+def _nothing(call: Call, plan: Plan) -> tuple[Any, ...]:
+    return ()
+
+
 def forward(
-    call: Call, make_plan: Callable[[Call], Plan] = forward_plan, reached: Reached = fetchable
+    call: Call, make_plan: Callable[[Call], Plan] = forward_plan, reached: Reached = fetchable, more: More = _nothing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) by the Triton forward, or by another kernel that takes the same pointers.
+    """(o, lse) by the Triton forward, or by another kernel that takes the same pointers, and `more` behind them.
 
     Where q, k and v are not `reached` by its loads, it runs on padded copies.
     """
@@ -56,14 +61,14 @@ def forward(
     plan = _PLANS.get((make_plan, key))
     if plan is None:
         if not reached(call.q, call.k, call.v):
-            o, lse = forward(_padded(call, reached), make_plan, reached)
+            o, lse = forward(_padded(call, reached), make_plan, reached, more)
             return o[..., : call.head_dim_v], lse
         plan = _PLANS.put(key and (make_plan, key), make_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
         lists = lists_of(call, plan, False, key, {})
         pointers = (call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.seed)
-        plan.launch((*pointers, *lists), formula_arguments(call), scalars_of(call))
+        plan.launch((*pointers, *lists, *more(call, plan)), formula_arguments(call), scalars_of(call))
     return o, lse
 
 
