@@ -25,6 +25,7 @@ from tilewise.testing.offline import Resources, compile_call
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "compile" / "resources.json"
 ARCHITECTURES = (80, 90, 100)
 SEQLEN, HEADS, HEADS_KV = 256, 4, 2
+LONG = 1024  # tokens of Hopper's variants: shorter ones have a backward of their own, that of "repeats"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -39,9 +40,10 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "alibi": lambda: {"mask": tw.causal, "score": tw.alibi(torch.ones(HEADS, requires_grad=True))},
     "slopes": lambda: {"mask": tw.causal, "score": tw.alibi(torch.ones(HEADS))},
     "softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0)},
-    "document": lambda: {"mask": tw.causal & tw.document(torch.arange(SEQLEN) // 30)},
+    "document": lambda: {"mask": tw.causal & tw.document(torch.arange(LONG) // 30)},
     "packed": lambda: {"mask": tw.causal, "layout": _packed()},
     "dropout": lambda: {"mask": tw.causal, "dropout": 0.1, "seed": 0},
+    "repeats": lambda: {"mask": tw.causal, "deterministic": True},
 }
 
 
@@ -61,7 +63,7 @@ class Variant:
 
     def call(self) -> Call:
         arguments = FORMULAS[self.formula]()
-        lead = (SEQLEN,) if "layout" in arguments else (2, SEQLEN)
+        lead = (SEQLEN,) if "layout" in arguments else (2, LONG if self.row == "hopper" else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
         grad = self.row != "triton_decode"
         q = torch.zeros(*rows, HEADS, self.head_dim, dtype=DTYPES[self.dtype], requires_grad=grad)
@@ -88,7 +90,7 @@ _QUICK = {
 def variants() -> Iterator[Variant]:
     """Every variant: each configuration row of each kernel is reached by several."""
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256, 512)):
-        portable = tuple(formula for formula in FORMULAS if formula != "slopes")  # "alibi" has them with a gradient
+        portable = tuple(formula for formula in FORMULAS if formula not in ("slopes", "repeats"))  # kernels of others
         by_dtype = {"bf16": portable, "fp16": ("plain",), "fp32": ("causal", "alibi")}
         for dtype, formulas in by_dtype.items():
             for formula in formulas:
@@ -98,7 +100,7 @@ def variants() -> Iterator[Variant]:
             quick = head_dim == 128 and formula == "causal"
             yield Variant(sm, "triton_decode", dtype, head_dim, formula, quick)
     for head_dim in (64, 128, 256):
-        for formula in ("plain", "causal", "window", "slopes", "softcap", "document", "packed", "dropout"):
+        for formula in ("plain", "causal", "window", "slopes", "softcap", "document", "packed", "dropout", "repeats"):
             quick = head_dim == 128 or formula == "causal"
             yield Variant(90, "hopper", "bf16", head_dim, formula, quick)
 

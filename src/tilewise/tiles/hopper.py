@@ -50,17 +50,21 @@ def wait_for_both():
     wait_turn(0)
 
 
+_KEEP = (
+    "{ .reg .pred q; .reg .b32 z; .reg .f32 t; mov.b32 z, 0; max.f32 t, $2, $3; setp.gt.f32 q, t, 0f7E967699; "
+    "@q st.shared.f32 [z], t; mov.b32 $0, $2; mov.b32 $1, $3; }"
+)
+KEEP = gl.constexpr(_KEEP)
+
+
 @gluon.jit
 def keep_before_wait(x):
-    """Pin what computes x before the next wait for products, which the assembler would otherwise move ahead of it.
+    """Pin what computes x, two numbers a thread, before the next wait for products, which the assembler would otherwise
+    move ahead of it.
 
-    The store happens if x > 1e38, which no sum of probabilities is; but the assembler does not know.
+    The store happens if one is > 1e38, which no sum of probabilities is; but the assembler does not know.
     """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred q; .reg .b32 z; mov.b32 z, 0; setp.gt.f32 q, $1, 0f7E967699; @q st.shared.f32 [z], $1; "
-        "mov.b32 $0, $1; }",
-        "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
+    gl.inline_asm_elementwise(KEEP, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
 _KEEP_16 = (

@@ -55,6 +55,7 @@ _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 _SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles
+_FEW_QUERIES = 512  # of a sequence, up to which two products more cost less than sums of dQ
 _MANY = 0x7FFF0000
 _FEW = 24  # tiles of a sequence up to which those of unequal length are divided beforehand
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
@@ -327,8 +328,9 @@ def _gradient_plan(
 
 
 def _sums(call: Call) -> bool:
-    """Whether programs that own keys add to dQ in memory."""
-    return not call.deterministic and _columns(call) <= 128
+    """Whether programs that own keys add to dQ in memory: not where bits must repeat, nor where it would be slower."""
+    few = _columns(call) == 128 and call.rows_q <= _FEW_QUERIES and not call.packed and not any(call.grad_captured)
+    return not call.deterministic and _columns(call) <= 128 and not few
 
 
 def _columns(call: Call) -> int:
