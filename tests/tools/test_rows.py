@@ -1,0 +1,46 @@
+"""The tools that look at rows while a kernel changes, on the CPU: what they print, and that they can fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tools import check_rows, time_rows
+
+
+def _run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, list[str]]:
+    monkeypatch.setattr("sys.argv", ["check_rows", "--cpu", "--jobs", "1", *arguments])
+    code = check_rows.main()
+    return code, capfd.readouterr().out.splitlines()
+
+
+def test_rows_that_agree_pass(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, lines = _run(capfd, monkeypatch, "--only", "d64 causal packed 1", "d64 window deterministic")
+    assert code == 0
+    assert [line.split()[0] for line in lines] == ["PASS"] * 3 + ["total:"]
+    assert "3 passed, 0 failed" in lines[-1]
+
+
+def test_what_is_beyond_the_tolerance_fails(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, lines = _run(capfd, monkeypatch, "--only", "d64 full 6", "--tol", "1e-12")
+    assert code == 1
+    assert lines[0].startswith("FAIL d64 full 62")
+    with pytest.raises(SystemExit):
+        _run(capfd, monkeypatch, "--only", "d64 empty")
+
+
+def test_an_error_is_relative_and_sees_what_is_not_finite() -> None:
+    x = torch.tensor([3.0, 4.0])
+    assert check_rows.error(x, x) == 0.0
+    assert check_rows.error(1.1 * x, x) == pytest.approx(0.1)
+    assert check_rows.error(x * float("nan"), x) != check_rows.error(x * float("nan"), x)
+
+
+def test_every_part_prints_a_rate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["time_rows", "f", "b", "g", "d", "m", "--tiny", "--seqlens", "64"])
+    time_rows.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("--")]) == 5
+    timed = [line for line in lines if line.startswith(("forward", "backward"))]
+    assert len(timed) >= 4 + 4 + 4 + 4 + 2
+    assert all(float(line.partition(" ms")[0].split()[-1]) > 0.0 for line in timed)
