@@ -10,7 +10,11 @@ from tools import speed_table, support_matrix
 from tools.families import ROOT
 
 README = ROOT / "README.md"
-PARTS: dict[str, Callable[[], str]] = {"support matrix": support_matrix.matrix, "speed": speed_table.table}
+PARTS: dict[str, Callable[[], str]] = {
+    "support matrix": support_matrix.matrix,
+    "exact speed": speed_table.exact,
+    "speed": speed_table.table,
+}
 
 
 def markers(part: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The README's table of speed: how many times as fast as its peers each formula ran, from the newest records."""
+"""The README's tables of speed: how many times as fast as its peers each problem ran, from the newest records."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from benchmarks.report import latest, ratio
 
 DEVICE = "h200"
 PASSES = ("attention_forward", "attention_backward")
+EXACT = ("exact_forward", "exact_backward")
 PEERS = {"flex": "FlexAttention, compiled", "cudnn": "cuDNN"}
 
 
@@ -32,6 +33,44 @@ def table(results: Path = RESULTS) -> str:
         f"\n\n{record.device}, {size['dtype']}, batch {size['batch']}, {size['num_heads_q']} heads of "
         f"{size['head_dim']}, {size['seqlen_q']:,} tokens, {record.date[:10]}."
     )
+
+
+def exact(results: Path = RESULTS) -> str:
+    """The same for attention without a formula, against the best peer: one row a head dimension, full or causal, one
+    column a length; grouped queries and packed documents in the caption.
+    """
+    tables = latest(read_all(results))
+    passes = [tables.get((DEVICE, question), []) for question in EXACT]
+    cells: dict[str, dict[int | str, str]] = {}
+    first: Record | None = None
+    for (_, forward), (_, backward) in zip(*passes, strict=True):
+        record = next(iter(forward.values()))
+        first = first or record
+        size = record.problem
+        packed, grouped = "total" in size, size["num_heads_q"] != size["num_heads_kv"]
+        row = f"head dimension {size['head_dim']}, {size['formula']}"
+        where: int | str = size.get("seqlen_q", 0)
+        if packed or grouped:
+            row, where = "", f"{size['batch']} packed documents" if packed else "grouped queries"
+        ratios = [ratio(_without_variants(found)) for found in (forward, backward)]
+        cells.setdefault(row, {})[where] = " / ".join("" if x is None else f"{x:.2f}" for x in ratios)
+    if first is None:
+        return "No records yet."
+    others = cells.pop("", {})
+    lengths = sorted({where for row in cells.values() for where in row if isinstance(where, int)})
+    lines = [
+        "| forward / backward, times as fast as the best peer | " + " | ".join(f"{n:,} tokens" for n in lengths) + " |",
+        "|---" * (1 + len(lengths)) + "|",
+        *(f"| {row} | " + " | ".join(found.get(n, "") for n in lengths) + " |" for row, found in cells.items()),
+    ]
+    caption = [f"{first.device}, {first.problem['dtype']}, {first.date[:10]}"]
+    caption += [f"{what} {value}" for what, value in others.items()]
+    return "\n".join(lines) + "\n\n" + "; ".join(caption) + "."
+
+
+def _without_variants(row: dict[str, Record]) -> dict[str, Record]:
+    """A row without `tilewise.<row>.<variant>`, which is not what a call gets unasked."""
+    return {impl: record for impl, record in row.items() if impl.count(".") < 2}
 
 
 def _by_formula(rows: list[tuple[str, dict[str, Record]]]) -> list[tuple[str, dict[str, Record]]]:

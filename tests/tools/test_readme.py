@@ -47,5 +47,27 @@ def test_the_table_has_each_peers_time_over_ours(tmp_path: Path) -> None:
     assert lines[-1] == "NVIDIA H200, bfloat16, batch 2, 16 heads of 128, 8,192 tokens, 2026-02-01."
 
 
+def test_the_exact_table_has_the_best_peers_time_over_the_rows(tmp_path: Path) -> None:
+    base = {"batch": 4, "num_heads_q": 2, "num_heads_kv": 2, "head_dim": 64, "formula": "full", "causal": False}
+    dense = {**base, "dtype": "bfloat16"}
+    problems = [
+        {**dense, "seqlen_q": 512, "seqlen_k": 512},
+        {**dense, "seqlen_q": 4096, "seqlen_k": 4096},
+        {**dense, "seqlen_q": 8192, "seqlen_k": 8192, "num_heads_kv": 1},
+        {**dense, "total": 999},
+    ]
+    for question, ours in (("exact_forward", 2.0), ("exact_backward", 4.0)):
+        for problem in problems:
+            times = {"tilewise.hopper": ours, "tilewise.hopper.deterministic": 0.1, "fa4": 5.0, "cudnn": 3.0}
+            for impl, time in times.items():
+                append(sample(question=question, problem=problem, impl=impl, device="NVIDIA H200", p20_ms=time,
+                              p50_ms=time, p80_ms=time, date="2026-02-01T00:00:00Z"), tmp_path)  # fmt: skip
+    lines = speed_table.exact(tmp_path).splitlines()
+    assert lines[0].endswith("| 512 tokens | 4,096 tokens |")
+    assert lines[2] == "| head dimension 64, full | 1.50 / 0.75 | 1.50 / 0.75 |"
+    assert lines[-1].endswith("; grouped queries 1.50 / 0.75; 4 packed documents 1.50 / 0.75.")
+
+
 def test_without_records_the_table_says_so(tmp_path: Path) -> None:
     assert speed_table.table(tmp_path) == "No records yet."
+    assert speed_table.exact(tmp_path) == "No records yet."
