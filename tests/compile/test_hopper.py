@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 import tilewise as tw
 from tilewise.ops.attention import gluon_attention
 from tilewise.ops.attention.problem import make_call
 from tilewise.testing.offline import compiling_for, exponentials_in_flight, spilled_in_loops
-from tools.kernel_resources import FORMULAS, Variant, variants
+from tools.kernel_resources import FORMULAS, Variant, read_table, variants
 
 VARIANTS = [variant for variant in variants() if variant.row == "hopper" and variant.quick]
 BACKWARD = [v for v in VARIANTS if v.formula != "dropout"]  # of which the portable backward is taken
 COLUMNS = 128  # keys of a tile: each of 128 threads has 64 * COLUMNS / 128 probabilities of it
 FORWARD, PREPARE, FINISH = "attention_fwd_sm90", "prepare", "finish"
 OF_KEYS, OF_WIDE_KEYS, OF_QUERIES = "attention_bwd_sm90", "attention_bwd_wide_sm90", "attention_bwd_queries_sm90"
-SPILLING = {("dropout", FORWARD), ("slopes", OF_KEYS), ("softcap", OF_KEYS), ("document", OF_KEYS)}  # in their loops
+SPILLING = {("dropout", FORWARD), ("slopes", OF_KEYS), ("softcap", OF_KEYS), ("document", OF_KEYS)}  # not cured yet
 
 
 def _backward(variant: Variant) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def test_exponentials_of_the_backward_run_beside_products(variant: Variant) -> N
             assert len(beside) >= 2 * loops, "each of two warpgroups takes them while dP is being computed"
 
 
+@pytest.mark.skipif(read_table()["triton"] != triton.__version__, reason="what spills is up to Triton's assembler")
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_loops_over_tiles_spill_nothing(variant: Variant) -> None:
     """Shared memory leaves next to no cache, so an access to a spilled register goes as far as the L2 cache."""
@@ -67,7 +69,7 @@ def test_loops_over_tiles_spill_nothing(variant: Variant) -> None:
     for name, kernel in of_tiles.items():
         spilled = spilled_in_loops(kernel)
         assert len(spilled) >= 2, "two warpgroups compute at least"
-        assert bool(sum(spilled)) is ((variant.formula, name) in SPILLING), f"{name}: {spilled}"
+        assert not any(spilled) or (variant.formula, name) in SPILLING, f"{name}: {spilled}"
 
 
 @pytest.mark.parametrize(
