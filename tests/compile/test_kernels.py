@@ -22,6 +22,8 @@ MATMUL = (
     "attention_fwd",
     "attention_fwd_sm90",
     "attention_bwd_sm90",
+    "attention_bwd_wide_sm90",
+    "attention_bwd_queries_sm90",
     "attention_bwd_keys",
     "attention_bwd_queries",
     "attention_split",

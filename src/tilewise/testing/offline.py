@@ -144,3 +144,22 @@ def exponentials_in_flight(kernel: Any) -> list[int]:
         elif counting:
             found[-1] += 1
     return found
+
+
+def spilled_in_loops(kernel: Any) -> list[int]:
+    """How often each innermost loop with products reads or writes spilled registers, from the disassembly of a Hopper
+    kernel. A loop is what a conditional branch goes back over; what only waits lies behind all loops.
+    """
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in _inspected(kernel, "nvdisasm", "-c").splitlines():
+        label = re.match(r"(\.L_\w+):", line)
+        if label:
+            labels[label[1]] = len(lines)
+        lines.append(line)
+        back = re.search(r"@!?U?P\d\s+BRA\b.*`\((\.L_\w+)\)", line)
+        if back and back[1] in labels and any("HGMMA" in x for x in lines[labels[back[1]] :]):
+            loops.append((labels[back[1]], len(lines)))
+    inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
+    return [len(re.findall(r"\b(?:LDL|STL)\b", "\n".join(lines[a:b]))) for a, b in inner]
