@@ -37,8 +37,12 @@ def dense(
     return dropped @ v, lse.masked_fill(empty, -torch.inf)[..., 0], p
 
 
-def assert_close(ours: torch.Tensor, reference: torch.Tensor, plain: torch.Tensor, what: str = "") -> None:
-    """Error against float64 at most twice that of plain PyTorch at the same dtype, plus 16 units in the last place."""
+def assert_close(
+    ours: torch.Tensor, reference: torch.Tensor, plain: torch.Tensor, what: str = "", size: float = 0.0
+) -> None:
+    """Error against float64 at most twice that of plain PyTorch at the same dtype, plus 16 units in the last place of
+    the largest number, or of `size`, the largest sum of absolute terms, where terms cancel.
+    """
     assert ours.shape == reference.shape, f"{what}: {tuple(ours.shape)}, expected {tuple(reference.shape)}"
     eps = torch.finfo(ours.dtype).eps
     ours, reference, plain = (x.detach().double() for x in (ours, reference, plain))
@@ -47,7 +51,7 @@ def assert_close(ours: torch.Tensor, reference: torch.Tensor, plain: torch.Tenso
     if not bool(finite.any()):
         return
     worst, budget = (float((x - reference)[finite].abs().max()) for x in (ours, plain))
-    floor = 16 * eps * float(reference[finite].abs().max())
+    floor = 16 * eps * max(size, float(reference[finite].abs().max()))
     assert worst <= 2.0 * budget + floor, f"{what}: error {worst:.3e}, plain PyTorch's {budget:.3e}"
 
 

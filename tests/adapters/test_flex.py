@@ -157,14 +157,28 @@ def test_gradients_equal_autograds(name: str, sizes: tuple[int, int]) -> None:
     grid = torch.meshgrid(*(torch.arange(n) for n in (BATCH, HEADS, *sizes)), indexing="ij")
     visible = None if case.mask_mod is None else case.mask_mod(*grid).expand(BATCH, HEADS, *sizes)
 
+    changed = []  # scores as the score_mod made them
+
+    def loss_of(o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        return o.square().sum() + lse[lse > -torch.inf].sum()
+
     def run(function: Callable[..., Any], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         o, lse = function(inputs)
-        loss = o.square().sum() + lse[lse > -torch.inf].sum()
-        return (o, *torch.autograd.grad(loss, [*inputs, *case.captured]))
+        return (o, *torch.autograd.grad(loss_of(o, lse), [*inputs, *case.captured]))
+
+    def change(s: torch.Tensor) -> torch.Tensor:
+        changed.append(s if case.score_mod is None else case.score_mod(s, *grid))
+        return changed[-1]
 
     def written_out(inputs: list[torch.Tensor]) -> Any:
-        change = None if case.score_mod is None else lambda s: case.score_mod(s, *grid)
         return dense(*inputs, visible, change)[:2]
+
+    def absolute_terms(inputs: list[torch.Tensor]) -> float:
+        """Largest sum of the absolute terms of a captured tensor's gradient, one term a pair."""
+        loss = loss_of(*written_out(inputs))
+        (of_scores,) = torch.autograd.grad(loss, changed[-1], retain_graph=True)
+        grads = torch.autograd.grad(changed[-1], case.captured, of_scores.abs()) if case.captured else ()
+        return max((float(g.abs().max()) for g in grads), default=0.0)
 
     for x in case.captured:
         x.requires_grad_()
@@ -172,12 +186,13 @@ def test_gradients_equal_autograds(name: str, sizes: tuple[int, int]) -> None:
         tensors = leaves(*shapes)
         results = [run(lambda x: ours(case, x), tensors)]
         results += [run(written_out, made(tensors)) for made in (as_double, as_leaves)]
+        size = absolute_terms(as_double(tensors))
     finally:
         for x in case.captured:
             x.requires_grad_(False)
     names = ("o", "dq", "dk", "dv", "captured")
     for what, x, exact, same in zip(names, *results, strict=False):
-        assert_close(x, exact.double(), same, what)
+        assert_close(x, exact.double(), same, what, size if what == "captured" else 0.0)
 
 
 def test_block_mask_has_pytorchs_tiles() -> None:
