@@ -155,13 +155,13 @@ def _bounds_of_inner_loops(ir: str) -> list[tuple[int, int, str]]:
         indent = len(line) - len(text)
         while around and indent <= around[-1][0] and not text.startswith(("} do {", "^")):
             around.pop()
-        bounds = re.search(r"scf\.for %\w+ = (%\w+)(?:#\d+)? to (%\w+)(?:#\d+)? ", line)
+        bounds = re.search(r"scf\.for %[\w.]+ = (%[\w.]+)(?:#\d+)? to (%[\w.]+)(?:#\d+)? ", line)
         if bounds and around:
             made = lines[known[bounds[2]]].partition(" = ")[2].partition(" loc(")[0]
             found.append((around[-1][1], max(known[name] for name in bounds.groups()), made))
         if bounds or "scf.while" in line:
             around.append((indent, number))
         if text.startswith(("^", "partition", "tt.func")):
-            known.update(dict.fromkeys(re.findall(r"(%\w+): ", line), number))
-        known.update(dict.fromkeys(re.findall(r"(%\w+)(?::\d+)? = ", line), number))
+            known.update(dict.fromkeys(re.findall(r"(%[\w.]+): ", line), number))
+        known.update(dict.fromkeys(re.findall(r"(%[\w.]+)(?::\d+)? = ", line), number))
     return found
