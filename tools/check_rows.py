@@ -26,9 +26,10 @@ from typing import Any
 import torch
 
 import tilewise as tw
+from benchmarks.cases.attention_formula import alibi_slopes, document_ids
+from benchmarks.reference import relative_error
 
 NAMES = ("o", "dq", "dk", "dv")
-DOCUMENTS = (250, 517, 771, 1019, 1283, 1530, 1797, 1025)
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,6 @@ class Problem:
     loud: float = 1.0  # factor of q
 
 
-def slopes(heads: int, device: str) -> torch.Tensor:
-    return torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
-
-
-def ids(seqlen: int, device: str) -> torch.Tensor:
-    bounds = torch.tensor(DOCUMENTS).cumsum(0) * seqlen // sum(DOCUMENTS)
-    return torch.searchsorted(bounds, torch.arange(seqlen), right=True).to(device, torch.int32)
-
-
 def problems(cut: int) -> list[Problem]:
     """Every problem; lengths and windows are divided by `cut`."""
     grid = (32, 32) if cut == 1 else (8, 8)
@@ -68,8 +60,8 @@ def problems(cut: int) -> list[Problem]:
         "causal": lambda n, h, d: (tw.causal, None),
         "window": lambda n, h, d: (tw.window(300 // cut), None),
         "softcap": lambda n, h, d: (tw.causal, tw.softcap(30.0)),
-        "alibi": lambda n, h, d: (tw.causal, tw.alibi(slopes(h, d))),
-        "document": lambda n, h, d: (tw.causal & tw.document(ids(n, d)), None),
+        "alibi": lambda n, h, d: (tw.causal, tw.alibi(alibi_slopes(h, d))),
+        "document": lambda n, h, d: (tw.causal & tw.document(document_ids(n, d)), None),
         "neighborhood": lambda n, h, d: (tw.neighborhood(grid, near), None),
     }
     found: list[Problem] = []
@@ -156,8 +148,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative L2; nan where either is not finite."""
     if not bool(got.isfinite().all() & want.isfinite().all()):
         return math.nan
-    scale = float(want.double().norm())
-    return float((got.double() - want.double()).norm()) / scale if scale else float(got.double().norm())
+    return relative_error(got, want.double()) if bool(want.any()) else float(got.double().norm())
 
 
 def attempt(p: Problem, device: str, ours: str, peer: str, tolerance: float) -> tuple[bool, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.grid_report import place
 from benchmarks.records import RESULTS, Record, read_all
 from benchmarks.report import latest, ratio
 
@@ -47,7 +48,7 @@ def exact(results: Path = RESULTS) -> str:
         record = next(iter(forward.values()))
         first = first or record
         size = record.problem
-        packed, grouped = "total" in size, size["num_heads_q"] != size["num_heads_kv"]
+        packed, grouped, *_ = place(size)
         row = f"head dimension {size['head_dim']}, {size['formula']}"
         where: int | str = size.get("seqlen_q", 0)
         if packed or grouped:

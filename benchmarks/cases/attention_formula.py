@@ -54,13 +54,22 @@ class Formula:
     sdpa: bool = False
 
 
+def document_ids(seqlen: int, device: str) -> torch.Tensor:
+    """The document of each position: lengths in proportion to DOCUMENTS."""
+    bounds = (torch.tensor(DOCUMENTS).cumsum(0) * seqlen) // sum(DOCUMENTS)
+    return torch.searchsorted(bounds, torch.arange(seqlen), right=True).to(device, torch.int32)
+
+
+def alibi_slopes(heads: int, device: str) -> torch.Tensor:
+    """ALiBi's slope of each head."""
+    return torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
+
+
 def formulas(seqlen: int, heads: int, device: str) -> list[Formula]:
     """The rows of the table, with their tensors on `device`."""
     window = seqlen // 8
-    bounds = (torch.tensor(DOCUMENTS).cumsum(0) * seqlen) // sum(DOCUMENTS)
-    ids = torch.searchsorted(bounds, torch.arange(seqlen), right=True).to(device, torch.int32)
+    ids, slopes = document_ids(seqlen, device), alibi_slopes(heads, device)
     prefixes = torch.full((BATCH,), window, device=device)
-    slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
 
     def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
         return i >= j
