@@ -57,6 +57,18 @@ def test_exponentials_of_the_backward_run_beside_products(variant: Variant) -> N
             assert len(beside) >= 2 * loops, "each of two warpgroups takes them while dP is being computed"
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("lengths", "adds"), [([1000] * 4, True), ([60] * 9, True), ([9] * 900, False)])
+def test_short_sequences_keep_no_sums(head_dim: int, lengths: list[int], adds: bool) -> None:
+    """Sums of dQ are kept in whole tiles: of mostly empty ones they would fill the memory."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    q, k, v = (torch.zeros(sum(lengths), 2, head_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    call = make_call(q, k, v, layout=tw.Packed(cu_seqlens, cu_seqlens))
+    with compiling_for(90):
+        plans = gluon_attention.backward_plans(call, call.new_output(), call.new_output())
+    assert (plans[2].kernel.__name__ == FINISH) is adds
+
+
 @pytest.mark.skipif(read_table()["triton"] != triton.__version__, reason="what spills is up to Triton's assembler")
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_loops_over_tiles_spill_nothing(variant: Variant) -> None:
@@ -123,6 +135,16 @@ def test_items_are_dealt_out_where_they_are_many_and_unequal(formula: str, seqle
     assert ("atom.global" in kernels[-1].asm["ptx"]) is dealt
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sums_take_sixteen_bytes_at_a_time(head_dim: int) -> None:
+    """64 * 64 / 128 numbers of dQ a thread, in two warpgroups: where a tile is added beside the next, and the last."""
+    ptx = _backward(Variant(90, "hopper", "bf16", head_dim, "plain"))[OF_KEYS].asm["ptx"]
+    added = re.findall(r"atom\.global\.[.\w]*add[.\w]*", ptx)
+    wide = [name for name in added if ".v4.f32" in name]
+    assert len(wide) == 2 * 2 * (64 * 64 // 128 // 4)
+    assert len(added) == len(wide) + 1, "one more: the counter that items are dealt out by"
+
+
 @pytest.mark.parametrize("variant", [v for v in BACKWARD if v.formula != "plain"], ids=str)
 def test_each_item_of_a_program_has_bounds_of_its_own(variant: Variant) -> None:
     """Loops over tiles end where the item says: MLIR takes what only bounds loops for a thing that never changes."""
@@ -132,10 +154,9 @@ def test_each_item_of_a_program_has_bounds_of_its_own(variant: Variant) -> None:
     loops = {name: _bounds_of_inner_loops(kernel.asm["ttgir"]) for name, kernel in _backward(variant).items()}
     loops[FORWARD] = forward = _bounds_of_inner_loops(kernels[-1].asm["ttgir"])
     assert len(forward) == 2 + 1 or (len(forward) == 3 + 1 and variant.head_dim == 64), "who computes, who fetches"
-    sums = OF_QUERIES not in loops
-    expected = {OF_KEYS: 2 * 2 + 2 + sums, OF_WIDE_KEYS: 2 + 1 + 2, OF_QUERIES: 2 * 2 + 1}
+    expected = {OF_KEYS: 2 * 2 + 2, OF_WIDE_KEYS: 2 + 1 + 2, OF_QUERIES: 2 * 2 + 1}
     for name in expected.keys() & loops.keys():
-        assert len(loops[name]) == expected[name], "who computes, who fetches, who adds to dQ"
+        assert len(loops[name]) == expected[name], "who computes, who fetches"
         heads = [bound for bound in loops[name] if bound[2] == f"arith.constant {call.group} : i32"]
         assert len(heads) == (name != OF_QUERIES), "a loop over the heads of a group is as long for every item"
         assert all(known > begun for begun, known, made in loops[name] if (begun, known, made) not in heads)

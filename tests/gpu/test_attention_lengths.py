@@ -42,6 +42,7 @@ def test_lengths_at_the_ends_of_tiles(impl: str, head_dim: int) -> None:
 SEVERAL = {
     "plain": {},
     "causal": {"mask": build.causal},
+    "longer": {"mask": build.causal, "seqlen_q": 600, "seqlen_k": 600},  # too long for a kernel of its own for dQ
     "window": {"mask": build.window(100, 30)},
     "document": {"mask": build.document_window},
     "alibi": {"mask": build.causal, "score": build.alibi},
@@ -49,10 +50,20 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("impl", ["triton", "hopper"])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_programs_that_take_several_tiles(name: str, impl: str, head_dim: int) -> None:
-    """Three tiles of 128 keys for each of 72 pairs of batch and head."""
-    case = Case(f"several_{name}", 3, 330, 330, 48, 24, head_dim, head_dim, **SEVERAL[name])
+    """Three tiles of 128 keys or more for each of 72 pairs of batch and head."""
+    lengths = {"seqlen_q": 330, "seqlen_k": 330}
+    heads = {"heads_q": 48, "heads_kv": 24, "head_dim": head_dim, "head_dim_v": head_dim}
+    case = Case(f"several_{name}", 3, **{**lengths, **heads, **SEVERAL[name]})
     properties.gradients_equal_reference(Setting(impl, torch.bfloat16, DEVICE), case)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_short_sequences(head_dim: int) -> None:
+    """Tiles mostly empty, for which the Hopper backward keeps no sums of dQ."""
+    lengths = tuple((n % 7, n % 7) for n in range(60))
+    case = Case("short", packed=lengths, heads_q=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim)
+    properties.gradients_equal_reference(Setting("hopper", torch.bfloat16, DEVICE), case)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,6 +58,14 @@ HOPPER_RACES = [
 def test_many_runs_on_hopper_give_the_same_bits(case: Case, deterministic: bool) -> None:
     """o, lse, dk and dv; dq, whose sums are taken in any order, with deterministic=True only."""
     properties.repeats_are_equal(Setting("hopper", torch.bfloat16, DEVICE), case, 250, deterministic)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", [None, build.causal, build.window(300)])
+def test_maxima_that_jump(mask: Any, head_dim: int) -> None:
+    """Scores so far apart that many tiles raise a row's maximum by more than 2**8 and many by less."""
+    case = Case("jumps", 2, 500, 700, 4, 2, head_dim, head_dim, mask=mask, scale=1.5)
+    properties.gradients_equal_reference(Setting("hopper", torch.bfloat16, DEVICE), case)
 
 
 def test_fifty_decodes_give_the_same_bits() -> None:

@@ -122,6 +122,13 @@ def post(numbers, at, board):
 
 
 @gluon.jit
+def post_last(at, board):
+    """The message after which there is none: zeros."""
+    END: gl.constexpr = (0,) * (board[0].shape[0] // POSTS)
+    post(END, at, board)
+
+
+@gluon.jit
 def posted(at, board, WARPS: gl.constexpr):
     """The `at`-th message, read by a role of so many warps."""
     posts, full, empty = board
@@ -178,6 +185,17 @@ def fill(tensor, at, here, h, row, ring, full, empty):
 
 
 @gluon.jit
+def fill_with(tensor, numbers, at, here, h, row, tile, ring, number_ring, full, empty):
+    """`fill`, and with the rows a number for each of them: row `tile` of a matrix."""
+    stage, phase = ring_turn(at, ring.shape[0])
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    bar = full.index(stage)
+    mbarrier.expect(bar, tile_bytes(ring) + ring.shape[4] * 4)
+    async_load(tensor, at_row(here, h, row), bar, ring.index(stage))
+    async_load(numbers, [tile, 0], bar, number_ring.index(stage))
+
+
+@gluon.jit
 def filled(at, ring, full):
     """(place, tile [rows, columns]) of the ring's `at`-th tile, waiting until it is there."""
     stage, phase = ring_turn(at, ring.shape[0])
@@ -218,14 +236,14 @@ HIDE = gl.constexpr(_HIDE)
 @gluon.jit
 def hide_outside(s, start, first, last):
     """Scores [64, N] of a tile whose columns are `start` on, HIDDEN outside the row's run `first` .. `last` (empty
-    where first > last).
+    where first > last). NaN stays NaN.
 
     A column is in its row's run if it is no further from the middle than the ends are: the difference, clamped to
     0 .. 1, says how often to add HIDDEN. Twice all of these are whole numbers and small, so floats hold them. There are
     no predicates: seven of them would have the scores wait for each other.
     """
     N: gl.constexpr = s.shape[1]
-    parts = s.reshape([64, N // 8, 4, 2])  # a thread of a quad has pairs of neighbours; all but its number is constant
+    parts = parts_of(s)
     OF_PARTS: gl.constexpr = parts.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OF_PARTS)))
     EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, OF_PARTS)))
@@ -242,7 +260,7 @@ def hide_outside(s, start, first, last):
     hidden = gl.inline_asm_elementwise(
         HIDE, "=f,f,f,f,f", [parts, columns, origin, reach[:, None, None, None]], dtype=gl.float32, is_pure=True, pack=1
     )
-    return gl.convert_layout(hidden.reshape([64, N]), s.type.layout, assert_trivial=True)
+    return whole(hidden, s)
 
 
 _ONLY_WITHIN = (
@@ -290,21 +308,102 @@ def tilted(tilt, position, start, of_own: gl.constexpr):
 
 
 @gluon.jit
-def row_max(s, LAYOUT: gl.constexpr):
-    """Largest of each row [64], in LAYOUT: in a thread over 16 columns at a time first, as independent chains."""
-    COLUMNS: gl.constexpr = s.shape[1]
-    WIDTH: gl.constexpr = 16 if COLUMNS > 16 else COLUMNS
-    x = s
-    if COLUMNS > WIDTH:
-        folded = gl.max(s.reshape([64, COLUMNS // WIDTH, WIDTH]), 1)
-        x = gl.convert_layout(folded, product_layout(WIDTH), assert_trivial=True)
-    return gl.convert_layout(gl.max(x, 1), LAYOUT, assert_trivial=True)
+def parts_of(x):
+    """x [64, N] as [64, N / 8, 4, 2]: a thread of a quad has pairs of neighbours; all but its number is constant."""
+    return x.reshape([64, x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def whole(parts, like):
+    """What `parts_of` took apart, in the layout of `like`."""
+    return gl.convert_layout(parts.reshape([64, like.shape[1]]), like.type.layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def of_threads(parts):
+    """Registers of a number [64, 4] for each thread of a quad."""
+    return gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
 
 
 @gluon.jit
 def thread_sums(p):
     """[64, 4]: what each thread of a quad holds of a row, summed; the four are added once, at the end."""
-    return gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.sum(gl.sum(parts_of(p), 3), 1)
+
+
+@gluon.jit
+def thread_max(s):
+    """[64, 4]: the largest of what each thread of a quad holds of a row, found in eight independent chains."""
+    N: gl.constexpr = s.shape[1]
+    largest = gl.max(gl.max(gl.max(s.reshape([64, N // 32, 4, 4, 2]), 1), 3), 1)
+    return gl.convert_layout(largest, of_threads(parts_of(s)), assert_trivial=True)
+
+
+@gluon.jit
+def of_row(x, like):
+    """x [64], a number for each row, as `like` [64, 4] has it: for each thread of a quad."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def over_parts(x, parts):
+    """x [64, 4], a number for each thread of a quad, along `parts`."""
+    return gl.convert_layout(x, of_threads(parts), assert_trivial=True).expand_dims(1).expand_dims(3)
+
+
+_RAISE = (
+    "{ .reg .pred p; .reg .f32 t; setp.gt.f32 p, $2, $6; setp.gt.or.f32 p, $3, $7, p; "
+    "vote.sync.any.pred p, p, 0xffffffff; mov.f32 $0, $4; mov.f32 $1, $5; @!p bra DONE; "
+    + " ".join(
+        f"shfl.sync.bfly.b32 t, ${x}, 1, 31, 0xffffffff; max.f32 ${new}, ${x}, t; "
+        f"shfl.sync.bfly.b32 t, ${new}, 2, 31, 0xffffffff; max.f32 ${new}, ${new}, t; "
+        f"setp.gt.f32 p, ${new}, ${limit}; selp.f32 ${new}, ${new}, ${old}, p;"
+        for new, x, old, limit in ((0, 2, 4, 6), (1, 3, 5, 7))
+    )
+    + " DONE: }"
+)
+RAISE = gl.constexpr(_RAISE)
+
+
+@gluon.jit
+def raised(m, largest, by):
+    """The running maxima m [64, 4], alike in a quad, after a tile of which each thread knows its `largest`: the row's
+    largest where that is more than `by` above m, else m. Threads of a warp ask each other only if one of them passes m
+    by so much, which after a few tiles is rare.
+    """
+    limits = m + by
+    return gl.inline_asm_elementwise(
+        RAISE, "=&f,=&f,f,f,f,f,f,f", [largest, m, limits], dtype=gl.float32, is_pure=False, pack=2
+    )
+
+
+@gluon.constexpr_function
+def _rescale(n):
+    first = 2 * n  # of the factors, which alternate between the thread's two rows every two numbers
+    lines = " ".join(f"mul.f32 ${k}, ${k}, ${first + k};" for k in range(n))
+    return (
+        f"{{ .reg .pred p; setp.neu.f32 p, ${first}, 0f3F800000; setp.neu.or.f32 p, ${first + 2}, 0f3F800000, p; "
+        f"vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; {lines} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescale_places(n):
+    return ",".join(["=f"] * n + [str(k) for k in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def rescaled(acc, alpha):
+    """acc [64, D] times alpha [64, 4], a factor for each thread of a quad, alike in it; a warp multiplies nothing where
+    all of its factors are 1.
+    """
+    PACK: gl.constexpr = 64 if acc.shape[1] >= 128 else acc.shape[1] // 2
+    parts = parts_of(acc)
+    factors = over_parts(alpha, parts)
+    parts = gl.inline_asm_elementwise(
+        _rescale(PACK), _rescale_places(PACK), [parts, factors], dtype=gl.float32, is_pure=False, pack=PACK
+    )
+    return whole(parts, acc)
 
 
 @gluon.jit

@@ -49,15 +49,14 @@ _QUERIES = (  # of the kernel for dQ alone
     Row(128, Config(OWN.value, 128, 4, 2, True)),
     Row(256, Config(OWN.value, 64, 4, 2, True)),
 )
-_ROWS = 64  # rows of a program that finishes
 _PLANS = Plans()
 _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 _SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles
-_FEW_QUERIES = 512  # of a sequence, up to which two products more cost less than sums of dQ
+_FEW = 512  # queries and keys of a sequence, up to which two products more cost less than sums of dQ
 _MANY = 0x7FFF0000
-_FEW = 24  # tiles of a sequence up to which those of unequal length are divided beforehand
+_FEW_TILES = 24  # of a sequence, up to which those of unequal length are divided beforehand
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
 
 
@@ -105,7 +104,7 @@ def _constants(**values: Any) -> Fixed:
 def _common(
     call: Call, mask: MaskFunctions | None, score: ScoreFunctions | None, cfg: Config, of_keys: bool
 ) -> dict[str, Any]:
-    """What both kernels are told."""
+    """What all kernels are told."""
     seen = mask and (mask.keys if of_keys else mask.queries)
     linear = _linear(call, score)
     scored = (score and linear is None and (score.keys if of_keys else score.queries)) or None
@@ -206,7 +205,7 @@ def _dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
     """Whether programs take items as they come to them. Items of equal length are divided beforehand, and so are those
     of sequences so short that two turns, one forth and one back, hold all lengths.
     """
-    return not _equal(call) and (slots > _FEW or call.packed or (mask is not None and mask.classify is not None))
+    return not _equal(call) and (slots > _FEW_TILES or call.packed or (mask is not None and mask.classify is not None))
 
 
 def _turns(call: Call, slots: int, pairs: int) -> int:
@@ -215,15 +214,15 @@ def _turns(call: Call, slots: int, pairs: int) -> int:
     """
     if _equal(call):
         return 1
-    return max(1, min(pairs, -(-2 * multiprocessors(call.q.device) // slots) if slots <= _FEW else _PAIRS))
+    return max(1, min(pairs, -(-2 * multiprocessors(call.q.device) // slots) if slots <= _FEW_TILES else _PAIRS))
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients: what queries begin with, then dK and dV, then dQ. The programs for dK and dV add to sums of dQ, which
-    are converted at the end; or, where head dimensions are above 128 or gradients must repeat bit by bit, dQ has a
-    kernel like theirs.
+    are converted at the end; or dQ has a kernel like theirs (`_sums`): where head dimensions are above 128, gradients
+    must repeat bit by bit, queries and keys are few, or sequences are so short that tiles are mostly empty.
     """
-    if call.dropout > 0.0 or (not _sums(call) and any(call.grad_captured)):
+    if call.dropout > 0.0 or (any(call.grad_captured) and not _sums(call)):
         return triton_attention.backward(call, o, lse, do, dlse)
     key = triton_attention.backward_key(call, o, do, dlse)
     key = None if key is None else (key, call.deterministic)
@@ -235,7 +234,8 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     prepare, keys, queries = plans
     shift, centre = lse.new_empty((2, prepare.grid, keys.extra[0].block_m))
     counts = lse.new_empty(2, dtype=torch.int32)
-    sums = lse.new_empty((*call.q.shape[:-1], _columns(call))) if _sums(call) else None
+    adds = keys.constants[0].sums.value  # programs that own keys, to dQ in memory
+    sums = lse.new_empty((prepare.grid, keys.extra[0].block_m * _columns(call))) if adds else None
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
     dlse = None if dlse is None else dlse.contiguous()
@@ -253,7 +253,7 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         else:
             keys.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
         if sums is not None:
-            queries.launch((sums, dq), (), scalars)
+            queries.launch((sums, dq, call.cu_seqlens_q), (), scalars)
         else:
             lists = triton_attention.lists_of(call, queries, False, key, tables)
             queries.launch((*inputs, dq, counts, *cu_seqlens, *lists), formula, scalars)
@@ -284,9 +284,8 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
     boxes = {0: (block, d), 1: rows, 2: rows, 3: (block, d), 4: numbers, 5: numbers, 6: rows, 7: rows}
     kernel = attention_bwd_sm90 if d <= 128 else attention_bwd_wide_sm90
     if _sums(call):
-        boxes[9] = (64, d // 2 if block == 64 else d)
-        count = call.q.numel() // max(1, call.head_dim)
-        finish = Plan(dq_sums.finish, -(-count // _ROWS), (), (count,), (call.head_dim, d, _ROWS), 4, 1)
+        shape = (call.num_heads_q, call.head_dim, d, block, call.packed)
+        finish = Plan(dq_sums.finish, prepare.grid, (), prepare.sizes, shape, 4, 1)
         return prepare, _gradient_plan(kernel, call, cfg, block, slots_q, boxes), finish
     keys = _gradient_plan(kernel, call, cfg, block, slots_q, boxes)
     tiles = (of_queries.block_n, d)
@@ -328,9 +327,14 @@ def _gradient_plan(
 
 
 def _sums(call: Call) -> bool:
-    """Whether programs that own keys add to dQ in memory: not where bits must repeat, nor where it would be slower."""
-    few = _columns(call) == 128 and call.rows_q <= _FEW_QUERIES and not call.packed and not any(call.grad_captured)
-    return not call.deterministic and _columns(call) <= 128 and not few
+    """Whether programs that own keys add to dQ in memory: not where bits must repeat, where it would be slower, or
+    where tiles, of which sums are kept whole, are three quarters empty.
+    """
+    cfg = config_of("hopper backward", call)
+    empty = slots_of(call, cfg, False) * cfg.block_m > 4 * call.rows_q
+    few = _columns(call) == 128 and max(call.rows_q, call.rows_k) <= _FEW and not call.packed
+    few = few and not any(call.grad_captured)
+    return not (call.deterministic or _columns(call) > 128 or few or empty)
 
 
 def _columns(call: Call) -> int:

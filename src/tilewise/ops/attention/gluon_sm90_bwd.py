@@ -1,5 +1,5 @@
 """FlashAttention-3's backward for Hopper, in Gluon: a program owns 128 keys, 64 for each of two warpgroups, which hold
-dK and dV in registers; one warp fetches tiles of queries, another adds tiles of dQ to memory.
+dK and dV in registers and add to dQ in memory; one warp fetches tiles of queries, another writes dK and dV.
 
 Scores are held transposed, so that P and dS enter the products with dO and Q from registers. dQ needs dS of all 128
 keys: it goes through shared memory, and its product is taken one tile later, so that the warpgroups need not keep step.
@@ -32,16 +32,18 @@ from tilewise.ops.attention.gluon_sm90_scores import (
     through_score,
 )
 from tilewise.tiles.arithmetic import LOG2E
-from tilewise.tiles.gluon_api import async_add, async_load, async_store, barrier, reinterpret
+from tilewise.tiles.gluon_api import async_load, async_store, barrier, reinterpret
 from tilewise.tiles.hopper import (
     at_row,
     deal,
+    fill_with,
     filled,
     keep_tile_before_wait,
     matrix,
     message_board,
     moving,
     post,
+    post_last,
     posted,
     product_layout,
     ring_turn,
@@ -61,8 +63,8 @@ def fetch(inputs, memory, bars, grid, fixed):
     items as they are dealt out, and posts their runs; a run that visits nothing is the last.
     """
     Q, K, V, DO, SHIFT, CENTRE, COUNTS = inputs
-    k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, _, _, _, board = memory
-    k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, _, _, _, _, _, _ = bars
+    k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, _, _, board = memory
+    k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, _, _, _, _ = bars
     BLOCK_M: gl.constexpr = q_ring.shape[4]
     done = 0
     at = 0
@@ -86,15 +88,9 @@ def fetch(inputs, memory, bars, grid, fixed):
                         async_load(K, from_row, k_full.index(spot), k_ring.index(spot * 2 + c))
                 for t in range(count):
                     m = visit_any(t, tiles, fixed.lists)
-                    stage, phase = ring_turn(done, STAGES)
-                    mbarrier.wait(q_empty.index(stage), phase ^ 1)
-                    mbarrier.expect(q_full.index(stage), tile_bytes(q_ring) + BLOCK_M * 4)
-                    async_load(Q, at_row(queries, h, m * BLOCK_M), q_full.index(stage), q_ring.index(stage))
-                    async_load(SHIFT, [tile0 + m, 0], q_full.index(stage), shift_ring.index(stage))
-                    mbarrier.wait(do_empty.index(stage), phase ^ 1)
-                    mbarrier.expect(do_full.index(stage), tile_bytes(do_ring) + BLOCK_M * 4)
-                    async_load(DO, at_row(queries, h, m * BLOCK_M), do_full.index(stage), do_ring.index(stage))
-                    async_load(CENTRE, [tile0 + m, 0], do_full.index(stage), centre_ring.index(stage))
+                    row, tile = m * BLOCK_M, tile0 + m
+                    fill_with(Q, SHIFT, done, queries, h, row, tile, q_ring, shift_ring, q_full, q_empty)
+                    fill_with(DO, CENTRE, done, queries, h, row, tile, do_ring, centre_ring, do_full, do_empty)
                     if g + t == 0:  # last: its place is the last to be free
                         mbarrier.wait(v_empty, (turn & 1) ^ 1)
                         mbarrier.expect(v_full, 2 * tile_bytes(v_tile))
@@ -103,40 +99,21 @@ def fetch(inputs, memory, bars, grid, fixed):
                     done += 1
                 at += 1
         item = deal(COUNTS)
-    post((0, 0, 0, 0, 0, 0, 0, 0), at, board)
+    post_last(at, board)
 
 
 @gluon.jit
 def send(outputs, memory, bars, grid, fixed):
-    """The warp that writes: it adds tiles of dQ to memory, each warpgroup's share by itself, and sends dV and dK of an
-    item out of the places of K and dS.
-    """
-    SUM, DK, DV = outputs
-    k_ring, _, q_ring, _, _, _, _, dq_tile, dk_ring, board = memory
-    _, k_empty, _, _, _, _, _, _, dq_full, dq_empty, _, _, out_full, out_empty = bars
-    BLOCK_M: gl.constexpr = q_ring.shape[4]
-    done = 0
+    """The warp that writes: it sends dV and dK of an item out of the places of K and dS."""
+    DK, DV = outputs
+    k_ring, _, q_ring, _, _, _, _, dk_ring, board = memory
+    _, k_empty, _, _, _, _, _, _, _, _, out_full, out_empty = bars
     at = 0
     run = posted(0, board, 1)
     while run[7] > 0:
-        h, start, count = run[1], run[3], run[7]
-        queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
-        if fixed.sums:
-            for t in range(count):
-                m = visit_any(t, tiles, fixed.lists)
-                first = at_row(queries, h, m * BLOCK_M)
-                for c in gl.static_range(2):
-                    mbarrier.wait(dq_full.index(c), done & 1)
-                    if BLOCK_M == 64:  # half of the columns
-                        async_add(SUM, [first[0], first[1], h, first[3], c * dq_tile.shape[5]], dq_tile.index(c))
-                    else:  # half of the rows
-                        async_add(SUM, [first[0], first[1], h, first[3] + 64 * c, 0], dq_tile.index(c))
-                tma.store_wait(1)
-                mbarrier.arrive(dq_empty.index(0))
-                tma.store_wait(0)
-                mbarrier.arrive(dq_empty.index(1))
-                done += 1
         if at % fixed.group == fixed.group - 1:
+            h, start = run[1], run[3]
+            _queries, keys, _lengths, _row0, _tiles = where_of(run, grid, fixed, q_ring.shape[4])
             turn = at // fixed.group
             spot, _phase = ring_turn(turn, AHEAD)
             for c in gl.static_range(2):
@@ -169,22 +146,28 @@ def issue_dq(k_ring, spot, ds_ring, place, done, C: gl.constexpr):
 
 
 @gluon.jit
-def put_dq(dq, done, dq_tile, dq_full, dq_empty, C: gl.constexpr):
-    """Hand over a share of dQ."""
-    mbarrier.wait(dq_empty.index(C), (done & 1) ^ 1)
-    hand_over(dq, matrix(dq_tile.index(C)), dq_full.index(C))
+def add_dq(dq, SUM, tile, C: gl.constexpr):
+    """Add a share of dQ to the sums, of which each thread finds four side by side (`gluon_sm90_sums.finish`)."""
+    FOURS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
+    fours = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([8, 128, 4])
+    fours = gl.convert_layout(fours, FOURS, assert_trivial=True)
+    eight = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, FOURS)))[:, None, None]
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, FOURS)))[None, :, None]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, FOURS)))[None, None, :]
+    share = SUM + (tile * 2 + C).to(gl.int64) * 4096
+    gl.atomic_add(share + (eight * 512 + thread * 4 + four), fours, sem="relaxed")
 
 
 @gluon.jit
 def step(
-    dk, dv, done, m, turn, own, memory, bars, formula, scalars, fixed, C: gl.constexpr, FIRST: gl.constexpr,
-    MASKED: gl.constexpr,
+    dk, dv, done, m, turn, own, SUM, before, memory, bars, formula, scalars, fixed, C: gl.constexpr,
+    FIRST: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add query tile m to dk and dv of a warpgroup's keys; where sums of dQ are wanted, take that of the tile before,
-    which the FIRST has not.
+    number `before` of all, which the FIRST has not.
     """
-    k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dq_tile, _, _ = memory
-    _, _, v_full, _, q_full, q_empty, do_full, do_empty, dq_full, dq_empty, ds_full, ds_empty, _, out_empty = bars
+    k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, _, _ = memory
+    _, _, v_full, _, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, _, out_empty = bars
     _, _, score_args, score_nums, grads = formula
     BLOCK_M: gl.constexpr = q_ring.shape[4]
     SCORES: gl.constexpr = product_layout(BLOCK_M)
@@ -234,17 +217,17 @@ def step(
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         mbarrier.arrive(ds_empty.index(place ^ 1))
         mbarrier.arrive(do_empty.index(stage))
-        put_dq(dq, done - 1, dq_tile, dq_full, dq_empty, C)
+        add_dq(dq, SUM, before, C)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(q_empty.index(stage))
     return dk, dv
 
 
 @gluon.jit
-def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
+def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     """One warpgroup: dK and dV of its 64 keys of every item, over the tiles of queries of each head of the group."""
-    k_ring, _, q_ring, _, _, _, ds_ring, dq_tile, dk_ring, board = memory
-    k_full, _, _, v_empty, _, _, _, _, dq_full, dq_empty, ds_full, ds_empty, out_full, out_empty = bars
+    k_ring, _, q_ring, _, _, _, ds_ring, dk_ring, board = memory
+    k_full, _, _, v_empty, _, _, _, _, ds_full, ds_empty, out_full, out_empty = bars
     formula = grid[1]
     scale, _ = scalars
     BLOCK_M: gl.constexpr = q_ring.shape[4]
@@ -257,7 +240,8 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
     run = posted(0, board, 4)
     while run[7] > 0:
         start, num_partial, count = run[3], run[6], run[7]
-        _queries, _keys, lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
+        _queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, BLOCK_M)
+        tile0 = first_tile_of(run, row0, grid, fixed, BLOCK_M)
         own = own_rows(run, lengths, start + 64 * C, formula, fixed, BLOCK_M)
         turn = at // fixed.group
         g = at % fixed.group
@@ -266,18 +250,25 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
         spot, phase = ring_turn(turn, AHEAD)
         mbarrier.wait(k_full.index(spot), phase)
         m = visit_any(0, tiles, fixed.lists)
-        dk, dv = step(dk, dv, done, m, turn, own, memory, bars, formula, scalars, fixed, C, True, fixed.guard)
+        dk, dv = step(dk, dv, done, m, turn, own, SUM, 0, memory, bars, formula, scalars, fixed, C, True, fixed.guard)
+        before = tile0 + m
         full = 1
         if fixed.guard:
             # worked out here: MLIR takes a variable that only bounds loops for one that never changes
             cut = gl.where(start + KEYS > lengths[1], count, num_partial)
             for t in range(1, cut):
                 m = visit_any(t, tiles, fixed.lists)
-                dk, dv = step(dk, dv, done + t, m, turn, own, memory, bars, formula, scalars, fixed, C, False, True)
+                dk, dv = step(
+                    dk, dv, done + t, m, turn, own, SUM, before, memory, bars, formula, scalars, fixed, C, False, True
+                )
+                before = tile0 + m
             full = gl.maximum(cut, 1)
         for t in range(full, count):
             m = visit_any(t, tiles, fixed.lists)
-            dk, dv = step(dk, dv, done + t, m, turn, own, memory, bars, formula, scalars, fixed, C, False, False)
+            dk, dv = step(
+                dk, dv, done + t, m, turn, own, SUM, before, memory, bars, formula, scalars, fixed, C, False, False
+            )
+            before = tile0 + m
         done += count
         is_last = g == fixed.group - 1
         mbarrier.arrive(v_empty, pred=is_last)
@@ -287,7 +278,7 @@ def compute(memory, bars, grid, scalars, fixed, C: gl.constexpr):
             mbarrier.wait(ds_full.index(last), phase)
             dq = warpgroup_mma_wait(0, deps=(issue_dq(k_ring, spot, ds_ring, last, done, C),))
             mbarrier.arrive(ds_empty.index(last))
-            put_dq(dq, done - 1, dq_tile, dq_full, dq_empty, C)
+            add_dq(dq, SUM, before, C)
         if is_last:
             if fixed.sums:
                 wait_for_both()  # have read K and dS
@@ -312,7 +303,7 @@ def attention_bwd_sm90(
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
-    # shared memory: K of two items, V, rings of Q and dO with a number for each query, dS of two tiles, a tile of dQ
+    # shared memory: K of two items, V, rings of Q and dO with a number for each query, dS of two tiles
     D: gl.constexpr = Q.block_shape[4]
     BLOCK_M: gl.constexpr = Q.block_shape[3]
     k_ring = gl.allocate_shared_memory(K.dtype, [2 * AHEAD, 1, 1, 1, 64, D], K.layout)
@@ -323,9 +314,6 @@ def attention_bwd_sm90(
     centre_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], CENTRE.layout)
     ds_ring = gl.allocate_shared_memory(Q.dtype, [4, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, rank=2))
     dk_ring = reinterpret(ds_ring, 4 * BLOCK_M // D, k_ring)
-    dq_tile = ds_ring
-    if fixed.sums:
-        dq_tile = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, 64, SUM.block_shape[4]], SUM.layout)
     board = message_board(RUN, 3)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BAR)
@@ -336,8 +324,6 @@ def attention_bwd_sm90(
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     out_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
@@ -353,18 +339,15 @@ def attention_bwd_sm90(
         mbarrier.init(do_full.index(n), count=1)
         mbarrier.init(q_empty.index(n), count=2)
         mbarrier.init(do_empty.index(n), count=2)
-        mbarrier.init(dq_full.index(n), count=1)
-        mbarrier.init(dq_empty.index(n), count=1)
         mbarrier.init(ds_full.index(n), count=2)
         mbarrier.init(ds_empty.index(n), count=2)
         mbarrier.init(out_full.index(n), count=1)
     fence_async_shared()
 
     # roles
-    memory = (k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dq_tile, dk_ring, board)
+    memory = (k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dk_ring, board)
     bars = (
-        k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, dq_full, dq_empty, ds_full, ds_empty,
-        out_full, out_empty,
+        k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, out_full, out_empty,
     )  # fmt: skip
     listed = LISTED if fixed.lists else 0
     grid = (
@@ -377,10 +360,10 @@ def attention_bwd_sm90(
     scalars = (scale, scale * LOG2E)
     gl.warp_specialize(
         [
-            (compute, (memory, bars, grid, scalars, fixed, 0)),
-            (compute, (memory, bars, grid, scalars, fixed, 1)),
+            (compute, (SUM, memory, bars, grid, scalars, fixed, 0)),
+            (compute, (SUM, memory, bars, grid, scalars, fixed, 1)),
             (fetch, (inputs, memory, bars, grid, fixed)),
-            (send, ((SUM, DK, DV), memory, bars, grid, fixed)),
+            (send, ((DK, DV), memory, bars, grid, fixed)),
         ],
         [4, 1, 1],
         [fixed.registers, 24, 24],

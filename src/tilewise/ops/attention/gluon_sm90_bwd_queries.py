@@ -32,6 +32,7 @@ from tilewise.tiles.hopper import (
     message_board,
     moving,
     post,
+    post_last,
     posted,
     product_layout,
     tile_bytes,
@@ -77,7 +78,7 @@ def fetch(inputs, memory, bars, grid, fixed):
             done += count
             at += 1
         item = deal(COUNTS + 1)
-    post((0, 0, 0, 0, 0, 0, 0, 0), at, board)
+    post_last(at, board)
 
 
 @gluon.jit

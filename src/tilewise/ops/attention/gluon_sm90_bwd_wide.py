@@ -30,10 +30,12 @@ from tilewise.tiles.gluon_api import async_load, async_store, barrier
 from tilewise.tiles.hopper import (
     at_row,
     deal,
+    fill_with,
     filled,
     matrix,
     message_board,
     post,
+    post_last,
     posted,
     product_layout,
     ring_turn,
@@ -72,25 +74,18 @@ def fetch(inputs, memory, bars, grid, fixed):
                     async_load(K, at_row(keys, h // fixed.group, start), own_full.index(0), k_tile.index(0))
                 for t in range(count):
                     m = visit_any(t, tiles, fixed.lists)
-                    stage, phase = ring_turn(done, STAGES)
-                    mbarrier.wait(q_empty.index(stage), phase ^ 1)
-                    mbarrier.expect(q_full.index(stage), tile_bytes(q_ring) + TILE * 4)
-                    async_load(Q, at_row(queries, h, m * TILE), q_full.index(stage), q_ring.index(stage))
-                    async_load(SHIFT, [tile0 + m, 0], q_full.index(stage), shift_ring.index(stage))
+                    row, tile = m * TILE, tile0 + m
+                    fill_with(Q, SHIFT, done, queries, h, row, tile, q_ring, shift_ring, q_full, q_empty)
                     if g + t == 0:
                         phase = (at // fixed.group) & 1
                         mbarrier.wait(own_empty.index(1), phase ^ 1)
                         mbarrier.expect(own_full.index(1), tile_bytes(v_tile))
                         async_load(V, at_row(keys, h // fixed.group, start), own_full.index(1), v_tile.index(0))
-                    stage, phase = ring_turn(done, STAGES)
-                    mbarrier.wait(do_empty.index(stage), phase ^ 1)
-                    mbarrier.expect(do_full.index(stage), tile_bytes(do_ring) + TILE * 4)
-                    async_load(DO, at_row(queries, h, m * TILE), do_full.index(stage), do_ring.index(stage))
-                    async_load(CENTRE, [tile0 + m, 0], do_full.index(stage), centre_ring.index(stage))
+                    fill_with(DO, CENTRE, done, queries, h, row, tile, do_ring, centre_ring, do_full, do_empty)
                     done += 1
                 at += 1
         item = deal(COUNTS)
-    post((0, 0, 0, 0, 0, 0, 0, 0), at, board)
+    post_last(at, board)
 
 
 @gluon.jit

@@ -28,16 +28,23 @@ from tilewise.tiles.hopper import (
     keep_scores,
     matrix,
     message_board,
+    of_row,
+    over_parts,
+    parts_of,
     post,
+    post_last,
     posted,
     product_layout,
+    raised,
+    rescaled,
     ring_turn,
-    row_max,
+    thread_max,
     thread_sums,
     tile_bytes,
     tilt_of,
     tilted,
     wait_turn,
+    whole,
     with_columns,
 )
 from tilewise.tiles.visit import call_once, row_ends, snake, visit_any
@@ -88,7 +95,7 @@ def fetch(inputs, memory, bars, grid, fixed):
             at += 1
         else:
             item = next_item(turn, NEXT, fixed)
-    post((0, 0, 0, 0, 0, 0, 0, 0), at, board)
+    post_last(at, board)
 
 
 @gluon.jit
@@ -114,8 +121,9 @@ def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
 
 @gluon.jit
 def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
-    """(probabilities of the running maximum, that maximum, factor for what came before); m is in units of s, or of
-    base 2 where the score is linear.
+    """(probabilities of the running maximum, that maximum, factor for what came before), the latter [64, 4], alike in
+    a quad's threads. m is in units of s, or of base 2 where the score is linear. It moves only by factors above 2**8:
+    nothing overflows meanwhile, and what came before is seldom multiplied (Zadouri et al., "FlashAttention-4").
     """
     LAYOUT: gl.constexpr = s.type.layout
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -163,24 +171,24 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
             s = gl.where(seen, s, float("-inf"))
         else:
             s = hide_outside(s, n * fixed.block_n, first_j, last_j)
-    ROW: gl.constexpr = m_old.type.layout
-    largest = row_max(s, ROW)
+    largest = thread_max(s)
+    parts = parts_of(s)
+    by = gl.minimum(8.0 / c, 1e30) if fixed.linear is None else 8.0
     if fixed.linear is not None:
-        more = tilted(tilt, offs_i, n * fixed.block_n, 0)
-        largest = largest + gl.convert_layout(more, ROW, assert_trivial=True)
-    m_new = gl.maximum(m_old, largest)
+        more = of_row(tilted(tilt, offs_i, n * fixed.block_n, 0), largest)
+        m_new = raised(m_old, largest + more, by)
+    else:
+        m_new = raised(m_old, largest, by)
     m_use = m_new
     if fixed.guard or fixed.score is not None:
         m_use = gl.where(m_new < HIDDEN / 2, 0.0, m_new)  # a row that has seen nothing yet
     if fixed.linear is not None:
         alpha = gl.exp2(m_old - m_use)
-        shift = gl.convert_layout(m_use, gl.SliceLayout(1, LAYOUT), assert_trivial=True) - more
-        p = gl.exp2(s - shift[:, None])
+        p = gl.exp2(parts - over_parts(m_use - more, parts))
     else:
         alpha = gl.exp2((m_old - m_use) * c)
-        shift = gl.convert_layout(m_use * c, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-        p = gl.exp2(s * c - shift[:, None])
-    return p, m_new, alpha
+        p = gl.exp2(parts * c - over_parts(m_use * c, parts))
+    return whole(p, s), m_new, alpha
 
 
 @gluon.jit
@@ -207,7 +215,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     q_ring, k_ring, v_ring, o_ring, board = memory
     _, q_empty, k_full, k_empty, v_full, v_empty = bars
     HEAD_DIM_V: gl.constexpr = v_ring.shape[5]
-    SCORES: gl.constexpr = gl.SliceLayout(1, product_layout(fixed.block_n))
+    SCORES: gl.constexpr = product_layout(fixed.block_n)
     OUT: gl.constexpr = product_layout(HEAD_DIM_V)
     RIGHT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
@@ -219,14 +227,18 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     at = 0
     out = o_ring.index(C)
     run = posted(0, board, 4)
-    s = gl.zeros([64, fixed.block_n], gl.float32, layout=product_layout(fixed.block_n))
+    s = gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES)
     if EARLY:
         s = warpgroup_mma_wait(0, deps=(first_scores(0, 0, memory, bars, fixed, C, run[7] > 0),))
     while run[7] > 0:
         b, h, start, num_partial, count = run[0], run[1], run[3], run[6], run[7]
         queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, fixed.block_n)
         seqlen_q, seqlen_k = lengths
-        offs_i = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=SCORES), seqlen_q - 1) + seqlen_k - seqlen_q
+        offs_i = (
+            gl.minimum(start + 64 * C + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES)), seqlen_q - 1)
+            + seqlen_k
+            - seqlen_q
+        )
         ends = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, fixed.rows)
         mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
         score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)
@@ -241,7 +253,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         spot = at % fixed.ahead * fixed.consumers + C
         q = matrix(q_ring.index(spot))
         mbarrier.arrive(k_empty.index(done % fixed.stages))
-        m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW)
+        m_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES)) + float("-inf")
         p32, m_i, alpha = softmax_of(s, n, m_i, num_partial > 0, rows, c, scale, formula, fixed)
         l_i = thread_sums(p32)
         p = gl.convert_layout(dropped(p32, n, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
@@ -262,14 +274,13 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             mbarrier.arrive(k_empty.index(stage))
             p32, m_i, alpha = softmax_of(s, n, m_i, t < num_partial, rows, c, scale, formula, fixed)
             sums = thread_sums(p32)
-            beta = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
-            l_i = l_i * beta[:, None] + sums
+            l_i = l_i * alpha + sums
             keep_before_wait(sums)
             p32 = dropped(p32, n, rows, scalars, fixed)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(stage_v))
             p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)
-            acc = acc * alpha[:, None]
+            acc = rescaled(acc, alpha)
         done += count
 
         # the last output; the next item, and its first scores, meanwhile
@@ -283,6 +294,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
 
         # the end
         l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
+        m_i = gl.convert_layout(gl.max(m_i, 1), ROW, assert_trivial=True)
         m2 = m_i if fixed.linear is not None else m_i * c  # base 2 from here on
         factor = keep_scale
         if fixed.sinks:

@@ -7,15 +7,11 @@ from tilewise.tiles.load import POINTER, load_rows, rows_of
 from tilewise.tiles.visit import locate
 
 
-@triton.jit(do_not_specialize=["batch", "rows_q", "slots", "unit"])
-def prepare(
-    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
-    stride_dh, batch, rows_q, slots, unit,
-    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
+@triton.jit
+def tile_of_queries(
+    CU_Q, batch, rows_q, slots, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and what begins at
-    0: how many items two kernels have dealt out, and sums of dQ.
-    """
+    """(batch element or packed sequence, head, tile of its queries, its first row, how many it has) of a program."""
     slot = tl.program_id(0) % slots
     h = tl.program_id(0) // slots % HEADS
     b = tl.program_id(0) // slots // HEADS
@@ -26,6 +22,19 @@ def prepare(
         b, m = locate(slot, CU_Q, batch, BLOCK_M)
         row0 = tl.load(CU_Q + b)
         seqlen_q = tl.load(CU_Q + b + 1) - row0
+    return b, h, m, row0, seqlen_q
+
+
+@triton.jit(do_not_specialize=["batch", "rows_q", "slots", "unit"])
+def prepare(
+    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
+    stride_dh, batch, rows_q, slots, unit,
+    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and what begins at
+    0: how many items two kernels have dealt out, and sums of dQ.
+    """
+    b, h, m, row0, seqlen_q = tile_of_queries(CU_Q, batch, rows_q, slots, HEADS, BLOCK_M, PACKED)
     start = m * BLOCK_M
     offs = start + tl.arange(0, BLOCK_M)
     inside = offs < seqlen_q
@@ -44,18 +53,31 @@ def prepare(
     tl.store(SHIFT + at, tl.where(lse == float("-inf"), 0.0, -lse * unit))
     tl.store(CENTRE + at, -delta)
     if SUM is not None:
-        at = ((rows if PACKED else b64 * rows_q + rows) * HEADS + h64)[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(SUM + at, tl.zeros([BLOCK_M, D], tl.float32), mask=inside[:, None])
+        at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
+        tl.store(SUM + at, tl.zeros([BLOCK_M * D], tl.float32))
     if tl.program_id(0) == 0:
         tl.store(COUNTS, 0)
         tl.store(COUNTS + 1, 0)
 
 
-@triton.jit(do_not_specialize=["rows", "scale"])
-def finish(SUM, DQ, rows, scale, HEAD_DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """dQ from its sums."""
-    offs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+@triton.jit(do_not_specialize=["batch", "rows_q", "slots", "scale"])
+def finish(
+    SUM, DQ, CU_Q, batch, rows_q, slots, scale,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dQ from its sums, which lie as threads had them: of both warpgroups' shares eight columns at a time, and there of
+    each thread (warp, row, pair of columns) two rows and two columns.
+    """
+    b, h, m, row0, seqlen_q = tile_of_queries(CU_Q, batch, rows_q, slots, HEADS, BLOCK_M, PACKED)
+    at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
+    sums = tl.load(SUM + at).reshape(2, 8, 4, 8, 4, 2, 2)
+    if BLOCK_M == 64:  # a share is half of the columns
+        dq = sums.permute(2, 5, 3, 0, 1, 4, 6).reshape(BLOCK_M, D)
+    else:
+        dq = sums.permute(0, 2, 5, 3, 1, 4, 6).reshape(BLOCK_M, D)
+    offs = m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, D)
-    seen = (offs < rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    dq = tl.load(SUM + offs[:, None] * D + offs_d[None, :], mask=seen) * scale
-    tl.store(DQ + offs[:, None] * HEAD_DIM + offs_d[None, :], dq.to(DQ.dtype.element_ty), mask=seen)
+    rows = (row0 if PACKED else b.to(tl.int64) * rows_q) + offs
+    at = (rows.to(tl.int64) * HEADS + h)[:, None] * HEAD_DIM + offs_d[None, :]
+    inside = (offs < seqlen_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store(DQ + at, (dq * scale).to(DQ.dtype.element_ty), mask=inside)
