@@ -139,7 +139,7 @@ def test_items_are_dealt_out_where_they_are_many_and_unequal(formula: str, seqle
 def test_sums_take_sixteen_bytes_at_a_time(head_dim: int) -> None:
     """64 * 64 / 128 numbers of dQ a thread, in two warpgroups: where a tile is added beside the next, and the last."""
     ptx = _backward(Variant(90, "hopper", "bf16", head_dim, "plain"))[OF_KEYS].asm["ptx"]
-    added = re.findall(r"atom\.global\.[.\w]*add[.\w]*", ptx)
+    added = re.findall(r"(?:atom|red)\.global\.[.\w]*add[.\w]*", ptx)
     wide = [name for name in added if ".v4.f32" in name]
     assert len(wide) == 2 * 2 * (64 * 64 // 128 // 4)
     assert len(added) == len(wide) + 1, "one more: the counter that items are dealt out by"
