@@ -8,11 +8,13 @@ kernel of one backward. TFLOP/s of the visible area: 4 * head_dim a pair forward
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
@@ -29,6 +31,7 @@ TRITON, HOPPER = (f"tilewise.{row}" for row in ROWS[DEVICE])
 SHORT = {HOPPER: "hopper", TRITON: "triton", f"{HOPPER}.deterministic": "determ."}
 DIRECTIONS = ("forward", "backward")
 Call = Callable[[], object]
+results: TextIO | None = None  # where lines go as JSON too
 
 
 def prepared(attention: Attention, tensors: list[torch.Tensor], direction: int) -> Call:
@@ -68,6 +71,15 @@ def rates(what: str, who: dict[str, Attention], shape: dict[str, Any], operation
         f"{SHORT.get(n, n)} x{tflops[first] / tflops[n]:.3f}" for n in list(who)[1:] if n in tflops and first in tflops
     )
     print(f"{DIRECTIONS[direction]:<8} {what:<26} {ms.get(first, 0):8.3f} ms {text}   {beside}", flush=True)
+    if first in tflops:
+        note(f"{DIRECTIONS[direction]} {what}", {name: tflops[name] for name in who if name in tflops})
+
+
+def note(problem: str, tflops: dict[str, float]) -> None:
+    """A line for `tools.compare_trees`, where one is wanted: rates, ours first."""
+    if results is not None:
+        results.write(json.dumps({"problem": problem, "tflops": tflops}) + "\n")
+        results.flush()
 
 
 def label(cell: Cell) -> str:
@@ -150,6 +162,8 @@ def formulas(given: argparse.Namespace) -> None:
             tflops = {name: operations[name] / t / 1e9 for name, t in ms.items()}
             plain = tflops.get("causal")
             for name, rate in tflops.items():
+                note(f"{DIRECTIONS[direction]} {name}", {row: rate} | ({"causal": plain} if plain else {}))
+            for name, rate in tflops.items():
                 beside = f"of causal {rate / plain:5.3f}" if plain else ""
                 print(f"{DIRECTIONS[direction]:<8} {row} {name:<16} {ms[name]:8.3f} ms {rate:6.1f} TFLOP/s  {beside}")
             sys.stdout.flush()
@@ -211,7 +225,10 @@ def main() -> None:
     parser.add_argument("--seqlens", type=numbers, default=[])
     parser.add_argument("--masks", type=lambda text: text.split(","), default=[])
     parser.add_argument("--tiny", action="store_true", help="small problems, to try this script on a CPU")
+    parser.add_argument("--json", type=Path, help="append the rates to this file, a line each")
     given = parser.parse_args()
+    global results
+    results = given.json.open("a") if given.json else None
     given.fa4 = find_fa4(DEVICE)[0] if given.fa4 else None
     for part in given.parts:
         start = time.time()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
-from tools import check_rows, time_rows
+from tools import check_rows, compare_trees, time_rows
+
+SOURCES = Path(__file__).resolve().parents[2] / "src"
 
 
 def _run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, list[str]]:
@@ -44,3 +49,25 @@ def test_every_part_prints_a_rate(capsys: pytest.CaptureFixture[str], monkeypatc
     timed = [line for line in lines if line.startswith(("forward", "backward"))]
     assert len(timed) >= 4 + 4 + 4 + 4 + 2
     assert all(float(line.partition(" ms")[0].split()[-1]) > 0.0 for line in timed)
+
+
+def test_trees_stand_beside_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose attention fails has gaps, and its peer's rate is not taken for its own."""
+    broken = tmp_path / "broken"
+    shutil.copytree(SOURCES / "tilewise", broken / "tilewise")
+    module = broken / "tilewise" / "ops" / "attention" / "cpu.py"
+    module.write_text(module.read_text() + "\nraise RuntimeError('broken')\n")
+    options = ["--rounds", "1", "--tiny", "--seqlens", "64", "--masks", "full"]
+    monkeypatch.setattr("sys.argv", ["compare_trees", "f", str(SOURCES), str(broken), *options])
+    compare_trees.main()
+    title, *cells = capsys.readouterr().out.splitlines()
+    assert title.split()[-2:] == [SOURCES.name, broken.name]
+    assert [cell.split()[:4] for cell in cells] == [["forward", "d8", "full", "64"], ["forward", "d16", "full", "64"]]
+    assert all(cell.split()[-1] == "-" and float(cell.split()[-2]) > 0.0 for cell in cells)
+
+    monkeypatch.setattr("sys.argv", ["compare_trees", "f", str(tmp_path), *options])
+    with pytest.raises(SystemExit):
+        compare_trees.main()
+    assert "must hold a package tilewise" in capsys.readouterr().err

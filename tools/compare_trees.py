@@ -1,0 +1,78 @@
+"""Speed of several source trees side by side, on a GPU: `python -m tools.compare_trees PART TREE TREE...`
+
+A TREE is a folder with a package `tilewise` in it: `src`, or a copy of it with a change. PART and the options are those
+of `tools.time_rows`, which runs once per tree and round in a process of its own, the trees in turns. Clocks drift from
+process to process, so each rate stands beside its ratio to a peer's in the same process. Before that all trees run
+once at the same time, so that kernels are compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 600
+
+
+def start(tree: str, arguments: list[str], results: str) -> subprocess.Popen[bytes]:
+    """`time_rows` with the tilewise of one tree."""
+    paths = [str(Path(tree).resolve()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "tools.time_rows", *arguments, "--json", results]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+
+def finish(tree: str, process: subprocess.Popen[bytes]) -> None:
+    if process.wait(LIMIT_S) != 0:
+        sys.exit(f"tools.time_rows failed with {tree}")
+
+
+def measured(trees: list[str], arguments: list[str], rounds: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """By problem and tree: (rate, ratio to the first peer, nan without one) of every round."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for turn in range(rounds):
+        for tree in trees[:: 1 if turn % 2 == 0 else -1]:
+            with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as results:
+                finish(tree, start(tree, arguments, results.name))
+                for line in map(json.loads, results):
+                    rate, *peers = line["tflops"].values()
+                    found[line["problem"]][tree].append((rate, rate / peers[0] if peers else float("nan")))
+    return found
+
+
+def shown(found: list[tuple[float, float]]) -> str:
+    """Medians of what was found in every round; nothing where a call failed."""
+    if not found:
+        return f"{'-':>18}"
+    rate, ratio = (statistics.median(values) for values in zip(*found, strict=True))
+    return f"{rate:9.1f} x{ratio:7.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("part", help="a part of tools.time_rows that prints rates: f, b, g, d or m")
+    parser.add_argument("trees", nargs="+", metavar="TREE")
+    parser.add_argument("--rounds", type=int, default=2)
+    given, options = parser.parse_known_args()
+    for tree in given.trees:
+        if not (Path(tree) / "tilewise" / "__init__.py").is_file():
+            parser.error(f"TREE must hold a package tilewise, got {tree}")
+    arguments = [given.part, *options]
+    for tree, process in [(tree, start(tree, arguments, os.devnull)) for tree in given.trees]:
+        finish(tree, process)
+    names = [Path(tree).name for tree in given.trees]
+    print(f"{'TFLOP/s, x of the first peer':<32}" + "".join(f"{name:>18}" for name in names))
+    for problem, by_tree in measured(given.trees, arguments, given.rounds).items():
+        print(f"{problem:<32}" + "".join(shown(by_tree[tree]) for tree in given.trees))
+
+
+if __name__ == "__main__":
+    main()
