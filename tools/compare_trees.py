@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -20,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 600
+WIDTH = 22
+Found = dict[str, dict[str, list[tuple[float, float]]]]  # by problem and tree: rate and ratio of every round
 
 
 def start(tree: str, arguments: list[str], results: str) -> subprocess.Popen[bytes]:
@@ -30,30 +33,45 @@ def start(tree: str, arguments: list[str], results: str) -> subprocess.Popen[byt
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
 
-def finish(tree: str, process: subprocess.Popen[bytes]) -> None:
-    if process.wait(LIMIT_S) != 0:
-        sys.exit(f"tools.time_rows failed with {tree}")
+def together(trees: list[str], arguments: list[str], results: str) -> None:
+    """`time_rows` with all of these trees at once; none is left running if one fails."""
+    running = [start(tree, arguments, results) for tree in trees]
+    try:
+        for tree, process in zip(trees, running, strict=True):
+            if process.wait(LIMIT_S) != 0:
+                sys.exit(f"tools.time_rows failed with {tree}")
+    except subprocess.TimeoutExpired as problem:
+        sys.exit(f"tools.time_rows took longer than {problem.timeout} s")
+    finally:
+        for process in running:
+            process.kill()
 
 
-def measured(trees: list[str], arguments: list[str], rounds: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """By problem and tree: (rate, ratio to the first peer, nan without one) of every round."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+def measured(trees: list[str], arguments: list[str], rounds: int) -> Found:
+    """Ratios are to the first peer that every tree and round has, nan where there is none."""
+    lines: dict[str, list[tuple[str, dict[str, float]]]] = defaultdict(list)
     for turn in range(rounds):
         for tree in trees[:: 1 if turn % 2 == 0 else -1]:
             with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as results:
-                finish(tree, start(tree, arguments, results.name))
+                together([tree], arguments, results.name)
                 for line in map(json.loads, results):
-                    rate, *peers = line["tflops"].values()
-                    found[line["problem"]][tree].append((rate, rate / peers[0] if peers else float("nan")))
+                    lines[line["problem"]].append((tree, line["tflops"]))
+    found: Found = {}
+    for problem, runs in lines.items():
+        ours, *peers = runs[0][1]
+        peer = next((name for name in peers if all(name in tflops for _, tflops in runs)), None)
+        found[problem] = defaultdict(list)
+        for tree, tflops in runs:
+            found[problem][tree].append((tflops[ours], tflops[ours] / tflops[peer] if peer else math.nan))
     return found
 
 
 def shown(found: list[tuple[float, float]]) -> str:
     """Medians of what was found in every round; nothing where a call failed."""
     if not found:
-        return f"{'-':>18}"
+        return f"{'-':>{WIDTH}}"
     rate, ratio = (statistics.median(values) for values in zip(*found, strict=True))
-    return f"{rate:9.1f} x{ratio:7.3f}"
+    return f"{f'{rate:.1f} x{ratio:7.3f}':>{WIDTH}}"
 
 
 def main() -> None:
@@ -66,12 +84,10 @@ def main() -> None:
         if not (Path(tree) / "tilewise" / "__init__.py").is_file():
             parser.error(f"TREE must hold a package tilewise, got {tree}")
     arguments = [given.part, *options]
-    for tree, process in [(tree, start(tree, arguments, os.devnull)) for tree in given.trees]:
-        finish(tree, process)
-    names = [Path(tree).name for tree in given.trees]
-    print(f"{'TFLOP/s, x of the first peer':<32}" + "".join(f"{name:>18}" for name in names))
+    together(given.trees, arguments, os.devnull)
+    print(f"{'TFLOP/s, x of a peer':<34}" + "".join(f"{tree[1 - WIDTH :]:>{WIDTH}}" for tree in given.trees))
     for problem, by_tree in measured(given.trees, arguments, given.rounds).items():
-        print(f"{problem:<32}" + "".join(shown(by_tree[tree]) for tree in given.trees))
+        print(f"{problem:<34}" + "".join(shown(by_tree[tree]) for tree in given.trees))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def read(path: Path) -> list[Instruction]:
 def segments(code: list[Instruction], near: float = 0.02) -> Iterator[list[Instruction]]:
     """Neighbours that were executed as often, to 2 %."""
     cuts = [b.number for a, b in pairwise(code) if abs(a.executed - b.executed) > near * max(1, a.executed)]
-    for begin, end in pairwise([0, *cuts, len(code)]):
+    for begin, end in pairwise([0, *cuts, len(code)] if code else []):
         yield code[begin:end]
 
 

@@ -162,7 +162,7 @@ def formulas(given: argparse.Namespace) -> None:
             tflops = {name: operations[name] / t / 1e9 for name, t in ms.items()}
             plain = tflops.get("causal")
             for name, rate in tflops.items():
-                note(f"{DIRECTIONS[direction]} {name}", {row: rate} | ({"causal": plain} if plain else {}))
+                note(f"{DIRECTIONS[direction]} {row} {name}", {row: rate} | ({"causal": plain} if plain else {}))
             for name, rate in tflops.items():
                 beside = f"of causal {rate / plain:5.3f}" if plain else ""
                 print(f"{DIRECTIONS[direction]:<8} {row} {name:<16} {ms[name]:8.3f} ms {rate:6.1f} TFLOP/s  {beside}")

@@ -63,7 +63,7 @@ def test_trees_stand_beside_each_other(
     monkeypatch.setattr("sys.argv", ["compare_trees", "f", str(SOURCES), str(broken), *options])
     compare_trees.main()
     title, *cells = capsys.readouterr().out.splitlines()
-    assert title.split()[-2:] == [SOURCES.name, broken.name]
+    assert [str(SOURCES).endswith(title.split()[-2]), str(broken).endswith(title.split()[-1])] == [True, True]
     assert [cell.split()[:4] for cell in cells] == [["forward", "d8", "full", "64"], ["forward", "d16", "full", "64"]]
     assert all(cell.split()[-1] == "-" and float(cell.split()[-2]) > 0.0 for cell in cells)
 
