@@ -142,11 +142,16 @@ def _caption(question: str, rows: Table) -> str:
         f"{f'driver {record.driver}, ' if record.driver else ''}torch {record.torch}, triton {record.triton}"
         for record in records
     )
-    today = {family.hash() for family in FAMILIES.values()}
-    if any(record.sources is not None and record.sources not in today for record in records):
+    if outdated(records):
         sentences.append("These records were made with other sources than today's.")
     sentences.append(f"Method: {'; '.join(_unique(record.method for record in records))}. Made by {'; '.join(made)}.")
     return "\n".join(sentence for sentence in sentences if sentence) + "\n"
+
+
+def outdated(records: Iterable[Record]) -> bool:
+    """Whether some were made with other sources of ours than today's."""
+    today = {family.hash() for family in FAMILIES.values()}
+    return any(record.sources is not None and record.sources not in today for record in records)
 
 
 def _unique(texts: Iterable[str]) -> list[str]:

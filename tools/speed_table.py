@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.grid_report import place
 from benchmarks.records import RESULTS, Record, read_all
-from benchmarks.report import latest, ratio
+from benchmarks.report import latest, outdated, ratio
 
 DEVICE = "h200"
 PASSES = ("attention_forward", "attention_backward")
@@ -32,7 +33,8 @@ def table(results: Path = RESULTS) -> str:
     size = record.problem
     return "\n".join(lines) + (
         f"\n\n{record.device}, {size['dtype']}, batch {size['batch']}, {size['num_heads_q']} heads of "
-        f"{size['head_dim']}, {size['seqlen_q']:,} tokens, {record.date[:10]}."
+        f"{size['head_dim']}, {size['seqlen_q']:,} tokens, {record.date[:10]}"
+        + _age(record for rows in passes for row in rows.values() for record in row.values())
     )
 
 
@@ -66,7 +68,13 @@ def exact(results: Path = RESULTS) -> str:
     ]
     caption = [f"{first.device}, {first.problem['dtype']}, {first.date[:10]}"]
     caption += [f"{what} {value}" for what, value in others.items()]
-    return "\n".join(lines) + "\n\n" + "; ".join(caption) + "."
+    records = (record for rows in passes for _, row in rows for record in row.values())
+    return "\n".join(lines) + "\n\n" + "; ".join(caption) + _age(records)
+
+
+def _age(records: Iterable[Record]) -> str:
+    """The end of a caption."""
+    return " (with earlier sources than today's)." if outdated(records) else "."
 
 
 def _without_variants(row: dict[str, Record]) -> dict[str, Record]:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.records import append
 from tests.tools.samples import sample
 from tools import readme, speed_table
+from tools.families import FAMILIES
 
 PROBLEM = {"formula": "causal", "seqlen_q": 8192, "batch": 2, "num_heads_q": 16, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -26,10 +27,16 @@ def test_every_part_has_its_place() -> None:
     assert all(marker in text for part in readme.PARTS for marker in readme.markers(part))
 
 
-def _fill(results: Path, formula: str, question: str, times: dict[str, float], run: str = "new") -> None:
+TODAY = FAMILIES["attention_triton"].hash()
+
+
+def _fill(
+    results: Path, formula: str, question: str, times: dict[str, float], run: str = "new", sources: str = TODAY
+) -> None:
     for impl, time in times.items():
         record = sample(
             question=question, problem={**PROBLEM, "formula": formula}, impl=impl, run=run, device="NVIDIA H200",
+            sources=sources if impl.startswith("tilewise") else None,
             p20_ms=time, p50_ms=time, p80_ms=time, date=f"2026-0{2 if run == 'new' else 1}-01T00:00:00Z",
         )  # fmt: skip
         append(record, results)
@@ -45,6 +52,12 @@ def test_the_table_has_each_peers_time_over_ours(tmp_path: Path) -> None:
     assert lines[2] == "| FlexAttention, compiled | 2.50 / 1.25 | 1.50 / 0.75 |"
     assert lines[3] == "| cuDNN | 0.75 / 0.38 |  |"
     assert lines[-1] == "NVIDIA H200, bfloat16, batch 2, 16 heads of 128, 8,192 tokens, 2026-02-01."
+
+
+def test_a_table_of_earlier_sources_says_so(tmp_path: Path) -> None:
+    for question in ("attention_forward", "attention_backward"):
+        _fill(tmp_path, "full", question, {"tilewise.triton": 2.0, "flex": 5.0}, sources="f00")
+    assert speed_table.table(tmp_path).endswith("2026-02-01 (with earlier sources than today's).")
 
 
 def test_the_exact_table_has_the_best_peers_time_over_the_rows(tmp_path: Path) -> None:
@@ -65,7 +78,8 @@ def test_the_exact_table_has_the_best_peers_time_over_the_rows(tmp_path: Path) -
     lines = speed_table.exact(tmp_path).splitlines()
     assert lines[0].endswith("| 512 tokens | 4,096 tokens |")
     assert lines[2] == "| head dimension 64, full | 1.50 / 0.75 | 1.50 / 0.75 |"
-    assert lines[-1].endswith("; grouped queries 1.50 / 0.75; 4 packed documents 1.50 / 0.75.")
+    caption = "; grouped queries 1.50 / 0.75; 4 packed documents 1.50 / 0.75 (with earlier sources than today's)."
+    assert lines[-1].endswith(caption)
 
 
 def test_without_records_the_table_says_so(tmp_path: Path) -> None:
