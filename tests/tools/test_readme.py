@@ -54,10 +54,14 @@ def test_the_table_has_each_peers_time_over_ours(tmp_path: Path) -> None:
     assert lines[-1] == "NVIDIA H200, bfloat16, batch 2, 16 heads of 128, 8,192 tokens, 2026-02-01."
 
 
-def test_a_table_of_earlier_sources_says_so(tmp_path: Path) -> None:
+def test_records_of_earlier_sources_make_no_table(tmp_path: Path) -> None:
     for question in ("attention_forward", "attention_backward"):
         _fill(tmp_path, "full", question, {"tilewise.triton": 2.0, "flex": 5.0}, sources="f00")
-    assert speed_table.table(tmp_path).endswith("2026-02-01 (with earlier sources than today's).")
+    assert speed_table.table(tmp_path) == speed_table.EARLIER
+    dense = {"seqlen_q": 512, "seqlen_k": 512, "batch": 4, "num_heads_q": 2, "num_heads_kv": 2, "head_dim": 64}
+    for question in speed_table.EXACT:
+        append(sample(question=question, problem={**dense, "formula": "full", "causal": False}), tmp_path)
+    assert speed_table.exact(tmp_path) == speed_table.EARLIER
 
 
 def test_the_exact_table_has_the_best_peers_time_over_the_rows(tmp_path: Path) -> None:
@@ -74,12 +78,12 @@ def test_the_exact_table_has_the_best_peers_time_over_the_rows(tmp_path: Path) -
             times = {"tilewise.hopper": ours, "tilewise.hopper.deterministic": 0.1, "fa4": 5.0, "cudnn": 3.0}
             for impl, time in times.items():
                 append(sample(question=question, problem=problem, impl=impl, device="NVIDIA H200", p20_ms=time,
-                              p50_ms=time, p80_ms=time, date="2026-02-01T00:00:00Z"), tmp_path)  # fmt: skip
+                              p50_ms=time, p80_ms=time, date="2026-02-01T00:00:00Z",
+                              sources=TODAY if impl.startswith("tilewise") else None), tmp_path)  # fmt: skip
     lines = speed_table.exact(tmp_path).splitlines()
     assert lines[0].endswith("| 512 tokens | 4,096 tokens |")
     assert lines[2] == "| head dimension 64, full | 1.50 / 0.75 | 1.50 / 0.75 |"
-    caption = "; grouped queries 1.50 / 0.75; 4 packed documents 1.50 / 0.75 (with earlier sources than today's)."
-    assert lines[-1].endswith(caption)
+    assert lines[-1].endswith("; grouped queries 1.50 / 0.75; 4 packed documents 1.50 / 0.75.")
 
 
 def test_without_records_the_table_says_so(tmp_path: Path) -> None:
