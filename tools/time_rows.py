@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ TRITON, HOPPER = (f"tilewise.{row}" for row in ROWS[DEVICE])
 SHORT = {HOPPER: "hopper", TRITON: "triton", f"{HOPPER}.deterministic": "determ."}
 DIRECTIONS = ("forward", "backward")
 Call = Callable[[], object]
-results: TextIO | None = None  # where lines go as JSON too
+Given = argparse.Namespace
 
 
 def prepared(attention: Attention, tensors: list[torch.Tensor], direction: int) -> Call:
@@ -53,7 +53,9 @@ def timed(calls: dict[str, Call]) -> dict[str, float]:
     return {name: result.quantiles[1] for name, result in found.items() if result.quantiles}
 
 
-def rates(what: str, who: dict[str, Attention], shape: dict[str, Any], operations: float, direction: int) -> None:
+def rates(
+    what: str, who: dict[str, Attention], shape: dict[str, Any], operations: float, direction: int, given: Given
+) -> None:
     """One line: milliseconds of the first contender, TFLOP/s of all, and how the first does beside the others."""
     calls: dict[str, Call] = {}
     for name, attention in who.items():
@@ -72,14 +74,14 @@ def rates(what: str, who: dict[str, Attention], shape: dict[str, Any], operation
     )
     print(f"{DIRECTIONS[direction]:<8} {what:<26} {ms.get(first, 0):8.3f} ms {text}   {beside}", flush=True)
     if first in tflops:
-        note(f"{DIRECTIONS[direction]} {what}", {name: tflops[name] for name in who if name in tflops})
+        note(given, f"{DIRECTIONS[direction]} {what}", {name: tflops[name] for name in who if name in tflops})
 
 
-def note(problem: str, tflops: dict[str, float]) -> None:
+def note(given: Given, problem: str, tflops: dict[str, float]) -> None:
     """A line for `tools.compare_trees`, where one is wanted: rates, ours first."""
-    if results is not None:
-        results.write(json.dumps({"problem": problem, "tflops": tflops}) + "\n")
-        results.flush()
+    if given.json is not None:
+        with given.json.open("a") as results:
+            results.write(json.dumps({"problem": problem, "tflops": tflops}) + "\n")
 
 
 def label(cell: Cell) -> str:
@@ -87,7 +89,7 @@ def label(cell: Cell) -> str:
     return f"{cell.part} {'causal' if cell.causal else 'full'} {length}"
 
 
-def grid(given: argparse.Namespace, parts: tuple[str, ...] | None = None) -> list[Cell]:
+def grid(given: Given, parts: tuple[str, ...] | None = None) -> list[Cell]:
     """The cells that the options leave."""
     return [
         cell
@@ -103,33 +105,33 @@ def operations_of(cell: Cell) -> int:
     return 4 * cell.head_dim * cell.pairs * cell.heads_q
 
 
-def compare(cell: Cell, given: argparse.Namespace, direction: int) -> None:
+def compare(cell: Cell, given: Given, direction: int) -> None:
     """Ours beside the peers."""
     found = contenders(cell, DEVICE, given.fa4)
     wanted = [HOPPER, *([TRITON] if given.triton else []), "cudnn", "sdpa", "torch_varlen", "fa4"]
     rates(
         label(cell), {n: found[n] for n in wanted if n in found},
-        {"shape": cell.shape, "heads_kv": cell.heads_kv}, operations_of(cell), direction,
+        {"shape": cell.shape, "heads_kv": cell.heads_kv}, operations_of(cell), direction, given,
     )  # fmt: skip
 
 
-def forward(given: argparse.Namespace) -> None:
+def forward(given: Given) -> None:
     for cell in grid(given):
         compare(cell, given, 0)
 
 
-def backward(given: argparse.Namespace) -> None:
+def backward(given: Given) -> None:
     for cell in grid(given):
         compare(cell, given, 1)
 
 
-def grouped(given: argparse.Namespace) -> None:
+def grouped(given: Given) -> None:
     for cell in grid(given, ("gqa", "packed")):
         for direction in (0, 1):
             compare(cell, given, direction)
 
 
-def deterministic(given: argparse.Namespace) -> None:
+def deterministic(given: Given) -> None:
     given.dims = given.dims or ([64, 128] if not given.tiny else [])
     for cell in grid(given):
         mask = tw.causal if cell.causal else None
@@ -138,10 +140,10 @@ def deterministic(given: argparse.Namespace) -> None:
             f"{HOPPER}.deterministic": tilewise(row, mask=mask, deterministic=True),
             HOPPER: tilewise(row, mask=mask),
         }
-        rates(label(cell), who, {"shape": cell.shape}, operations_of(cell), 1)
+        rates(label(cell), who, {"shape": cell.shape}, operations_of(cell), 1, given)
 
 
-def formulas(given: argparse.Namespace) -> None:
+def formulas(given: Given) -> None:
     """All formulas take turns, so that each is beside causal."""
     seqlen, heads, head_dim = (8192, 16, 128) if not given.tiny else (256, 4, 32)
     batch = attention_formula.BATCH
@@ -162,15 +164,14 @@ def formulas(given: argparse.Namespace) -> None:
             tflops = {name: operations[name] / t / 1e9 for name, t in ms.items()}
             plain = tflops.get("causal")
             for name, rate in tflops.items():
-                note(f"{DIRECTIONS[direction]} {row} {name}", {row: rate} | ({"causal": plain} if plain else {}))
-            for name, rate in tflops.items():
+                note(given, f"{DIRECTIONS[direction]} {row} {name}", {row: rate} | ({"causal": plain} if plain else {}))
                 beside = f"of causal {rate / plain:5.3f}" if plain else ""
                 print(f"{DIRECTIONS[direction]:<8} {row} {name:<16} {ms[name]:8.3f} ms {rate:6.1f} TFLOP/s  {beside}")
             sys.stdout.flush()
             del calls
 
 
-def kernels(given: argparse.Namespace) -> None:
+def kernels(given: Given) -> None:
     """Microseconds and launches of each kernel in one backward, means of five."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -227,8 +228,6 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small problems, to try this script on a CPU")
     parser.add_argument("--json", type=Path, help="append the rates to this file, a line each")
     given = parser.parse_args()
-    global results
-    results = given.json.open("a") if given.json else None
     given.fa4 = find_fa4(DEVICE)[0] if given.fa4 else None
     for part in given.parts:
         start = time.time()
