@@ -85,21 +85,25 @@ def test_loops_over_tiles_spill_nothing(variant: Variant) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "seqlen", "changed", "kernels"),
+    ("head_dim", "lengths", "changed", "kernels"),
     [
-        (64, 512, {}, (PREPARE, OF_KEYS, FINISH)),
-        (128, 512, {}, (PREPARE, OF_KEYS, OF_QUERIES)),
-        (128, 513, {}, (PREPARE, OF_KEYS, FINISH)),
-        (128, 513, {"deterministic": True}, (PREPARE, OF_KEYS, OF_QUERIES)),
-        (128, 512, {"score": tw.alibi(torch.ones(2, requires_grad=True))}, (PREPARE, OF_KEYS, FINISH)),
-        (129, 513, {}, (PREPARE, OF_WIDE_KEYS, OF_QUERIES)),
-        (256, 513, {"deterministic": True}, (PREPARE, OF_WIDE_KEYS, OF_QUERIES)),
+        (64, (512, 512), {}, (PREPARE, OF_KEYS, FINISH)),
+        (64, (16, 4096), {}, (PREPARE, OF_KEYS, FINISH)),
+        (64, (8, 8), {}, (PREPARE, OF_KEYS, OF_QUERIES)),
+        (128, (512, 512), {}, (PREPARE, OF_KEYS, OF_QUERIES)),
+        (128, (512, 4096), {}, (PREPARE, OF_KEYS, FINISH)),
+        (128, (513, 513), {}, (PREPARE, OF_KEYS, FINISH)),
+        (128, (513, 513), {"deterministic": True}, (PREPARE, OF_KEYS, OF_QUERIES)),
+        (128, (512, 512), {"score": tw.alibi(torch.ones(2, requires_grad=True))}, (PREPARE, OF_KEYS, FINISH)),
+        (129, (513, 513), {}, (PREPARE, OF_WIDE_KEYS, OF_QUERIES)),
+        (256, (513, 513), {"deterministic": True}, (PREPARE, OF_WIDE_KEYS, OF_QUERIES)),
     ],
 )
 def test_dq_has_sums_or_a_kernel_of_its_own(
-    head_dim: int, seqlen: int, changed: dict[str, Any], kernels: tuple[str, ...]
+    head_dim: int, lengths: tuple[int, int], changed: dict[str, Any], kernels: tuple[str, ...]
 ) -> None:
-    q, k, v = (torch.zeros(1, seqlen, 2, head_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    rows = (lengths[0], lengths[1], lengths[1])
+    q, k, v = (torch.zeros(1, n, 2, head_dim, dtype=torch.bfloat16, requires_grad=True) for n in rows)
     call = make_call(q, k, v, mask=tw.causal, **changed)
     o = call.new_output()
     with compiling_for(90):

@@ -60,12 +60,27 @@ def test_many_runs_on_hopper_give_the_same_bits(case: Case, deterministic: bool)
     properties.repeats_are_equal(Setting("hopper", torch.bfloat16, DEVICE), case, 250, deterministic)
 
 
+JUMPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": build.causal},
+    "window": {"mask": build.window(300)},
+    "document": {"mask": build.document_window},
+    "alibi": {"mask": build.causal, "score": build.alibi},
+    "softcap": {"score": build.softcap},
+    "sink": {"mask": build.causal, "sink": True},
+    "negative": {"scale": -1.5},
+    "packed": {"mask": build.causal, "packed": tuple((n, n) for n in (700, 3, 0, 450))},
+}
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", [None, build.causal, build.window(300)])
-def test_maxima_that_jump(mask: Any, head_dim: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", JUMPS)
+def test_maxima_that_jump(name: str, dtype: torch.dtype, head_dim: int) -> None:
     """Scores so far apart that many tiles raise a row's maximum by more than 2**8 and many by less."""
-    case = Case("jumps", 2, 500, 700, 4, 2, head_dim, head_dim, mask=mask, scale=1.5)
-    properties.gradients_equal_reference(Setting("hopper", torch.bfloat16, DEVICE), case)
+    sizes = {"seqlen_q": 500, "seqlen_k": 700, "heads_q": 4, "heads_kv": 2, "head_dim": head_dim}
+    case = Case(f"jumps_{name}", **{**sizes, "head_dim_v": head_dim, "scale": 1.5, **JUMPS[name]})
+    properties.gradients_equal_reference(Setting("hopper", dtype, DEVICE), case)
 
 
 def test_fifty_decodes_give_the_same_bits() -> None:

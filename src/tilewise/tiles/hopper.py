@@ -389,7 +389,7 @@ def _rescale(n):
 
 @gluon.constexpr_function
 def _rescale_places(n):
-    return ",".join(["=f"] * n + [str(k) for k in range(n)] + ["f"] * n)
+    return ",".join(["=&f"] * n + [str(k) for k in range(n)] + ["f"] * n)
 
 
 @gluon.jit

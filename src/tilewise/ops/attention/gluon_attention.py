@@ -54,7 +54,7 @@ _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 _SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles
-_FEW = 512  # queries and keys of a sequence, up to which two products more cost less than sums of dQ
+_FEW_ROWS = 512  # queries and keys of a sequence, up to which two products more cost less than sums of dQ
 _MANY = 0x7FFF0000
 _FEW_TILES = 24  # of a sequence, up to which those of unequal length are divided beforehand
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
@@ -328,12 +328,12 @@ def _gradient_plan(
 
 def _sums(call: Call) -> bool:
     """Whether programs that own keys add to dQ in memory: not where bits must repeat, where it would be slower, or
-    where tiles, of which sums are kept whole, are three quarters empty.
+    where there would be four times as many rows of sums, which are kept in whole tiles, as of queries or keys.
     """
     cfg = config_of("hopper backward", call)
-    empty = slots_of(call, cfg, False) * cfg.block_m > 4 * call.rows_q
-    few = _columns(call) == 128 and max(call.rows_q, call.rows_k) <= _FEW and not call.packed
-    few = few and not any(call.grad_captured)
+    rows = max(call.rows_q, call.rows_k)
+    empty = slots_of(call, cfg, False) * cfg.block_m > 4 * rows
+    few = _columns(call) == 128 and rows <= _FEW_ROWS and not (call.packed or any(call.grad_captured))
     return not (call.deterministic or _columns(call) > 128 or few or empty)
 
 

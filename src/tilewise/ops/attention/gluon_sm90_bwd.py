@@ -146,7 +146,7 @@ def issue_dq(k_ring, spot, ds_ring, place, done, C: gl.constexpr):
 
 
 @gluon.jit
-def add_dq(dq, SUM, tile, C: gl.constexpr):
+def add_to_sums(dq, SUM, tile, C: gl.constexpr):
     """Add a share of dQ to the sums, of which each thread finds four side by side (`gluon_sm90_sums.finish`)."""
     FOURS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
     fours = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([8, 128, 4])
@@ -217,7 +217,7 @@ def step(
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         mbarrier.arrive(ds_empty.index(place ^ 1))
         mbarrier.arrive(do_empty.index(stage))
-        add_dq(dq, SUM, before, C)
+        add_to_sums(dq, SUM, before, C)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(q_empty.index(stage))
     return dk, dv
@@ -278,7 +278,7 @@ def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             mbarrier.wait(ds_full.index(last), phase)
             dq = warpgroup_mma_wait(0, deps=(issue_dq(k_ring, spot, ds_ring, last, done, C),))
             mbarrier.arrive(ds_empty.index(last))
-            add_dq(dq, SUM, before, C)
+            add_to_sums(dq, SUM, before, C)
         if is_last:
             if fixed.sums:
                 wait_for_both()  # have read K and dS

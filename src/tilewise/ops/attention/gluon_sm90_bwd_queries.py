@@ -1,5 +1,5 @@
-"""dQ on Hopper where no program adds to it in memory, in Gluon: for head dimensions above 128, and for gradients that
-repeat bit by bit. A program owns 128 queries, 64 for each of two warpgroups, and takes scores and dP once more.
+"""dQ on Hopper where no program adds to it in memory (`gluon_attention._sums` says where), in Gluon. A program owns 128
+queries, 64 for each of two warpgroups, and takes scores and dP once more.
 """
 
 from triton.experimental import gluon

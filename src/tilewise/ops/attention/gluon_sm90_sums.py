@@ -53,8 +53,10 @@ def prepare(
     tl.store(SHIFT + at, tl.where(lse == float("-inf"), 0.0, -lse * unit))
     tl.store(CENTRE + at, -delta)
     if SUM is not None:
-        at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
-        tl.store(SUM + at, tl.zeros([BLOCK_M * D], tl.float32))
+        within = tl.arange(0, BLOCK_M * D)
+        at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + within
+        seen = start + 0 * within < seqlen_q  # packed sequences have tiles to spare
+        tl.store(SUM + at, tl.zeros([BLOCK_M * D], tl.float32), mask=seen)
     if tl.program_id(0) == 0:
         tl.store(COUNTS, 0)
         tl.store(COUNTS + 1, 0)
@@ -69,8 +71,9 @@ def finish(
     each thread (warp, row, pair of columns) two rows and two columns.
     """
     b, h, m, row0, seqlen_q = tile_of_queries(CU_Q, batch, rows_q, slots, HEADS, BLOCK_M, PACKED)
-    at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
-    sums = tl.load(SUM + at).reshape(2, 8, 4, 8, 4, 2, 2)
+    within = tl.arange(0, BLOCK_M * D)
+    at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + within
+    sums = tl.load(SUM + at, mask=m * BLOCK_M + 0 * within < seqlen_q).reshape(2, 8, 4, 8, 4, 2, 2)
     if BLOCK_M == 64:  # a share is half of the columns
         dq = sums.permute(2, 5, 3, 0, 1, 4, 6).reshape(BLOCK_M, D)
     else:
