@@ -83,6 +83,25 @@ def test_maxima_that_jump(name: str, dtype: torch.dtype, head_dim: int) -> None:
     properties.gradients_equal_reference(Setting("hopper", dtype, DEVICE), case)
 
 
+MANY_HEADS = [
+    Case("many_short", 64, 200, 200, 8, 8, 64, 64),
+    Case("many_short_causal", 70, 200, 200, 8, 8, 64, 64, mask=build.causal),
+    Case("many_grouped", 100, 300, 300, 16, 4, 48, 48, mask=build.causal),
+    Case("many_wide", 40, 600, 600, 8, 8, 128, 128),
+    Case("many_windows", 40, 600, 700, 8, 8, 96, 96, mask=build.window(200)),
+    Case("many_packed", packed=((300, 300), (5, 5), (0, 0), (200, 200)), heads_q=400, heads_kv=400, head_dim=64,
+         head_dim_v=64, mask=build.causal),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MANY_HEADS, ids=name_of)
+def test_heads_that_take_the_places_of_others(case: Case) -> None:
+    """More heads than Hopper's sums of dQ have places for."""
+    setting = Setting("hopper", torch.bfloat16, DEVICE)
+    properties.gradients_equal_reference(setting, case)
+    properties.repeats_are_equal(setting, case, 30, deterministic=False)
+
+
 def test_fifty_decodes_give_the_same_bits() -> None:
     case = Case("race_decode", 4, 2, 4000, 16, 2, 128, 128, mask=build.causal)
     properties.repeats_are_equal(Setting("triton_decode", torch.bfloat16, DEVICE), case, times=50)

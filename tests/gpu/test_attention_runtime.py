@@ -155,6 +155,24 @@ def test_work_is_ordered_with_the_current_stream(impl: str) -> None:
 
 
 @on_both
+def test_streams_may_share_the_gpu(impl: str) -> None:
+    """Programs that wait for others of their kernel must not wait for ever when another kernel has those's places."""
+    q, k, v = leaves(40, 600, 8, 64)
+    do = draw(40, 600, 8, 64, seed=9)
+    want = forward_backward(impl, q, k, v, do, mask=tw.causal)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for _ in range(10):
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(forward_backward(impl, q, k, v, do, mask=tw.causal))
+        torch.cuda.synchronize()
+        for got in found:
+            same(got, want, impl)
+
+
+@on_both
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_tensors_decide_the_device(impl: str) -> None:
     q, k, v = leaves(1, 200, 2, 64)

@@ -13,14 +13,14 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.constexpr_function
-def _ring_of(count: int, like: Any) -> list[int]:
-    return [count, *like.shape[1:]]
+def _ring_of(count: int, tile: Any) -> list[int]:
+    return [count, *tile]
 
 
 @gluon.jit
 def reinterpret(memory, count: gl.constexpr, like):
-    """Shared memory as `count` tiles like those of the ring `like`."""
+    """Shared memory as a ring of `count` tiles like those of a descriptor."""
     if _RENAMED:
-        return memory.reinterpret(like.dtype, _ring_of(count, like), like.layout)
+        return memory.reinterpret(like.dtype, _ring_of(count, like.block_shape), like.layout)
     else:
-        return memory._reinterpret(like.dtype, _ring_of(count, like), like.layout)
+        return memory._reinterpret(like.dtype, _ring_of(count, like.block_shape), like.layout)

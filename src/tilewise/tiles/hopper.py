@@ -27,8 +27,8 @@ def _named_barrier(what, turn):
 
 
 @gluon.jit
-def _once_per_thread(ASM: gl.constexpr):
-    x = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+def _once_per_thread(ASM: gl.constexpr, WARPS: gl.constexpr = 4):
+    x = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -90,9 +90,38 @@ def ring_turn(at, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def take(NEXT):
+    """The next number that nobody has taken."""
+    return gl.atomic_add(NEXT, 1, sem="relaxed")
+
+
+@gluon.jit
 def deal(NEXT):
     """The next item of the grid that no program has taken. The first that a program takes is that of its own number."""
-    return gl.num_programs(0) + gl.atomic_add(NEXT, 1, sem="relaxed")
+    return gl.num_programs(0) + take(NEXT)
+
+
+_PAUSE = "nanosleep.u32 2000; mov.b32 $0, $1;"
+_FENCE = "fence.proxy.async.global; mov.b32 $0, $1;"
+PAUSE = gl.constexpr(_PAUSE)
+FENCE = gl.constexpr(_FENCE)
+
+
+@gluon.jit
+def wait_for_count(COUNT, wanted, WARPS: gl.constexpr):
+    """Wait, as a role of so many warps, until other programs have counted so far; what they wrote before is seen then.
+
+    Only the last look acquires: that empties the cache in front of shared memory.
+    """
+    while gl.atomic_add(COUNT, 0, sem="relaxed") < wanted:
+        _once_per_thread(PAUSE, WARPS)
+    gl.atomic_add(COUNT, 0, sem="acquire")
+
+
+@gluon.jit
+def read_by_tma(WARPS: gl.constexpr):
+    """Let the TMA read of global memory what this role of so many warps sees."""
+    _once_per_thread(FENCE, WARPS)
 
 
 @gluon.jit
@@ -163,9 +192,9 @@ def sequence(b, CU_SEQLENS, seqlen, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def at_row(here, h, row):
+def at_row(here, h, row, column=0):
     """Coordinates of a tile's first row in a descriptor."""
-    return [here[0], here[1], h, here[2] + row, 0]
+    return [here[0], here[1], h, here[2] + row, column]
 
 
 @gluon.constexpr_function

@@ -57,6 +57,7 @@ _SHORT = 1536  # queries of a sequence up to which rows of unequal length take s
 _FEW_ROWS = 512  # queries and keys of a sequence, up to which two products more cost less than sums of dQ
 _MANY = 0x7FFF0000
 _FEW_TILES = 24  # of a sequence, up to which those of unequal length are divided beforehand
+_HELD = 24 * 2**20  # bytes of sums of dQ that L2 holds beside what else is used
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
 
 
@@ -218,8 +219,8 @@ def _turns(call: Call, slots: int, pairs: int) -> int:
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-    """Gradients: what queries begin with, then dK and dV, then dQ. The programs for dK and dV add to sums of dQ, which
-    are converted at the end; or dQ has a kernel like theirs (`_sums`): where head dimensions are above 128, gradients
+    """Gradients: what queries begin with, then dK, dV and dQ. The programs for dK and dV add to sums of dQ, and convert
+    those that are complete; or dQ has a kernel like theirs (`_sums`): where head dimensions are above 128, gradients
     must repeat bit by bit, queries and keys are few, or sequences are so short that tiles are mostly empty.
     """
     if call.dropout > 0.0 or (any(call.grad_captured) and not _sums(call)):
@@ -233,9 +234,10 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         plans = _PLANS.put(key, backward_plans(call, o, do))
     prepare, keys, queries = plans
     shift, centre = lse.new_empty((2, prepare.grid, keys.extra[0].block_m))
-    counts = lse.new_empty(2, dtype=torch.int32)
-    adds = keys.constants[0].sums.value  # programs that own keys, to dQ in memory
-    sums = lse.new_empty((prepare.grid, keys.extra[0].block_m * _columns(call))) if adds else None
+    counts = lse.new_empty(dq_sums.TAKEN.value + 2 * call.num_heads_q * batches_of(call), dtype=torch.int32)
+    *_, slots_q, places = prepare.sizes
+    share = (dq_sums.ROWS.value, dq_sums.COLUMNS.value)
+    sums = lse.new_empty((places * slots_q * 2 * share[0], share[1])) if places else None
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
     dlse = None if dlse is None else dlse.contiguous()
@@ -248,13 +250,11 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         tables: dict[Any, Any] = {}
         lists = triton_attention.lists_of(call, keys, True, key, tables)
         if keys.kernel is attention_bwd_sm90:
-            pointers = (*inputs, dk, dv, counts, sums, *cu_seqlens, *lists)
+            pointers = (*inputs, dk, dv, counts, sums, sums, dq, *cu_seqlens, *lists)
             keys.launch(pointers, (*formula, accumulators(captured)), scalars)
         else:
             keys.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
-        if sums is not None:
-            queries.launch((sums, dq, call.cu_seqlens_q), (), scalars)
-        else:
+        if queries is not None:
             lists = triton_attention.lists_of(call, queries, False, key, tables)
             queries.launch((*inputs, dq, counts, *cu_seqlens, *lists), formula, scalars)
     grads = Gradients(dq, dk, dv, None, rounded(call, captured))
@@ -263,8 +263,8 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     return grads
 
 
-def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan, Plan]:
-    """The plans of `prepare`, of the kernel for dK and dV, and of the one that gives dQ."""
+def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan, Plan | None]:
+    """The plans of `prepare`, of the kernel for dK and dV, and of one for dQ where that is not from sums."""
     _mask, score = functions(call, "gluon")
     cfg, of_queries = config_of("hopper backward", call), config_of("hopper queries", call)
     d, block = _columns(call), cfg.block_m
@@ -273,7 +273,7 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
         dq_sums.prepare,
         call.num_heads_q * batches_of(call) * slots_q,
         (*strides_of(o), *strides_of(do)),
-        (call.batch, call.rows_q, slots_q),
+        (call.batch, call.rows_q, slots_q, _places(call)),
         (call.num_heads_q, call.head_dim_v, d, block, call.packed),
         4,
         1,
@@ -284,9 +284,8 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
     boxes = {0: (block, d), 1: rows, 2: rows, 3: (block, d), 4: numbers, 5: numbers, 6: rows, 7: rows}
     kernel = attention_bwd_sm90 if d <= 128 else attention_bwd_wide_sm90
     if _sums(call):
-        shape = (call.num_heads_q, call.head_dim, d, block, call.packed)
-        finish = Plan(dq_sums.finish, prepare.grid, (), prepare.sizes, shape, 4, 1)
-        return prepare, _gradient_plan(kernel, call, cfg, block, slots_q, boxes), finish
+        share = (dq_sums.ROWS.value, dq_sums.COLUMNS.value)
+        return prepare, _gradient_plan(kernel, call, cfg, block, slots_q, boxes | {10: share, 11: (64, 64)}), None
     keys = _gradient_plan(kernel, call, cfg, block, slots_q, boxes)
     tiles = (of_queries.block_n, d)
     boxes = {0: rows, 1: tiles, 2: tiles, 3: rows, 6: rows}  # q, k, v, do, dq
@@ -302,11 +301,12 @@ def _gradient_plan(
     slots = slots_of(call, cfg, of_keys)
     pairs = (call.num_heads_kv if of_keys else call.num_heads_q) * batches_of(call)
     side = score and (score.keys if of_keys else score.queries)
+    places = (_places(call),) if kernel is attention_bwd_sm90 else ()
     return Plan(
         kernel,
         grid=min(slots * pairs, multiprocessors(call.q.device)),
         strides=(),
-        sizes=(*lengths_of(call)[:3], slots_q, slots, _turns(call, slots, pairs), slots * pairs),
+        sizes=(*lengths_of(call)[:3], slots_q, slots, _turns(call, slots, pairs), slots * pairs, *places),
         constants=(
             _constants(
                 **_common(call, mask, score, cfg, of_keys),
@@ -335,6 +335,22 @@ def _sums(call: Call) -> bool:
     empty = slots_of(call, cfg, False) * cfg.block_m > 4 * rows
     few = _columns(call) == 128 and rows <= _FEW_ROWS and not (call.packed or any(call.grad_captured))
     return not (call.deterministic or _columns(call) > 128 or few or empty)
+
+
+def _places(call: Call) -> int:
+    """How many heads' sums of dQ have memory: those that programs are at, and as many again as are converted or wait
+    for it, up to twice as many where L2 holds them; whole turns of them (`gluon_sm90_sums.wait_for_place`).
+    """
+    if not _sums(call):
+        return 0
+    cfg = config_of("hopper backward", call)
+    slots, slots_q = slots_of(call, cfg, True), slots_of(call, cfg, False)
+    pairs = call.num_heads_kv * batches_of(call)
+    turns = _turns(call, slots, pairs)
+    at_once = turns - (-multiprocessors(call.q.device) // slots)
+    held = _HELD // (4 * slots_q * cfg.block_m * _columns(call) * call.group)
+    wanted = max(at_once + at_once // 2 + 1, min(3 * at_once, held))
+    return call.group * min(pairs, -(-wanted // turns) * turns)
 
 
 def _columns(call: Call) -> int:

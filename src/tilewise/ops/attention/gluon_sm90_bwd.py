@@ -1,5 +1,6 @@
 """FlashAttention-3's backward for Hopper, in Gluon: a program owns 128 keys, 64 for each of two warpgroups, which hold
-dK and dV in registers and add to dQ in memory; one warp fetches tiles of queries, another writes dK and dV.
+dK and dV in registers and add to sums of dQ in memory; one warp fetches tiles of queries, another writes dK and dV, and
+two make dQ of sums that are complete (`gluon_sm90_sums`).
 
 Scores are held transposed, so that P and dS enter the products with dO and Q from registers. dQ needs dS of all 128
 keys: it goes through shared memory, and its product is taken one tile later, so that the warpgroups need not keep step.
@@ -31,11 +32,21 @@ from tilewise.ops.attention.gluon_sm90_scores import (
     start_scores,
     through_score,
 )
+from tilewise.ops.attention.gluon_sm90_sums import (
+    CONVERTERS,
+    add_to_sums,
+    convert,
+    count_run,
+    first_sums_of,
+    head_of,
+    place_is_free,
+    share_ring,
+    wait_for_place,
+)
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.gluon_api import async_load, async_store, barrier, reinterpret
 from tilewise.tiles.hopper import (
     at_row,
-    deal,
     fill_with,
     filled,
     keep_tile_before_wait,
@@ -47,6 +58,7 @@ from tilewise.tiles.hopper import (
     posted,
     product_layout,
     ring_turn,
+    take,
     tile_bytes,
     wait_for_both,
 )
@@ -58,53 +70,99 @@ AHEAD = gl.constexpr(2)  # tiles of keys: those of the next item are fetched mea
 
 
 @gluon.jit
-def fetch(inputs, memory, bars, grid, fixed):
-    """The warp that fetches: K and V of an item, then Q with its shifts and dO with its centres, tile by tile. It takes
-    items as they are dealt out, and posts their runs; a run that visits nothing is the last.
+def find_run(item, g, sums, grid, fixed, BLOCK_M: gl.constexpr):
+    """(item, head of its group, its run): the first from here on that visits something, or one that visits nothing."""
+    COUNTS = sums[3]
+    nothing = 0 * item
+    run = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    looking = item < grid[0][6]
+    while looking:
+        run = run_of(item, g, grid, fixed, BLOCK_M, KEYS)
+        looking = run[7] == 0
+        if looking:
+            if fixed.sums:
+                count_run(head_of(run, fixed), sums)
+            g += 1
+            if g == fixed.group:
+                g = nothing
+                item = take(COUNTS)
+            looking = item < grid[0][6]
+    return item, g, run
+
+
+@gluon.jit
+def fetch_tiles(inputs, run, first, last, done, memory, bars, grid, fixed):
+    """Fetch Q with its shifts and dO with its centres, from the `first` of a run's tiles up to the `last`."""
+    _K, _V, Q, DO, SHIFT, CENTRE = inputs
+    _, _, q_ring, do_ring, shift_ring, centre_ring, _, _, _ = memory
+    _, _, _, _, q_full, q_empty, do_full, do_empty, _, _, _, _ = bars
+    BLOCK_M: gl.constexpr = q_ring.shape[4]
+    queries, _keys, _lengths, row0, tiles = where_of(run, grid, fixed, BLOCK_M)
+    tile0 = first_tile_of(run, row0, grid, fixed, BLOCK_M)
+    for t in range(first, last):
+        m = visit_any(t, tiles, fixed.lists)
+        row, tile = m * BLOCK_M, tile0 + m
+        fill_with(Q, SHIFT, done + t, queries, run[1], row, tile, q_ring, shift_ring, q_full, q_empty)
+        fill_with(DO, CENTRE, done + t, queries, run[1], row, tile, do_ring, centre_ring, do_full, do_empty)
+
+
+@gluon.jit
+def fetch(inputs, sums, memory, bars, grid, fixed):
+    """The warp that fetches: K and V of an item, and tiles of queries. It takes items as it comes to them, the
+    next while two tiles are still to come, and posts their runs; a run that visits nothing is the last.
     """
-    Q, K, V, DO, SHIFT, CENTRE, COUNTS = inputs
-    k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, _, _, board = memory
-    k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, _, _, _, _ = bars
+    K, V, _Q, _DO, _SHIFT, _CENTRE = inputs
+    COUNTS = sums[3]
+    k_ring, v_tile, q_ring, _, _, _, _, _, board = memory
+    k_full, k_empty, v_full, v_empty, _, _, _, _, _, _, _, _ = bars
     BLOCK_M: gl.constexpr = q_ring.shape[4]
     done = 0
     at = 0
-    item = gl.program_id(0)
-    while item < grid[0][6]:
-        for g in range(fixed.group):
-            run = run_of(item, g, grid, fixed, BLOCK_M, KEYS)
-            count = run[7]
-            if not fixed.packed or count > 0:
-                post(run, at, board)
-                h, start = run[1], run[3]
-                queries, keys, _lengths, row0, tiles = where_of(run, grid, fixed, BLOCK_M)
-                tile0 = first_tile_of(run, row0, grid, fixed, BLOCK_M)
-                turn = at // fixed.group
-                if g == 0:
-                    spot, phase = ring_turn(turn, AHEAD)
-                    mbarrier.wait(k_empty.index(spot), phase ^ 1)
-                    mbarrier.expect(k_full.index(spot), 2 * tile_bytes(k_ring))
-                    for c in gl.static_range(2):
-                        from_row = at_row(keys, h // fixed.group, start + 64 * c)
-                        async_load(K, from_row, k_full.index(spot), k_ring.index(spot * 2 + c))
-                for t in range(count):
-                    m = visit_any(t, tiles, fixed.lists)
-                    row, tile = m * BLOCK_M, tile0 + m
-                    fill_with(Q, SHIFT, done, queries, h, row, tile, q_ring, shift_ring, q_full, q_empty)
-                    fill_with(DO, CENTRE, done, queries, h, row, tile, do_ring, centre_ring, do_full, do_empty)
-                    if g + t == 0:  # last: its place is the last to be free
-                        mbarrier.wait(v_empty, (turn & 1) ^ 1)
-                        mbarrier.expect(v_full, 2 * tile_bytes(v_tile))
-                        for c in gl.static_range(2):
-                            async_load(V, at_row(keys, h // fixed.group, start + 64 * c), v_full, v_tile.index(c))
-                    done += 1
-                at += 1
-        item = deal(COUNTS)
+    # the first item is taken too, since others may wait for it, and this program come late (`wait_for_place`)
+    item, g, run = find_run(take(COUNTS), 0 * done, sums, grid, fixed, BLOCK_M)
+    while run[7] > 0:
+        h, start, count = run[1], run[3], run[7]
+        _queries, keys, _lengths, row0, _tiles = where_of(run, grid, fixed, BLOCK_M)
+        if fixed.sums:
+            tile0 = first_tile_of(run, row0, grid, fixed, BLOCK_M)
+            post(run + (first_sums_of(run, tile0, sums, grid, fixed),), at, board)  # noqa: RUF005 (unknown to Triton)
+        else:
+            post(run, at, board)
+        turn = at // fixed.group
+        if g == 0:
+            spot, phase = ring_turn(turn, AHEAD)
+            mbarrier.wait(k_empty.index(spot), phase ^ 1)
+            mbarrier.expect(k_full.index(spot), 2 * tile_bytes(k_ring))
+            for c in gl.static_range(2):
+                async_load(
+                    K, at_row(keys, h // fixed.group, start + 64 * c), k_full.index(spot), k_ring.index(spot * 2 + c)
+                )
+        fetch_tiles(inputs, run, 0, 1, done, memory, bars, grid, fixed)
+        if g == 0:  # after the first tile: its place is the last to be free
+            mbarrier.wait(v_empty, (turn & 1) ^ 1)
+            mbarrier.expect(v_full, 2 * tile_bytes(v_tile))
+            for c in gl.static_range(2):
+                async_load(V, at_row(keys, h // fixed.group, start + 64 * c), v_full, v_tile.index(c))
+        near = gl.maximum(count - 2, 1)
+        fetch_tiles(inputs, run, 1, near, done, memory, bars, grid, fixed)
+        g += 1
+        if g == fixed.group:
+            g = 0 * g
+            item = take(COUNTS)
+        item, g, coming = find_run(item, g, sums, grid, fixed, BLOCK_M)
+        free = place_is_free(coming, sums, grid, fixed)
+        fetch_tiles(inputs, run, near, count, done, memory, bars, grid, fixed)
+        if not free:
+            wait_for_place(coming, sums, grid, fixed)
+        done += count
+        at += 1
+        run = coming
     post_last(at, board)
 
 
 @gluon.jit
-def send(outputs, memory, bars, grid, fixed):
-    """The warp that writes: it sends dV and dK of an item out of the places of K and dS."""
+def send(outputs, sums, memory, bars, grid, fixed):
+    """The warp that writes: it sends dV and dK of an item out of the places of K and dS, and counts the item's runs."""
     DK, DV = outputs
     k_ring, _, q_ring, _, _, _, _, dk_ring, board = memory
     _, k_empty, _, _, _, _, _, _, _, _, out_full, out_empty = bars
@@ -124,6 +182,9 @@ def send(outputs, memory, bars, grid, fixed):
             tma.store_wait(0)
             mbarrier.arrive(k_empty.index(spot))
             mbarrier.arrive(out_empty)
+            if fixed.sums:
+                for g in range(fixed.group):  # of which all additions are on their way
+                    count_run(head_of(run, fixed) - g, sums)
         at += 1
         run = posted(at, board, 1)
 
@@ -143,19 +204,6 @@ def issue_dq(k_ring, spot, ds_ring, place, done, C: gl.constexpr):
         else:
             dq = warpgroup_mma(ds.slice(C * 64, 64, dim=1).permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
     return dq
-
-
-@gluon.jit
-def add_to_sums(dq, SUM, tile, C: gl.constexpr):
-    """Add a share of dQ to the sums, of which each thread finds four side by side (`gluon_sm90_sums.finish`)."""
-    FOURS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
-    fours = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([8, 128, 4])
-    fours = gl.convert_layout(fours, FOURS, assert_trivial=True)
-    eight = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, FOURS)))[:, None, None]
-    thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, FOURS)))[None, :, None]
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, FOURS)))[None, None, :]
-    share = SUM + (tile * 2 + C).to(gl.int64) * 4096
-    gl.atomic_add(share + (eight * 512 + thread * 4 + four), fours, sem="relaxed")
 
 
 @gluon.jit
@@ -205,19 +253,21 @@ def step(
         ds_ring.index(place * 2 + C).store(ds16)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(place))
-    dv = warpgroup_mma(gl.convert_layout(p16, FROM_REGISTERS, assert_trivial=True), do, dv, is_async=True)
     if FIRST or not fixed.sums:
+        dv = warpgroup_mma(gl.convert_layout(p16, FROM_REGISTERS, assert_trivial=True), do, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds16, FROM_REGISTERS, assert_trivial=True), q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv,))
         mbarrier.arrive(do_empty.index(stage))
     else:
         mbarrier.wait(ds_full.index(place ^ 1), ((done - 1) >> 1) & 1)
         dq = issue_dq(k_ring, turn % AHEAD, ds_ring, place ^ 1, done, C)
+        dv = warpgroup_mma(gl.convert_layout(p16, FROM_REGISTERS, assert_trivial=True), do, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds16, FROM_REGISTERS, assert_trivial=True), q, dk, is_async=True)
-        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+        dq = warpgroup_mma_wait(2, deps=(dq,))
         mbarrier.arrive(ds_empty.index(place ^ 1))
-        mbarrier.arrive(do_empty.index(stage))
         add_to_sums(dq, SUM, before, C)
+        dv = warpgroup_mma_wait(1, deps=(dv,))
+        mbarrier.arrive(do_empty.index(stage))
     dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(q_empty.index(stage))
     return dk, dv
@@ -240,9 +290,9 @@ def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     run = posted(0, board, 4)
     while run[7] > 0:
         start, num_partial, count = run[3], run[6], run[7]
-        _queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, BLOCK_M)
-        tile0 = first_tile_of(run, row0, grid, fixed, BLOCK_M)
+        _queries, _keys, lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
         own = own_rows(run, lengths, start + 64 * C, formula, fixed, BLOCK_M)
+        first_sums = run[8] if fixed.sums else 0
         turn = at // fixed.group
         g = at % fixed.group
         dk = gl.where(g == 0, 0.0, dk)
@@ -251,7 +301,7 @@ def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         mbarrier.wait(k_full.index(spot), phase)
         m = visit_any(0, tiles, fixed.lists)
         dk, dv = step(dk, dv, done, m, turn, own, SUM, 0, memory, bars, formula, scalars, fixed, C, True, fixed.guard)
-        before = tile0 + m
+        before = first_sums + m
         full = 1
         if fixed.guard:
             # worked out here: MLIR takes a variable that only bounds loops for one that never changes
@@ -261,14 +311,14 @@ def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
                 dk, dv = step(
                     dk, dv, done + t, m, turn, own, SUM, before, memory, bars, formula, scalars, fixed, C, False, True
                 )
-                before = tile0 + m
+                before = first_sums + m
             full = gl.maximum(cut, 1)
         for t in range(full, count):
             m = visit_any(t, tiles, fixed.lists)
             dk, dv = step(
                 dk, dv, done + t, m, turn, own, SUM, before, memory, bars, formula, scalars, fixed, C, False, False
             )
-            before = tile0 + m
+            before = first_sums + m
         done += count
         is_last = g == fixed.group - 1
         mbarrier.arrive(v_empty, pred=is_last)
@@ -293,14 +343,14 @@ def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "batch", "seqlen_q", "seqlen_k", "slots_q", "slots", "together", "items", "list_stride_b", "list_stride_h",
-        "list_stride_r", "mask_nums", "score_nums", "scale",
+        "batch", "seqlen_q", "seqlen_k", "slots_q", "slots", "together", "items", "places", "list_stride_b",
+        "list_stride_h", "list_stride_r", "mask_nums", "score_nums", "scale",
     ]
 )  # fmt: skip
 def attention_bwd_sm90(
-    Q, K, V, DO, SHIFT, CENTRE, DK, DV, COUNTS, SUM, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h, list_stride_r,
-    mask_args, mask_nums, score_args, score_nums, grads,
-    batch, seqlen_q, seqlen_k, slots_q, slots, together, items, scale, fixed,
+    Q, K, V, DO, SHIFT, CENTRE, DK, DV, COUNTS, SUM, SHARES, DQ, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h,
+    list_stride_r, mask_args, mask_nums, score_args, score_nums, grads,
+    batch, seqlen_q, seqlen_k, slots_q, slots, together, items, places, scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
     # shared memory: K of two items, V, rings of Q and dO with a number for each query, dS of two tiles
@@ -313,8 +363,8 @@ def attention_bwd_sm90(
     shift_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], SHIFT.layout)
     centre_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], CENTRE.layout)
     ds_ring = gl.allocate_shared_memory(Q.dtype, [4, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, rank=2))
-    dk_ring = reinterpret(ds_ring, 4 * BLOCK_M // D, k_ring)
-    board = message_board(RUN, 3)
+    dk_ring = reinterpret(ds_ring, 4 * BLOCK_M // D, K)
+    board = message_board(RUN + 1 if fixed.sums else RUN, 3)  # and where a run's sums begin
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], BAR)
@@ -342,6 +392,7 @@ def attention_bwd_sm90(
         mbarrier.init(ds_full.index(n), count=2)
         mbarrier.init(ds_empty.index(n), count=2)
         mbarrier.init(out_full.index(n), count=1)
+    shares = share_ring(SHARES, fixed)
     fence_async_shared()
 
     # roles
@@ -356,15 +407,17 @@ def attention_bwd_sm90(
         (listed, list_stride_b, list_stride_h, list_stride_r),
         (CU_Q, CU_K) if fixed.packed else (0, 0),
     )
-    inputs = (Q, K, V, DO, SHIFT, CENTRE, COUNTS)
+    inputs = (K, V, Q, DO, SHIFT, CENTRE)
+    sums = (SUM, SHARES, DQ, COUNTS, places)
     scalars = (scale, scale * LOG2E)
     gl.warp_specialize(
         [
             (compute, (SUM, memory, bars, grid, scalars, fixed, 0)),
             (compute, (SUM, memory, bars, grid, scalars, fixed, 1)),
-            (fetch, (inputs, memory, bars, grid, fixed)),
-            (send, ((DK, DV), memory, bars, grid, fixed)),
+            (fetch, (inputs, sums, memory, bars, grid, fixed)),
+            (send, ((DK, DV), sums, memory, bars, grid, fixed)),
+            (convert, (sums, shares, grid, scale, fixed)),
         ],
-        [4, 1, 1],
-        [fixed.registers, 24, 24],
+        [4, 1, 1, CONVERTERS],
+        [fixed.registers, 24, 24, 24],
     )

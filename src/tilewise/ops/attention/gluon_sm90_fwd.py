@@ -32,7 +32,6 @@ from tilewise.tiles.hopper import (
     over_parts,
     parts_of,
     post,
-    post_last,
     posted,
     product_layout,
     raised,
@@ -57,45 +56,81 @@ def next_item(turn, NEXT, fixed):
 
 
 @gluon.jit
+def find_run(item, turn, NEXT, grid, fixed):
+    """(item, its turn, its run): the first from `item` on that visits something, or a run that visits nothing."""
+    nothing = 0 * item
+    run = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    looking = item < grid[0][6]
+    while looking:
+        run = run_of_queries(item, grid, fixed, 64 * fixed.consumers, fixed.block_n)
+        looking = run[7] == 0
+        if looking:
+            turn += 1
+            item = next_item(turn, NEXT, fixed)
+            looking = item < grid[0][6]
+    return item, turn, run
+
+
+@gluon.jit
+def fetch_queries(Q, run, at, memory, bars, grid, fixed):
+    """Fetch Q of the `at`-th item, if that visits anything, once there is a place."""
+    q_ring = memory[0]
+    q_full, q_empty = bars[0], bars[1]
+    if run[7] > 0:
+        queries, _keys, _lengths, _row0, _tiles = where_of(run, grid, fixed, fixed.block_n)
+        first, phase = ring_turn(at, fixed.ahead)
+        for c in gl.static_range(fixed.consumers):
+            spot = first * fixed.consumers + c
+            mbarrier.wait(q_empty.index(spot), phase ^ 1)
+            mbarrier.expect(q_full.index(spot), tile_bytes(q_ring))
+            async_load(Q, at_row(queries, run[1], run[3] + 64 * c), q_full.index(spot), q_ring.index(spot))
+
+
+@gluon.jit
 def fetch(inputs, memory, bars, grid, fixed):
-    """The warp that fetches: K of a tile before V of the one before it, as the products ask for them. It finds the
-    program's items and posts their runs; a run that visits nothing is the last.
+    """The warp that fetches: K of a tile before V of the one before it, as the products ask for them. It finds items
+    and posts their runs, of which one that visits nothing is the last: the next item, and where it has a place its Q,
+    while two tiles of the present one are still to come.
     """
     Q, K, V, NEXT = inputs
-    q_ring, k_ring, v_ring, _, board = memory
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    _, k_ring, v_ring, _, board = memory
+    _, _, k_full, k_empty, v_full, v_empty = bars
+    EARLY: gl.constexpr = fixed.ahead == 2
     done = 0
     at = 0
-    turn = 0  # counts items that visit nothing too
-    item = gl.program_id(0)
-    while item < grid[0][6]:
-        run = run_of_queries(item, grid, fixed, 64 * fixed.consumers, fixed.block_n)
+    item, turn, run = find_run(gl.program_id(0), 0 * gl.program_id(0), NEXT, grid, fixed)
+    post(run, 0, board)
+    if EARLY:
+        fetch_queries(Q, run, 0, memory, bars, grid, fixed)
+    while run[7] > 0:
         count = run[7]
+        _queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, fixed.block_n)
+        h = run[1]
+        n = visit_any(0, tiles, fixed.lists)
+        fill(K, done, keys, h // fixed.group, n * fixed.block_n, k_ring, k_full, k_empty)
+        if not EARLY:
+            fetch_queries(Q, run, at, memory, bars, grid, fixed)
+        near = gl.maximum(count - 2, 1)
+        for t in range(1, near):
+            after = visit_any(t, tiles, fixed.lists)
+            fill(K, done + t, keys, h // fixed.group, after * fixed.block_n, k_ring, k_full, k_empty)
+            fill(V, done + t - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
+            n = after
         turn += 1
-        if not fixed.packed or count > 0:
-            post(run, at, board)
-            queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, fixed.block_n)
-            h, start = run[1], run[3]
-            n = visit_any(0, tiles, fixed.lists)
-            fill(K, done, keys, h // fixed.group, n * fixed.block_n, k_ring, k_full, k_empty)
-            first, phase = ring_turn(at, fixed.ahead)
-            for c in gl.static_range(fixed.consumers):
-                spot = first * fixed.consumers + c
-                mbarrier.wait(q_empty.index(spot), phase ^ 1)
-                mbarrier.expect(q_full.index(spot), tile_bytes(q_ring))
-                async_load(Q, at_row(queries, h, start + 64 * c), q_full.index(spot), q_ring.index(spot))
-            for t in range(1, count):
-                after = visit_any(t, tiles, fixed.lists)
-                fill(K, done + t, keys, h // fixed.group, after * fixed.block_n, k_ring, k_full, k_empty)
-                fill(V, done + t - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
-                n = after
-            item = next_item(turn, NEXT, fixed)  # before a wait: dealing takes time
-            fill(V, done + count - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
-            done += count
-            at += 1
-        else:
-            item = next_item(turn, NEXT, fixed)
-    post_last(at, board)
+        item = next_item(turn, NEXT, fixed)
+        item, turn, coming = find_run(item, turn, NEXT, grid, fixed)
+        post(coming, at + 1, board)
+        if EARLY:
+            fetch_queries(Q, coming, at + 1, memory, bars, grid, fixed)
+        for t in range(near, count):
+            after = visit_any(t, tiles, fixed.lists)
+            fill(K, done + t, keys, h // fixed.group, after * fixed.block_n, k_ring, k_full, k_empty)
+            fill(V, done + t - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
+            n = after
+        fill(V, done + count - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
+        done += count
+        at += 1
+        run = coming
 
 
 @gluon.jit
@@ -219,6 +254,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     OUT: gl.constexpr = product_layout(HEAD_DIM_V)
     RIGHT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    ROW_OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
     EARLY: gl.constexpr = fixed.ahead == 2
     dtype: gl.constexpr = v_ring.dtype
     if fixed.consumers - 1 == C:
@@ -234,11 +270,8 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         b, h, start, num_partial, count = run[0], run[1], run[3], run[6], run[7]
         queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, fixed.block_n)
         seqlen_q, seqlen_k = lengths
-        offs_i = (
-            gl.minimum(start + 64 * C + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES)), seqlen_q - 1)
-            + seqlen_k
-            - seqlen_q
-        )
+        own = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=ROW_OF_SCORES), seqlen_q - 1)
+        offs_i = own + seqlen_k - seqlen_q
         ends = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, fixed.rows)
         mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
         score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)

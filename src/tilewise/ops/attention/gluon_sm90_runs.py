@@ -90,7 +90,7 @@ def list_of(b, h, slot, grid, fixed):
 @gluon.jit
 def where_of(run, grid, fixed, BLOCK: gl.constexpr):
     """(queries, keys, (their numbers), first row of its queries' sequence, the visited tiles) of a run."""
-    b, h, slot, _start, begin, full_begin, num_partial, count = run
+    b, h, slot, begin, full_begin, num_partial, count = run[0], run[1], run[2], run[4], run[5], run[6], run[7]
     _batch, seqlen_q, seqlen_k, _rows, _slots, _together, _items = grid[0]
     CU_Q, CU_K = grid[3]
     queries, row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)

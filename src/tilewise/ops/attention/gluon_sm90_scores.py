@@ -49,7 +49,7 @@ def of_queries(ring, stage, LAYOUT: gl.constexpr):
 def product_from(start, a, rows):
     """Start a [64, D] times the transpose of rows [N, D], on top of `start` [1, N] or [64, 1]."""
     N: gl.constexpr = rows.shape[0]
-    acc = gl.zeros([64, N], gl.float32, layout=product_layout(N)) + start
+    acc, _ = gl.broadcast(start, gl.zeros([64, N], gl.float32, layout=product_layout(N)))
     return warpgroup_mma(a, rows.permute((1, 0)), acc, is_async=True)
 
 

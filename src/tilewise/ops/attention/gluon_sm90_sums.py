@@ -1,20 +1,38 @@
-"""What goes before Hopper's backward, and what comes after where programs add to sums of dQ."""
+"""What goes before Hopper's backward, and float32 sums of dQ: how programs that own keys add to them, and how those
+that are complete become dQ meanwhile.
+"""
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from tilewise.tiles.gluon_api import async_load, async_store, barrier, reinterpret
+from tilewise.tiles.hopper import at_row, matrix, read_by_tma, sequence, take, wait_for_count
 from tilewise.tiles.load import POINTER, load_rows, rows_of
 from tilewise.tiles.visit import locate
 
+TAKEN = gl.constexpr(2)  # counts before those of heads: what two roles or kernels have taken
+CONVERTERS = gl.constexpr(2)  # warps
+ROWS = gl.constexpr(128)  # of a share, which is one warpgroup's 64 x 64 of a tile of dQ, as the TMA sees the sums
+COLUMNS = gl.constexpr(32)
 
-@triton.jit
-def tile_of_queries(
-    CU_Q, batch, rows_q, slots, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr
+
+@triton.jit(do_not_specialize=["batch", "rows_q", "slots", "places", "unit"])
+def prepare(
+    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
+    stride_dh, batch, rows_q, slots, places, unit,
+    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """(batch element or packed sequence, head, tile of its queries, its first row, how many it has) of a program."""
+    """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and what begins at
+    0: sums of dQ, of the first heads only, which leave their places to others (`convert`), and what is counted: what
+    has been taken, and for each head runs that have added to its sums, and tiles of them that are converted.
+    """
+    head = tl.program_id(0) // slots
     slot = tl.program_id(0) % slots
-    h = tl.program_id(0) // slots % HEADS
-    b = tl.program_id(0) // slots // HEADS
+    h = head % HEADS
+    b = head // HEADS
     m = slot
     row0 = b * 0
     seqlen_q = rows_q
@@ -22,19 +40,6 @@ def tile_of_queries(
         b, m = locate(slot, CU_Q, batch, BLOCK_M)
         row0 = tl.load(CU_Q + b)
         seqlen_q = tl.load(CU_Q + b + 1) - row0
-    return b, h, m, row0, seqlen_q
-
-
-@triton.jit(do_not_specialize=["batch", "rows_q", "slots", "unit"])
-def prepare(
-    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
-    stride_dh, batch, rows_q, slots, unit,
-    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and what begins at
-    0: how many items two kernels have dealt out, and sums of dQ.
-    """
-    b, h, m, row0, seqlen_q = tile_of_queries(CU_Q, batch, rows_q, slots, HEADS, BLOCK_M, PACKED)
     start = m * BLOCK_M
     offs = start + tl.arange(0, BLOCK_M)
     inside = offs < seqlen_q
@@ -55,32 +60,155 @@ def prepare(
     if SUM is not None:
         within = tl.arange(0, BLOCK_M * D)
         at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + within
-        seen = start + 0 * within < seqlen_q  # packed sequences have tiles to spare
+        seen = (start + 0 * within < seqlen_q) & (head < places)  # packed sequences have tiles to spare
         tl.store(SUM + at, tl.zeros([BLOCK_M * D], tl.float32), mask=seen)
+        if slot == 0:
+            tl.store(COUNTS + TAKEN + 2 * head, 0)
+            tl.store(COUNTS + TAKEN + 2 * head + 1, 0)
     if tl.program_id(0) == 0:
         tl.store(COUNTS, 0)
         tl.store(COUNTS + 1, 0)
 
 
-@triton.jit(do_not_specialize=["batch", "rows_q", "slots", "scale"])
-def finish(
-    SUM, DQ, CU_Q, batch, rows_q, slots, scale,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """dQ from its sums, which lie as threads had them: of both warpgroups' shares eight columns at a time, and there of
-    each thread (warp, row, pair of columns) two rows and two columns.
+@gluon.jit
+def head_of(run, fixed):
+    """Which of all heads of the batch a run belongs to."""
+    return run[1] if fixed.packed else run[0] * fixed.heads + run[1]
+
+
+@gluon.jit
+def first_sums_of(run, tile0, sums, grid, fixed):
+    """Where in the sums the tiles of a run begin that among all tiles begin at `tile0`."""
+    places = sums[4]
+    return tile0 - head_of(run, fixed) // places * places * grid[0][3]
+
+
+@gluon.jit
+def place_is_free(run, sums, grid, fixed):
+    """Whether the sums of the head that had the place of this run's are converted, and zeros again."""
+    free = run[7] >= 0
+    if fixed.sums:
+        _SUM, _SHARES, _DQ, COUNTS, places = sums
+        head = head_of(run, fixed)
+        if head >= places:
+            free = gl.atomic_add(COUNTS + (TAKEN + 1 + 2 * (head - places)), 0, sem="acquire") >= grid[0][3]
+    return free
+
+
+@gluon.jit
+def wait_for_place(run, sums, grid, fixed):
+    """Wait until a run's place is free.
+
+    All items of the head that had it come before this run's in the order in which items are taken, and tiles to convert
+    are taken in order of heads. So whoever has the first item that is not done waits for nobody, however many programs
+    the GPU runs at a time.
     """
-    b, h, m, row0, seqlen_q = tile_of_queries(CU_Q, batch, rows_q, slots, HEADS, BLOCK_M, PACKED)
-    within = tl.arange(0, BLOCK_M * D)
-    at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + within
-    sums = tl.load(SUM + at, mask=m * BLOCK_M + 0 * within < seqlen_q).reshape(2, 8, 4, 8, 4, 2, 2)
-    if BLOCK_M == 64:  # a share is half of the columns
-        dq = sums.permute(2, 5, 3, 0, 1, 4, 6).reshape(BLOCK_M, D)
-    else:
-        dq = sums.permute(0, 2, 5, 3, 1, 4, 6).reshape(BLOCK_M, D)
-    offs = m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, D)
-    rows = (row0 if PACKED else b.to(tl.int64) * rows_q) + offs
-    at = (rows.to(tl.int64) * HEADS + h)[:, None] * HEAD_DIM + offs_d[None, :]
-    inside = (offs < seqlen_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    tl.store(DQ + at, (dq * scale).to(DQ.dtype.element_ty), mask=inside)
+    if fixed.sums:
+        _SUM, _SHARES, _DQ, COUNTS, places = sums
+        wait_for_count(COUNTS + (TAKEN + 1 + 2 * (head_of(run, fixed) - places)), grid[0][3], 1)
+
+
+@gluon.jit
+def add_to_sums(dq, SUM, tile, C: gl.constexpr):
+    """Add a share of dQ to the sums, which memory has warp by warp, each with eight columns at a time, and there of
+    each thread four side by side: two rows, two columns.
+    """
+    FOURS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
+    fours = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([8, 128, 4])
+    fours = gl.convert_layout(fours, FOURS, assert_trivial=True)
+    eight = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, FOURS)))[:, None, None]
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, FOURS)))[None, :, None]
+    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, FOURS)))[None, None, :]
+    share = SUM + (tile * 2 + C).to(gl.int64) * (ROWS * COLUMNS)
+    gl.atomic_add(share + (thread // 32 * 1024 + eight * 128 + thread % 32 * 4 + four), fours, sem="relaxed")
+
+
+@gluon.jit
+def count_run(head, sums):
+    """Count a run of a head, which has added to its sums all that it had."""
+    gl.atomic_add(sums[3] + (TAKEN + 2 * head), 1, sem="release")
+
+
+@gluon.constexpr_function
+def _of_warp():
+    """Registers for what a warp added to a share, [32, 32]: a thread has two rows of eight columns, of four threads."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [1, 0], [2, 0], [4, 0], [8, 0]], [[16, 0]], [], [32, 32]
+    )
+
+
+@gluon.jit
+def share_ring(SHARES, fixed):
+    """Shared memory for both shares of a tile, with its barriers, where there are sums."""
+    ring = 0
+    full = 0
+    if fixed.sums:
+        ring = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLUMNS], SHARES.layout)
+        full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for n in gl.static_range(2):
+            mbarrier.init(full.index(n), count=1)
+    return ring, full
+
+
+@gluon.jit
+def convert(sums, memory, grid, scale, fixed):
+    """The warps that make dQ of its sums, tile by tile as they come to them, once all runs of a head are counted. They
+    leave zeros for the head that has the place next.
+    """
+    if fixed.sums:
+        SUM, SHARES, DQ, COUNTS, places = sums
+        ring, full = memory
+        CU_Q = grid[3][0]
+        batch, seqlen_q, _seqlen_k, slots_q, slots, _together, _items = grid[0]
+        heads = fixed.heads * (1 if fixed.packed else batch)
+        done = 0
+        tile = take(COUNTS + 1)
+        while tile < heads * slots_q:
+            head = tile // slots_q
+            b = head // fixed.heads
+            m = tile % slots_q
+            if fixed.packed:
+                b, m = locate(m, CU_Q, batch, fixed.block_m)
+            queries, _row0, rows = sequence(b, CU_Q, seqlen_q, fixed.packed)
+            start = m * fixed.block_m
+            if start < rows:
+                wait_for_count(COUNTS + (TAKEN + 2 * head), slots, CONVERTERS)
+                read_by_tma(CONVERTERS)
+                share = (tile - head // places * places * slots_q) * 2
+                for c in gl.static_range(2):
+                    mbarrier.expect(full.index(c), ROWS * COLUMNS * 4)
+                    async_load(SHARES, [(share + c) * ROWS, 0], full.index(c), ring.index(c))
+                for c in gl.static_range(2):
+                    mbarrier.wait(full.index(c), done & 1)
+                    out = reinterpret(ring, 4, DQ).index(2 * c)
+                    for warp in gl.static_range(4):
+                        convert_rows(ring.index(c), out, warp, scale)
+                    fence_async_shared()
+                    barrier()
+                    row, column = (start, 64 * c) if fixed.block_m == 64 else (start + 64 * c, 0)
+                    async_store(DQ, at_row(queries, head % fixed.heads, row, column), out)
+                    if head + places < heads:
+                        leave_zeros(SUM + (share + c).to(gl.int64) * (ROWS * COLUMNS))
+                tma.store_wait(0)
+                barrier()  # zeros are on their way
+                done += 1
+            gl.atomic_add(COUNTS + (TAKEN + 1 + 2 * head), 1, sem="release")
+            tile = take(COUNTS + 1)
+
+
+@gluon.jit
+def convert_rows(share, out, warp: gl.constexpr, scale):
+    """16 rows of a share, those of one of the warps that added to it. They take the places of rows before them."""
+    dq = share.slice(warp * 32, 32).load(_of_warp())
+    barrier()  # both have read
+    # columns in eights, row (4 x 2), pair of columns, half of the rows, column
+    dq = (dq * scale).to(out.dtype).reshape([8, 4, 2, 4, 2, 2]).permute((4, 1, 2, 0, 3, 5)).reshape([16, 64])
+    matrix(out).slice(warp * 16, 16).store(dq)
+
+
+@gluon.jit
+def leave_zeros(SHARE):
+    """Zeros in place of a share."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [CONVERTERS], [0])
+    zeros = gl.zeros([ROWS * COLUMNS], gl.float32, layout=LAYOUT)
+    gl.store(SHARE + gl.arange(0, ROWS * COLUMNS, layout=LAYOUT), zeros)
