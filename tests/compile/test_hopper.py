@@ -130,6 +130,14 @@ def test_heads_share_memory_for_sums_in_whole_turns(
     assert places == 8 * batch or places % (2 * turns) == 0
 
 
+def test_what_other_programs_wrote_is_acquired() -> None:
+    """An acquiring look whose outcome nobody uses would be left out."""
+    kernel = _backward(Variant(90, "hopper", "bf16", 128, "causal"))[OF_KEYS]
+    looks = re.findall(r"(?:ld|atom)\.global\.(?:gpu\.acquire|acquire\.gpu)", kernel.asm["ptx"])
+    places, waits = 2, 2 + 1  # of the first run and of the next; for them, and for the runs of a head
+    assert len(looks) == places + waits
+
+
 def test_a_sum_of_a_tile_is_added_once() -> None:
     q, k, v = (torch.randn(1, 256, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     slopes = torch.rand(2, requires_grad=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
@@ -152,6 +154,38 @@ def test_work_is_ordered_with_the_current_stream(impl: str) -> None:
             got = forward_backward(impl, *late, do, mask=tw.document(ids))
         stream.synchronize()
         same(got, want, impl)
+
+
+@triton.jit
+def occupy(X, nanoseconds):
+    """Registers of a multiprocessor, for so long."""
+    begin = tl.extra.cuda.globaltimer()
+    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    x = tl.load(X + at)
+    while tl.extra.cuda.globaltimer() - begin < nanoseconds:
+        x += 1.0
+    tl.store(X + at, x)
+
+
+@on_both
+@pytest.mark.parametrize("microseconds", [100, 200, 400, 800])
+def test_programs_may_come_late(impl: str, microseconds: int) -> None:
+    """Another kernel has some multiprocessors when the backward begins. Its items are of very unequal length (all
+    queries see the first keys), and its heads so many that late programs begin far behind unfinished ones.
+    """
+    q, k, v = leaves(4, 8192, 16, 128)
+    do = draw(4, 8192, 16, 128, seed=9)
+    mask = tw.window(64) | tw.mask(lambda b, h, i, j: (j < 128) & (j <= i))
+    want = forward_backward(impl, q, k, v, do, mask=mask)
+    o, lse = tw.attention_with_lse(q, k, v, mask=mask, impl=impl)
+    busy, side = torch.zeros(16 * 1024, device=DEVICE), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            occupy[(16,)](busy, 1000 * microseconds, num_warps=8)
+        grads = torch.autograd.grad(o, (k, v, q), do, retain_graph=True)
+        torch.cuda.synchronize()
+        same((o.detach(), lse.detach(), *grads), want, impl)
 
 
 @on_both

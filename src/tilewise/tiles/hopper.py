@@ -111,11 +111,13 @@ FENCE = gl.constexpr(_FENCE)
 def wait_for_count(COUNT, wanted, WARPS: gl.constexpr):
     """Wait, as a role of so many warps, until other programs have counted so far; what they wrote before is seen then.
 
-    Only the last look acquires: that empties the cache in front of shared memory.
+    Only the last look acquires, since that empties the cache in front of shared memory. Its outcome is used: Triton
+    would leave it out else.
     """
     while gl.atomic_add(COUNT, 0, sem="relaxed") < wanted:
         _once_per_thread(PAUSE, WARPS)
-    gl.atomic_add(COUNT, 0, sem="acquire")
+    while gl.atomic_add(COUNT, 0, sem="acquire") < wanted:
+        _once_per_thread(PAUSE, WARPS)
 
 
 @gluon.jit

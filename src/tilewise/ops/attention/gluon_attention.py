@@ -338,8 +338,8 @@ def _sums(call: Call) -> bool:
 
 
 def _places(call: Call) -> int:
-    """How many heads' sums of dQ have memory: those that programs are at, and as many again as are converted or wait
-    for it, up to twice as many where L2 holds them; whole turns of them (`gluon_sm90_sums.wait_for_place`).
+    """How many heads' sums of dQ have memory: those that programs are at, and half as many again, which are converted
+    or wait for it, up to twice as many where L2 holds them; whole turns of them (`gluon_sm90_sums.wait_for_place`).
     """
     if not _sums(call):
         return 0

@@ -120,6 +120,8 @@ def fetch(inputs, sums, memory, bars, grid, fixed):
     at = 0
     # the first item is taken too, since others may wait for it, and this program come late (`wait_for_place`)
     item, g, run = find_run(take(COUNTS), 0 * done, sums, grid, fixed, BLOCK_M)
+    if not place_is_free(run, sums, grid, fixed):
+        wait_for_place(run, sums, grid, fixed)
     while run[7] > 0:
         h, start, count = run[1], run[3], run[7]
         _queries, keys, _lengths, row0, _tiles = where_of(run, grid, fixed, BLOCK_M)

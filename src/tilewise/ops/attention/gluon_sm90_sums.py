@@ -100,8 +100,8 @@ def wait_for_place(run, sums, grid, fixed):
     """Wait until a run's place is free.
 
     All items of the head that had it come before this run's in the order in which items are taken, and tiles to convert
-    are taken in order of heads. So whoever has the first item that is not done waits for nobody, however many programs
-    the GPU runs at a time.
+    are taken in order of heads. So who has the first item that is not done waits at most for tiles whose runs are all
+    counted, however many programs the GPU runs at a time.
     """
     if fixed.sums:
         _SUM, _SHARES, _DQ, COUNTS, places = sums
