@@ -237,7 +237,7 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     counts = lse.new_empty(dq_sums.TAKEN.value + 2 * call.num_heads_q * batches_of(call), dtype=torch.int32)
     *_, slots_q, places = prepare.sizes
     share = (dq_sums.ROWS.value, dq_sums.COLUMNS.value)
-    sums = lse.new_empty((places * slots_q * 2 * share[0], share[1])) if places else None
+    sums = lse.new_empty((places * slots_q * 2 * share[0], share[1])) if queries is None else None
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
     dlse = None if dlse is None else dlse.contiguous()
@@ -284,8 +284,8 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
     boxes = {0: (block, d), 1: rows, 2: rows, 3: (block, d), 4: numbers, 5: numbers, 6: rows, 7: rows}
     kernel = attention_bwd_sm90 if d <= 128 else attention_bwd_wide_sm90
     if _sums(call):
-        share = (dq_sums.ROWS.value, dq_sums.COLUMNS.value)
-        return prepare, _gradient_plan(kernel, call, cfg, block, slots_q, boxes | {10: share, 11: (64, 64)}), None
+        boxes |= {10: (dq_sums.ROWS.value, dq_sums.COLUMNS.value), 11: (64, 64)}  # shares of the sums, and of dq
+        return prepare, _gradient_plan(kernel, call, cfg, block, slots_q, boxes), None
     keys = _gradient_plan(kernel, call, cfg, block, slots_q, boxes)
     tiles = (of_queries.block_n, d)
     boxes = {0: rows, 1: tiles, 2: tiles, 3: rows, 6: rows}  # q, k, v, do, dq

@@ -37,10 +37,10 @@ from tilewise.ops.attention.gluon_sm90_sums import (
     add_to_sums,
     convert,
     count_run,
-    first_sums_of,
     head_of,
     place_is_free,
     share_ring,
+    tile_of_sums,
     wait_for_place,
 )
 from tilewise.tiles.arithmetic import LOG2E
@@ -127,7 +127,7 @@ def fetch(inputs, sums, memory, bars, grid, fixed):
         _queries, keys, _lengths, row0, _tiles = where_of(run, grid, fixed, BLOCK_M)
         if fixed.sums:
             tile0 = first_tile_of(run, row0, grid, fixed, BLOCK_M)
-            post(run + (first_sums_of(run, tile0, sums, grid, fixed),), at, board)  # noqa: RUF005 (unknown to Triton)
+            post(run + (tile_of_sums(tile0, head_of(run, fixed), sums, grid),), at, board)  # noqa: RUF005 (unknown to Triton)
         else:
             post(run, at, board)
         turn = at // fixed.group
@@ -355,7 +355,7 @@ def attention_bwd_sm90(
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, places, scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
-    # shared memory: K of two items, V, rings of Q and dO with a number for each query, dS of two tiles
+    # shared memory: K of two items, V, rings of Q and dO with a number for each query, dS of two tiles, shares of dQ
     D: gl.constexpr = Q.block_shape[4]
     BLOCK_M: gl.constexpr = Q.block_shape[3]
     k_ring = gl.allocate_shared_memory(K.dtype, [2 * AHEAD, 1, 1, 1, 64, D], K.layout)

@@ -77,10 +77,22 @@ def head_of(run, fixed):
 
 
 @gluon.jit
-def first_sums_of(run, tile0, sums, grid, fixed):
-    """Where in the sums the tiles of a run begin that among all tiles begin at `tile0`."""
+def tile_of_sums(tile, head, sums, grid):
+    """Where the sums have a tile, by its number among the tiles of all heads."""
     places = sums[4]
-    return tile0 - head_of(run, fixed) // places * places * grid[0][3]
+    return tile - head // places * places * grid[0][3]
+
+
+@gluon.jit
+def runs_of(head, sums):
+    """The count of a head's runs that have added to its sums."""
+    return sums[3] + (TAKEN + 2 * head)
+
+
+@gluon.jit
+def converted_of(head, sums):
+    """The count of a head's tiles that are converted."""
+    return sums[3] + (TAKEN + 1 + 2 * head)
 
 
 @gluon.jit
@@ -88,10 +100,10 @@ def place_is_free(run, sums, grid, fixed):
     """Whether the sums of the head that had the place of this run's are converted, and zeros again."""
     free = run[7] >= 0
     if fixed.sums:
-        _SUM, _SHARES, _DQ, COUNTS, places = sums
+        places = sums[4]
         head = head_of(run, fixed)
         if head >= places:
-            free = gl.atomic_add(COUNTS + (TAKEN + 1 + 2 * (head - places)), 0, sem="acquire") >= grid[0][3]
+            free = gl.atomic_add(converted_of(head - places, sums), 0, sem="acquire") >= grid[0][3]
     return free
 
 
@@ -104,8 +116,8 @@ def wait_for_place(run, sums, grid, fixed):
     counted, however many programs the GPU runs at a time.
     """
     if fixed.sums:
-        _SUM, _SHARES, _DQ, COUNTS, places = sums
-        wait_for_count(COUNTS + (TAKEN + 1 + 2 * (head_of(run, fixed) - places)), grid[0][3], 1)
+        places = sums[4]
+        wait_for_count(converted_of(head_of(run, fixed) - places, sums), grid[0][3], 1)
 
 
 @gluon.jit
@@ -126,7 +138,7 @@ def add_to_sums(dq, SUM, tile, C: gl.constexpr):
 @gluon.jit
 def count_run(head, sums):
     """Count a run of a head, which has added to its sums all that it had."""
-    gl.atomic_add(sums[3] + (TAKEN + 2 * head), 1, sem="release")
+    gl.atomic_add(runs_of(head, sums), 1, sem="release")
 
 
 @gluon.constexpr_function
@@ -172,9 +184,9 @@ def convert(sums, memory, grid, scale, fixed):
             queries, _row0, rows = sequence(b, CU_Q, seqlen_q, fixed.packed)
             start = m * fixed.block_m
             if start < rows:
-                wait_for_count(COUNTS + (TAKEN + 2 * head), slots, CONVERTERS)
+                wait_for_count(runs_of(head, sums), slots, CONVERTERS)
                 read_by_tma(CONVERTERS)
-                share = (tile - head // places * places * slots_q) * 2
+                share = tile_of_sums(tile, head, sums, grid) * 2
                 for c in gl.static_range(2):
                     mbarrier.expect(full.index(c), ROWS * COLUMNS * 4)
                     async_load(SHARES, [(share + c) * ROWS, 0], full.index(c), ring.index(c))
@@ -192,7 +204,7 @@ def convert(sums, memory, grid, scale, fixed):
                 tma.store_wait(0)
                 barrier()  # zeros are on their way
                 done += 1
-            gl.atomic_add(COUNTS + (TAKEN + 1 + 2 * head), 1, sem="release")
+            gl.atomic_add(converted_of(head, sums), 1, sem="release")
             tile = take(COUNTS + 1)
 
 
