@@ -67,6 +67,7 @@ JUMPS: dict[str, dict[str, Any]] = {
     "document": {"mask": build.document_window},
     "alibi": {"mask": build.causal, "score": build.alibi},
     "softcap": {"score": build.softcap},
+    "high_cap": {"mask": build.causal, "score": build.high_softcap, "sink": True},
     "sink": {"mask": build.causal, "sink": True},
     "negative": {"scale": -1.5},
     "packed": {"mask": build.causal, "packed": tuple((n, n) for n in (700, 3, 0, 450))},

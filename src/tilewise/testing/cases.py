@@ -261,6 +261,10 @@ def clock(case: Case, make: Maker) -> Spelled:
     )
 
 
+def high_softcap(case: Case, make: Maker) -> Spelled:
+    return Spelled(tw.softcap(50.0), plain.softcap(50.0))
+
+
 def wide_softcap(case: Case, make: Maker) -> Spelled:
     return Spelled(tw.softcap(500.0), plain.softcap(500.0))
 

@@ -8,6 +8,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilewise.formula.limits import stays_near_zero
 from tilewise.ops.attention import gluon_sm90_sums as dq_sums
 from tilewise.ops.attention import triton_attention
 from tilewise.ops.attention.configs import Config, Row, first_fit, padded
@@ -89,6 +90,7 @@ class Fixed(NamedTuple):
     dropout: bool | None = None
     apart: bool | None = None  # the output has shared memory of its own
     ahead: int | None = None  # for how many items queries have places
+    limited: bool | None = None  # exponentials need no maximum
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
     slope: Any = None  # the score's derivative
@@ -171,6 +173,7 @@ def forward_plan(call: Call) -> Plan:
                 consumers=consumers,
                 stages=cfg.stages,
                 sinks=call.sink is not None,
+                limited=_limited(call),
                 dropout=call.dropout > 0.0,
                 dealt=_dealt(call, mask, slots),
                 apart=used <= _SHARED,
@@ -361,6 +364,11 @@ def _columns(call: Call) -> int:
 def _linear(call: Call, score: ScoreFunctions | None) -> Any:
     """The function of a linear score, which is folded into the scaling; None for other scores."""
     return score.linear if score is not None and call.scale > 0.0 and not any(call.grad_captured) else None
+
+
+def _limited(call: Call) -> bool:
+    """Whether a formula keeps scores so near 0 that their exponentials, which bfloat16 holds too, need no maximum."""
+    return stays_near_zero(call.score) and call.q.dtype == torch.bfloat16
 
 
 def _scale_first(call: Call, score: ScoreFunctions | None) -> bool:

@@ -158,7 +158,8 @@ def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
 def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
     """(probabilities of the running maximum, that maximum, factor for what came before), the latter [64, 4], alike in
     a quad's threads. m is in units of s, or of base 2 where the score is linear. It moves only by factors above 2**8:
-    nothing overflows meanwhile, and what came before is seldom multiplied (Zadouri et al., "FlashAttention-4").
+    nothing overflows meanwhile, and what came before is seldom multiplied (Zadouri et al., "FlashAttention-4"). For
+    scores that a formula keeps near 0 (`gluon_attention._limited`) m is 0, and there is no factor.
     """
     LAYOUT: gl.constexpr = s.type.layout
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -206,24 +207,28 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
             s = gl.where(seen, s, float("-inf"))
         else:
             s = hide_outside(s, n * fixed.block_n, first_j, last_j)
-    largest = thread_max(s)
-    parts = parts_of(s)
-    by = gl.minimum(8.0 / c, 1e30) if fixed.linear is None else 8.0
-    if fixed.linear is not None:
-        more = of_row(tilted(tilt, offs_i, n * fixed.block_n, 0), largest)
-        m_new = raised(m_old, largest + more, by)
+    if fixed.limited:
+        p, m_new, alpha = gl.exp2(s * c), m_old, m_old
     else:
-        m_new = raised(m_old, largest, by)
-    m_use = m_new
-    if fixed.guard or fixed.score is not None:
-        m_use = gl.where(m_new < HIDDEN / 2, 0.0, m_new)  # a row that has seen nothing yet
-    if fixed.linear is not None:
-        alpha = gl.exp2(m_old - m_use)
-        p = gl.exp2(parts - over_parts(m_use - more, parts))
-    else:
-        alpha = gl.exp2((m_old - m_use) * c)
-        p = gl.exp2(parts * c - over_parts(m_use * c, parts))
-    return whole(p, s), m_new, alpha
+        largest = thread_max(s)
+        parts = parts_of(s)
+        by = gl.minimum(8.0 / c, 1e30) if fixed.linear is None else 8.0
+        if fixed.linear is not None:
+            more = of_row(tilted(tilt, offs_i, n * fixed.block_n, 0), largest)
+            m_new = raised(m_old, largest + more, by)
+        else:
+            m_new = raised(m_old, largest, by)
+        m_use = m_new
+        if fixed.guard or fixed.score is not None:
+            m_use = gl.where(m_new < HIDDEN / 2, 0.0, m_new)  # a row that has seen nothing yet
+        if fixed.linear is not None:
+            alpha = gl.exp2(m_old - m_use)
+            p = gl.exp2(parts - over_parts(m_use - more, parts))
+        else:
+            alpha = gl.exp2((m_old - m_use) * c)
+            p = gl.exp2(parts * c - over_parts(m_use * c, parts))
+        p = whole(p, s)
+    return p, m_new, alpha
 
 
 @gluon.jit
@@ -286,7 +291,9 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         spot = at % fixed.ahead * fixed.consumers + C
         q = matrix(q_ring.index(spot))
         mbarrier.arrive(k_empty.index(done % fixed.stages))
-        m_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES)) + float("-inf")
+        m_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES))
+        if not fixed.limited:
+            m_i += float("-inf")
         p32, m_i, alpha = softmax_of(s, n, m_i, num_partial > 0, rows, c, scale, formula, fixed)
         l_i = thread_sums(p32)
         p = gl.convert_layout(dropped(p32, n, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
@@ -307,13 +314,14 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             mbarrier.arrive(k_empty.index(stage))
             p32, m_i, alpha = softmax_of(s, n, m_i, t < num_partial, rows, c, scale, formula, fixed)
             sums = thread_sums(p32)
-            l_i = l_i * alpha + sums
+            l_i = l_i + sums if fixed.limited else l_i * alpha + sums
             keep_before_wait(sums)
             p32 = dropped(p32, n, rows, scalars, fixed)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(stage_v))
             p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)
-            acc = rescaled(acc, alpha)
+            if not fixed.limited:
+                acc = rescaled(acc, alpha)
         done += count
 
         # the last output; the next item, and its first scores, meanwhile

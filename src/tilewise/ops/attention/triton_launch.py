@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewise.formula.limits import stays_near_zero
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.problem import Call
 
@@ -199,7 +200,8 @@ def call_key(call: Call) -> Hashable:
     sink = None if call.sink is None else call.sink.dtype
     packed = None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0]
     precision = torch.get_float32_matmul_precision() if call.q.dtype == torch.float32 else None
-    return (call.signature, sink, packed, call.dropout > 0.0, call.scale > 0.0, call.grad_captured, precision)
+    near = stays_near_zero(call.score)
+    return (call.signature, sink, packed, call.dropout > 0.0, call.scale > 0.0, near, call.grad_captured, precision)
 
 
 def _small(bound: Bound) -> bool:
