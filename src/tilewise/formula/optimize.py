@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Sequence
 
 from tilewise.formula.expr import Expr, cast, lit, sym
@@ -10,6 +13,9 @@ from tilewise.formula.walk import postorder, symbols, transform
 
 _EXACT_IN_FLOAT = ("add", "sub", "neg", "abs", "min", "max", "where")
 _SMALL = 2**20
+_SCORES = {"s", "g"}
+_MOVING = {"i", "j", "s", "g"}
+_LOG2E = math.log2(math.e)
 _DEAR = {
     "load",
     "table",
@@ -33,7 +39,8 @@ def cheaper(root: Expr) -> Expr:
 
     Integer-to-float conversions, which run at a quarter of the rate of arithmetic, move from pairs (i, j) to
     positions: float32 holds positions, their sums and differences exactly up to 2**24. A score divided by what is
-    constant over a tile is multiplied by its reciprocal; positions are not, since a mask may round the quotient.
+    constant over a tile is multiplied by its reciprocal; positions are not, since a mask may round the quotient. What a
+    score is multiplied by that is constant over a tile is multiplied first.
     """
     return transform(root, _cheaper_node)
 
@@ -41,9 +48,33 @@ def cheaper(root: Expr) -> Expr:
 def _cheaper_node(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
     if node.op == "to_float":
         return _as_float(args[0])
-    if node.op == "div" and symbols(args[0]) & {"s", "g"} and not symbols(args[1]) & {"i", "j", "s", "g"}:
-        return args[0] * Expr("div", (lit(1.0), args[1]), "float")
+    if node.op == "div" and symbols(args[0]) & _SCORES and not symbols(args[1]) & _MOVING:
+        return _product((args[0], Expr("div", (lit(1.0), args[1]), "float")))
+    if node.op == "mul" and symbols(node) & _SCORES:
+        return _product(args)
     return None
+
+
+def _product(args: tuple[Expr, ...]) -> Expr:
+    """The product of what moves inside a tile, times that of what does not."""
+    factors = [factor for arg in args for factor in _factors(arg)]
+    moving, fixed = ([x for x in factors if bool(symbols(x) & _MOVING) is moves] for moves in (True, False))
+    return functools.reduce(operator.mul, [*moving, *([functools.reduce(operator.mul, fixed)] if fixed else [])])
+
+
+def _factors(node: Expr) -> list[Expr]:
+    return [factor for arg in node.args for factor in _factors(arg)] if node.op == "mul" else [node]
+
+
+def base_2(score: Expr, scale: Expr) -> tuple[Expr, bool]:
+    """(The score as the forward computes it from what q and k give, cheaper; whether in base 2). It is in base 2, times
+    log2(e), where that costs nothing: where it is a product with something constant over a tile.
+    """
+    root = cheaper(
+        transform(score, lambda node, args: node * scale if node.op == "sym" and node.value == "s" else None)
+    )
+    product = any(not symbols(factor) & _MOVING for factor in _factors(root))
+    return (cheaper(root * lit(_LOG2E)) if product else root), product
 
 
 def _as_float(node: Expr) -> Expr:

@@ -30,7 +30,7 @@ from tilewise.ops.attention.triton_plans import (
     strides_of,
     together,
 )
-from tilewise.ops.attention.variant import MaskFunctions, ScoreFunctions, formula_kind, is_band
+from tilewise.ops.attention.variant import MaskFunctions, ScoreFunctions, ScoreSide, formula_kind, is_band
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.hopper import LAST_ROW
 
@@ -91,6 +91,7 @@ class Fixed(NamedTuple):
     apart: bool | None = None  # the output has shared memory of its own
     ahead: int | None = None  # for how many items queries have places
     limited: bool | None = None  # exponentials need no maximum
+    in_base_2: bool | None = None  # scores come out of the formula, or of the multiply-add of a linear one, in base 2
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
     slope: Any = None  # the score's derivative
@@ -105,12 +106,13 @@ def _constants(**values: Any) -> Fixed:
 
 
 def _common(
-    call: Call, mask: MaskFunctions | None, score: ScoreFunctions | None, cfg: Config, of_keys: bool
-) -> dict[str, Any]:
-    """What all kernels are told."""
+    call: Call, mask: MaskFunctions | None, score: ScoreFunctions | None, side: ScoreSide | None, cfg: Config,
+    of_keys: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What all kernels are told; `side` is the score's functions for them."""
     seen = mask and (mask.keys if of_keys else mask.queries)
     linear = _linear(call, score)
-    scored = (score and linear is None and (score.keys if of_keys else score.queries)) or None
+    scored = side if linear is None else None
     return {
         "heads": call.num_heads_q,
         "group": call.group,
@@ -168,7 +170,8 @@ def forward_plan(call: Call) -> Plan:
         sizes=(*lengths_of(call), slots, turns, slots * pairs),
         constants=(
             _constants(
-                **_common(call, mask, score, cfg, False),
+                **_common(call, mask, score, score.forward if score else None, cfg, False),
+                in_base_2=score is not None and (score.in_base_2 or _linear(call, score) is not None),
                 block_n=cfg.block_n,
                 consumers=consumers,
                 stages=cfg.stages,
@@ -303,7 +306,7 @@ def _gradient_plan(
     of_keys = kernel is not attention_bwd_queries_sm90
     slots = slots_of(call, cfg, of_keys)
     pairs = (call.num_heads_kv if of_keys else call.num_heads_q) * batches_of(call)
-    side = score and (score.keys if of_keys else score.queries)
+    side = (score.keys if of_keys else score.queries) if score else None
     places = (_places(call),) if kernel is attention_bwd_sm90 else ()
     return Plan(
         kernel,
@@ -312,7 +315,7 @@ def _gradient_plan(
         sizes=(*lengths_of(call)[:3], slots_q, slots, _turns(call, slots, pairs), slots * pairs, *places),
         constants=(
             _constants(
-                **_common(call, mask, score, cfg, of_keys),
+                **_common(call, mask, score, side, cfg, of_keys),
                 block_m=block,
                 block_n=cfg.block_n,
                 slope=side and side.slope if _linear(call, score) is None else None,

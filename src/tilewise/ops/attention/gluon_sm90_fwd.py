@@ -157,9 +157,9 @@ def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
 @gluon.jit
 def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
     """(probabilities of the running maximum, that maximum, factor for what came before), the latter [64, 4], alike in
-    a quad's threads. m is in units of s, or of base 2 where the score is linear. It moves only by factors above 2**8:
-    nothing overflows meanwhile, and what came before is seldom multiplied (Zadouri et al., "FlashAttention-4"). For
-    scores that a formula keeps near 0 (`gluon_attention._limited`) m is 0, and there is no factor.
+    a quad's threads. m is in units of s, or of base 2 where scores are. It moves only by factors above 2**8: nothing
+    overflows meanwhile, and what came before is seldom multiplied (Zadouri et al., "FlashAttention-4"). For scores that
+    a formula keeps near 0 (`gluon_attention._limited`) m is 0, and there is no factor.
     """
     LAYOUT: gl.constexpr = s.type.layout
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -170,7 +170,7 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
     offs_n = n * fixed.block_n + gl.arange(0, fixed.block_n, layout=COLUMNS)
     if fixed.linear is not None:
         s = s * c + (tilt[1] * gl.arange(0, fixed.block_n, layout=COLUMNS).to(gl.float32))[None, :]
-    if fixed.scale_first:
+    if fixed.scale_first and fixed.score is None:
         s = s * scale
     if fixed.score is not None:
         offs_j = gl.minimum(offs_n, last_key) if len(score_args) > 0 else offs_n
@@ -208,11 +208,11 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
         else:
             s = hide_outside(s, n * fixed.block_n, first_j, last_j)
     if fixed.limited:
-        p, m_new, alpha = gl.exp2(s * c), m_old, m_old
+        p, m_new, alpha = gl.exp2(s if fixed.in_base_2 else s * c), m_old, m_old
     else:
         largest = thread_max(s)
         parts = parts_of(s)
-        by = gl.minimum(8.0 / c, 1e30) if fixed.linear is None else 8.0
+        by = 8.0 if fixed.in_base_2 else gl.minimum(8.0 / c, 1e30)
         if fixed.linear is not None:
             more = of_row(tilted(tilt, offs_i, n * fixed.block_n, 0), largest)
             m_new = raised(m_old, largest + more, by)
@@ -221,9 +221,9 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
         m_use = m_new
         if fixed.guard or fixed.score is not None:
             m_use = gl.where(m_new < HIDDEN / 2, 0.0, m_new)  # a row that has seen nothing yet
-        if fixed.linear is not None:
+        if fixed.in_base_2:
             alpha = gl.exp2(m_old - m_use)
-            p = gl.exp2(parts - over_parts(m_use - more, parts))
+            p = gl.exp2(parts - over_parts(m_use - more if fixed.linear is not None else m_use, parts))
         else:
             alpha = gl.exp2((m_old - m_use) * c)
             p = gl.exp2(parts * c - over_parts(m_use * c, parts))
@@ -336,7 +336,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         # the end
         l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
         m_i = gl.convert_layout(gl.max(m_i, 1), ROW, assert_trivial=True)
-        m2 = m_i if fixed.linear is not None else m_i * c  # base 2 from here on
+        m2 = m_i if fixed.in_base_2 else m_i * c  # base 2 from here on
         factor = keep_scale
         if fixed.sinks:
             sink2 = gl.load(SINK + h).to(gl.float32) * LOG2E
@@ -418,7 +418,7 @@ def attention_fwd_sm90(
     listed = LISTED if fixed.lists else 0
     lists = (listed, list_stride_b, list_stride_h, list_stride_r)
     cu_seqlens = (CU_Q, CU_K) if fixed.packed else (0, 0)
-    grid = (sizes, (mask_args, mask_nums, score_args, score_nums), lists, cu_seqlens)
+    grid = (sizes, (mask_args, mask_nums, score_args, score_nums + (scale,)), lists, cu_seqlens)  # noqa: RUF005
     inputs = (Q, K, V, NEXT if fixed.dealt else 0)
     outputs = (O, LSE, SINK if fixed.sinks else LSE)
     seed = gl.load(SEED) if fixed.dropout else 0

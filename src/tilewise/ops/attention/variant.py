@@ -12,7 +12,7 @@ from tilewise.formula.emit import Captured, Emitter, import_source
 from tilewise.formula.expr import Expr, lit, sym
 from tilewise.formula.grad import UPSTREAM, gradients
 from tilewise.formula.linear import linear
-from tilewise.formula.optimize import cheaper, hoist
+from tilewise.formula.optimize import base_2, cheaper, hoist
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import postorder
 from tilewise.schedule.rule import tile_rule
@@ -65,12 +65,15 @@ class ScoreSide:
 
 @dataclass(frozen=True)
 class ScoreFunctions:
-    """Device functions of a score, for programs that own queries and for those that own keys. In Gluon,
-    `linear(b, h)` gives the parts of a score that adds something linear in the positions (None for others).
+    """Device functions of a score, for programs that own queries and for those that own keys. In Gluon, those of
+    `forward` take scores that are not scaled yet, the scale behind the formula's numbers, and give them `in_base_2` or
+    not; `linear(b, h)` gives the parts of a score that adds something linear in the positions (None for others).
     """
 
     queries: ScoreSide
     keys: ScoreSide
+    forward: ScoreSide
+    in_base_2: bool
     linear: Any
 
 
@@ -135,27 +138,34 @@ def score_functions(
         if grads:
             parameters = ("g", "s", *_POSITIONS, "once")
             sources.append(emitter.accumulate(f"accumulate_{axis}", parameters, grads, parts, axis))
-    found = linear(structure.root, None if mask is None else parse(mask).root) if dialect == "gluon" else None
-    if found is not None:
-        sources.append(emitter.function("linear", ("b", "h"), list(found)))
+    in_base_2 = False
+    if dialect == "gluon":
+        root, in_base_2 = base_2(structure.root, Expr("num", (), "float", len(structure.number_kinds)))
+        rest, hoisting = _hoisted(emitter, [root], "i", "forward")
+        sources += [*hoisting, emitter.function("apply_forward", ("s", *_POSITIONS, "once"), rest, "s")]
+        found = linear(structure.root, None if mask is None else parse(mask).root)
+        if found is not None:
+            sources.append(emitter.function("linear", ("b", "h"), list(found)))
     module = import_source(emitter.module(sources))
 
-    def side(axis: str) -> ScoreSide:
+    def side(of: str) -> ScoreSide:
         names = ("once", "columns", "apply", "slope", "accumulate")
-        return ScoreSide(*(getattr(module, f"{name}_{axis}", None) for name in names))
+        return ScoreSide(*(getattr(module, f"{name}_{of}", None) for name in names))
 
-    return ScoreFunctions(side("i"), side("j"), getattr(module, "linear", None))
+    return ScoreFunctions(side("i"), side("j"), side("forward"), in_base_2, getattr(module, "linear", None))
 
 
-def _hoisted(emitter: Emitter, roots: list[Expr], axis: str) -> tuple[list[Expr], list[str]]:
-    """What is left of expressions for programs that own `axis`, and the sources of `once` and `columns`."""
+def _hoisted(emitter: Emitter, roots: list[Expr], axis: str, of: str = "") -> tuple[list[Expr], list[str]]:
+    """What is left of expressions for programs that own `axis`, and the sources of `once` and `columns`, whose names
+    end in `of`, or `axis`.
+    """
     other = "j" if axis == "i" else "i"
     hoisted, rest = hoist(roots, axis)
-    sources = [emitter.once(f"once_{axis}", ("b", "h", axis), hoisted)]
+    sources = [emitter.once(f"once_{of or axis}", ("b", "h", axis), hoisted)]
     if emitter.dialect == "gluon":
         columns, rest = hoist(rest, other, first=max(1, len(hoisted)), dear=True)
         if columns:
-            sources.append(emitter.columns(f"columns_{axis}", other, columns))
+            sources.append(emitter.columns(f"columns_{of or axis}", other, columns))
     return rest, sources
 
 
