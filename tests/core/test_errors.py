@@ -8,6 +8,7 @@ from tilewise.core.errors import (
     FormulaError,
     InputError,
     MissingExtraError,
+    OutOfPagesError,
     TilewiseError,
     UnsupportedError,
     caller_line,
@@ -20,6 +21,7 @@ from tilewise.core.errors import (
         (InputError, (ValueError,)),
         (FormulaError, (TypeError, ValueError)),
         (UnsupportedError, (NotImplementedError,)),
+        (OutOfPagesError, (MemoryError,)),
         (MissingExtraError, (ImportError,)),
     ],
 )

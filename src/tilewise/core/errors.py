@@ -37,6 +37,10 @@ class UnsupportedError(TilewiseError, NotImplementedError):
     """What was asked for is not offered: by the named implementation, by any, or by an adapter."""
 
 
+class OutOfPagesError(TilewiseError, MemoryError):
+    """A page pool has too few free pages; whoever asked is where it was before."""
+
+
 class MissingExtraError(TilewiseError, ImportError):
     """An optional package is needed; the hint names the extra that installs it."""
 

@@ -1,0 +1,319 @@
+"""Pages of a KV cache by number: who holds which, which slots to write, which pages to copy before. No tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tilewise.core.errors import InputError, OutOfPagesError
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A sequence's length in tokens and its block table; the allocator changes both, everyone else only reads.
+
+    Token t lies in slot `pages[t // page_size] * page_size + t % page_size`. Two sequences are equal if they are one.
+    """
+
+    page_size: int
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+    @property
+    def full_pages(self) -> int:
+        """How many of the pages have every slot taken."""
+        return self.length // self.page_size
+
+    def slot(self, token: int) -> int:
+        """The slot of one token, counted from 0."""
+        return self.pages[token // self.page_size] * self.page_size + token % self.page_size
+
+
+class Write(NamedTuple):
+    """What the caller of `append` has to do: first copy pages, then write the new tokens into their slots.
+
+    `copies` are pairs (source page, destination page), at most one. `runs` are ranges of slots in the order of the
+    tokens, one for each page. The copies of several appends are done in the order of the appends, all before any write.
+    """
+
+    runs: tuple[range, ...]
+    copies: tuple[tuple[int, int], ...]
+
+    @property
+    def slots(self) -> list[int]:
+        """One slot for each new token."""
+        return list(itertools.chain.from_iterable(self.runs))
+
+
+class PageAllocator:
+    """`num_pages` pages of `page_size` slots, handed out to sequences and shared between them.
+
+    A page is used (sequences hold it), cached (none does, but its content was worth keeping and waits to be found
+    again) or free. Contents are written by the caller; `append` says where. A page that others hold, or that is kept,
+    is never written: `append` asks for a copy. Every operation takes time in proportion to the pages that it touches,
+    is deterministic, and either succeeds or changes nothing.
+
+    Args:
+        num_pages: pages in the pool, numbered from 0.
+        page_size: slots of a page, one for each token; any number, 1 included.
+
+    Raises:
+        InputError: a size that is not a positive integer.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        _check_count("num_pages", num_pages, 1)
+        _check_count("page_size", page_size, 1)
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.on_evict: Callable[[int], None] | None = None
+        self._free = list(range(num_pages - 1, -1, -1))  # the next page is the last entry
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the next page to evict is the first entry
+        self._kept: set[int] = set()
+        self._holders = [0] * num_pages
+        self._live: dict[Sequence, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages without content."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that no sequence holds and whose content is kept until the page is needed."""
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that sequences hold, each counted once."""
+        return self.num_pages - len(self._free) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that an operation can take: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Pages whose content is known, used or cached."""
+        return frozenset(self._kept)
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The live sequences, oldest first."""
+        return tuple(self._live)
+
+    def holders(self, page: int) -> int:
+        """How many sequences hold `page`."""
+        if not 0 <= page < self.num_pages:
+            raise InputError("page", got=page, expected=f"0 to {self.num_pages - 1}", hint="pages are those of a table")
+        return self._holders[page]
+
+    def wasted_slots(self) -> int:
+        """Slots of used pages in which no sequence has a token; walks every block table."""
+        filled: dict[int, int] = {}
+        for sequence in self._live:
+            for index, page in enumerate(sequence.pages):
+                tokens = min(self.page_size, sequence.length - index * self.page_size)
+                filled[page] = max(filled.get(page, 0), tokens)
+        return sum(self.page_size - tokens for tokens in filled.values())
+
+    def create(self, shared: Iterable[int] = ()) -> Sequence:
+        """A new sequence: empty, or beginning with full pages whose content is known, of which it becomes a holder."""
+        pages = list(shared)
+        for page in pages:
+            self._check_known(page)
+        for page in pages:
+            self._hold(page)
+        sequence = Sequence(self.page_size, pages, len(pages) * self.page_size)
+        self._live[sequence] = None
+        return sequence
+
+    def needed(self, sequence: Sequence, n: int = 1) -> int:
+        """Pages that `append(sequence, n)` would take now, the destination of a copy included."""
+        self.check_live(sequence)
+        _check_count("n", n, 0)
+        return self._growth(sequence, n) + self._copies(sequence, n)
+
+    def append(self, sequence: Sequence, n: int = 1) -> Write:
+        """Make room for `n` more tokens.
+
+        Raises:
+            OutOfPagesError: fewer pages are free or cached than are needed; nothing has changed.
+            InputError: the sequence was freed or is another allocator's, or `n` is negative.
+        """
+        self.check_live(sequence)
+        _check_count("n", n, 0)
+        copied = self._copies(sequence, n)
+        taken = self._take(self._growth(sequence, n) + copied)
+        pages = sequence.pages
+        copies: tuple[tuple[int, int], ...] = ()
+        if copied:
+            source, pages[-1] = pages[-1], taken[0]
+            copies = ((source, taken[0]),)
+            self._release(source)
+        pages.extend(taken[copied:])
+        start, sequence.length = sequence.length, sequence.length + n
+        return Write(_runs(pages, start, sequence.length, self.page_size), copies)
+
+    def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
+        """`n` more sequences with the same tokens, in the same pages; what `append` gave must have been written."""
+        self.check_live(sequence)
+        _check_count("n", n, 0)
+        for page in sequence.pages:
+            self._holders[page] += n
+        forks = [Sequence(self.page_size, list(sequence.pages), sequence.length) for _ in range(n)]
+        self._live.update(dict.fromkeys(forks))
+        return forks
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Forget the tokens from `length` on, and hand back the pages that held nothing else."""
+        self.check_live(sequence)
+        if not 0 <= length <= sequence.length:
+            raise InputError(
+                "length", got=length, expected=f"0 to {sequence.length}, the sequence's length", hint="append grows it"
+            )
+        self._drop(sequence, _pages_for(length, self.page_size))
+        sequence.length = length
+
+    def free(self, sequence: Sequence) -> None:
+        """End the sequence and hand back its pages, last first, so that of kept ones the first is evicted last."""
+        self.check_live(sequence)
+        self._drop(sequence, 0)
+        sequence.length = 0
+        del self._live[sequence]
+
+    def keep(self, page: int) -> None:
+        """The content of a used page is known from now on: do not write it, and cache it when its last holder goes."""
+        if not self.holders(page):
+            raise InputError("page", got=f"page {page}, held by none", expected="a used page", hint="keep it earlier")
+        self._kept.add(page)
+
+    def merge(self, sequence: Sequence, index: int, page: int) -> None:
+        """Put `page`, whose content is known, in the place of the sequence's page `index`, which has the same one.
+
+        So it is in every table that has the replaced page: who shares a page shares all before it, and still does.
+        """
+        self.check_live(sequence)
+        self._check_known(page)
+        if not 0 <= index < sequence.full_pages:
+            raise InputError(
+                "index", got=index, expected=f"0 to {sequence.full_pages - 1}", hint="only full pages are replaced"
+            )
+        replaced = sequence.pages[index]
+        alone = self._holders[replaced] == 1
+        for other in [sequence] if alone else self._live:
+            if index < len(other.pages) and other.pages[index] == replaced:
+                self._hold(page)
+                self._release(replaced)
+                other.pages[index] = page
+
+    def check_live(self, sequence: Sequence) -> None:
+        """Raise InputError unless the sequence is one of this allocator and has not been freed."""
+        if sequence not in self._live:
+            raise InputError(
+                "sequence",
+                got="one that was freed, or another allocator's",
+                expected="a live sequence",
+                hint="sequences come from create and fork, and end with free",
+            )
+
+    def violations(self) -> list[str]:
+        """What of the bookkeeping contradicts itself, in words; empty unless there is a mistake in this file."""
+        found = []
+        held = Counter(page for sequence in self._live for page in sequence.pages)
+        places = Counter([*self._free, *self._cached, *set(held)])
+        for page in range(self.num_pages):
+            if places[page] != 1:
+                found.append(f"page {page} is in {places[page]} of free, cached and used")
+            if self._holders[page] != held[page]:
+                found.append(f"page {page} has {held[page]} holders, not {self._holders[page]}")
+        found += [f"page {page} is cached but not kept" for page in self._cached if page not in self._kept]
+        found += [f"page {page} is free but kept" for page in self._free if page in self._kept]
+        if len(held) != self.num_used:
+            found.append(f"{len(held)} pages are used, not {self.num_used}")
+        before: dict[int, int] = {}
+        for sequence in self._live:
+            if len(sequence.pages) != _pages_for(sequence.length, self.page_size):
+                found.append(f"{sequence} has {len(sequence.pages)} pages")
+            for previous, page in itertools.pairwise([-1, *sequence.pages]):
+                if before.setdefault(page, previous) != previous:
+                    found.append(f"page {page} comes after page {previous} and after page {before[page]}")
+        return found
+
+    def _growth(self, sequence: Sequence, n: int) -> int:
+        return _pages_for(sequence.length + n, self.page_size) - len(sequence.pages)
+
+    def _copies(self, sequence: Sequence, n: int) -> int:
+        """1 where the last page would be written and may not be."""
+        if n == 0 or sequence.length % self.page_size == 0:
+            return 0
+        last = sequence.pages[-1]
+        return int(self._holders[last] > 1 or last in self._kept)
+
+    def _take(self, count: int) -> list[int]:
+        if count > self.num_available:
+            raise OutOfPagesError(
+                "pages",
+                got=f"{count} needed",
+                expected=f"at most {self.num_available} ({self.num_free} free, {self.num_cached} cached)",
+                hint="free a sequence, try again later, or make the pool larger",
+            )
+        return [self._take_one() for _ in range(count)]
+
+    def _take_one(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            self._kept.remove(page)
+            if self.on_evict is not None:
+                self.on_evict(page)
+        self._holders[page] = 1
+        return page
+
+    def _hold(self, page: int) -> None:
+        if not self._holders[page]:
+            del self._cached[page]
+        self._holders[page] += 1
+
+    def _release(self, page: int) -> None:
+        self._holders[page] -= 1
+        if not self._holders[page]:
+            if page in self._kept:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def _drop(self, sequence: Sequence, keep: int) -> None:
+        """Release all pages but the first `keep`, from the last on."""
+        while len(sequence.pages) > keep:
+            self._release(sequence.pages.pop())
+
+    def _check_known(self, page: int) -> None:
+        if page not in self._kept:
+            raise InputError("page", got=f"page {page}", expected="one that is kept", hint="call keep while it is used")
+
+
+def _pages_for(length: int, page_size: int) -> int:
+    return -(-length // page_size)
+
+
+def _runs(pages: list[int], start: int, stop: int, page_size: int) -> tuple[range, ...]:
+    """The slots of tokens start..stop-1, a range for each page."""
+    runs = []
+    while start < stop:
+        index, offset = divmod(start, page_size)
+        count = min(page_size - offset, stop - start)
+        first = pages[index] * page_size + offset
+        runs.append(range(first, first + count))
+        start += count
+    return tuple(runs)
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise InputError(name, got=repr(value), expected=f"an integer, at least {least}", hint="give a count")

@@ -1,0 +1,197 @@
+"""Prefixes that are computed once: full pages found again by their tokens, and pages that live sequences share.
+
+The index is a client of the allocator, which tells it of evictions by one callback: the allocator needs to know that
+a content is worth keeping, never what it is, and so counts holders the same way with and without an index.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from tilewise.core.errors import InputError
+from tilewise.kv.allocator import PageAllocator, Sequence
+
+Tokens = collections.abc.Sequence[int]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Entry:
+    """A page whose content is known: its own tokens, after those of `parent` (None: at the start), under `extra`."""
+
+    parent: _Entry | None = field(repr=False)
+    tokens: tuple[int, ...]
+    extra: Hashable
+    key: Hashable
+    page: int
+
+    def holds(self, parent: _Entry | None, tokens: tuple[int, ...], extra: Hashable) -> bool:
+        return self.parent is parent and self.tokens == tokens and self.extra == extra
+
+
+class PrefixCache:
+    """Finds the pages of a prompt that an earlier sequence has computed.
+
+    Page k has the key h(k) = hash((h(k-1), tokens of page k, extra)), and is only taken if its tokens, its `extra` and
+    its predecessor are the wanted ones: a bad hash costs hits, never a wrong page. Pages stay while the allocator has
+    others to give; then the one goes that has waited longest, and of a prefix the last page first.
+
+    Every sequence that holds a known page holds those before it too, so no page outlives its predecessor here.
+
+    Args:
+        allocator: the pool; it serves one index at a time.
+        hash: a function of a hashable value.
+    """
+
+    def __init__(self, allocator: PageAllocator, *, hash: Callable[[Hashable], Hashable] = hash) -> None:
+        if allocator.on_evict is not None:
+            raise InputError(
+                "allocator", got="one that another index listens to", expected="one without", hint="make one index"
+            )
+        allocator.on_evict = self._forget
+        self.allocator = allocator
+        self._hash = hash
+        self._by_key: dict[Hashable, _Entry] = {}
+        self._by_page: dict[int, _Entry] = {}
+
+    def __len__(self) -> int:
+        """Pages whose content is known, used or cached."""
+        return len(self._by_page)
+
+    def match(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> int:
+        """How many of the first tokens `start` would find now; takes nothing and leaves the order of eviction alone."""
+        return sum(len(entry.tokens) for entry in self._walk(tokens, extra, whole))
+
+    def start(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> Sequence:
+        """A new sequence that begins with the known pages of `tokens`; its length says how many tokens they hold.
+
+        Args:
+            tokens: the prompt.
+            extra: what else the keys and values depend on (an adapter of the weights, an image): others share nothing.
+            whole: also take a page that ends the prompt. Otherwise at least one token is left, to compute logits from.
+        """
+        return self.allocator.create(entry.page for entry in self._walk(tokens, extra, whole))
+
+    def insert(self, sequence: Sequence, tokens: Tokens, extra: Hashable = None) -> int:
+        """Make the full pages of a sequence known; returns how many of its tokens lie in known pages.
+
+        Where another page is already known for the same prefix, it takes the place of this one, which is handed back:
+        read block tables anew. Takes time in proportion to the pages that are new here.
+
+        Args:
+            tokens: the sequence's tokens from its first on, as far as their keys and values have been written.
+            extra: as given to `start`.
+
+        Raises:
+            InputError: more tokens than the sequence has, or others than those its known pages were inserted with.
+        """
+        allocator, size = self.allocator, self.allocator.page_size
+        allocator.check_live(sequence)
+        if len(tokens) > sequence.length:
+            raise InputError(
+                "tokens", got=len(tokens), expected=f"at most {sequence.length}", hint="append before you insert"
+            )
+        full = len(tokens) // size
+        known = full
+        while known and sequence.pages[known - 1] not in self._by_page:
+            known -= 1
+        parent = self._by_page[sequence.pages[known - 1]] if known else None
+        if parent is not None and not parent.holds(parent.parent, _page_tokens(tokens, known - 1, size), extra):
+            raise InputError(
+                "tokens", got="others than before, or another extra", expected="those of the sequence's known pages",
+                hint="give the sequence's own tokens from the first on, and the extra that it was started with",
+            )  # fmt: skip
+        for index in range(known, full):
+            own = _page_tokens(tokens, index, size)
+            key = self._key(parent, own, extra)
+            entry = self._by_key.get(key)
+            if entry is None:
+                entry = _Entry(parent, own, extra, key, sequence.pages[index])
+                allocator.keep(entry.page)
+                self._by_key[key] = self._by_page[entry.page] = entry
+            elif entry.holds(parent, own, extra):
+                allocator.merge(sequence, index, entry.page)
+            else:
+                return index * size
+            parent = entry
+        return full * size
+
+    def violations(self) -> list[str]:
+        """What of the index contradicts itself or the allocator, in words; empty unless there is a mistake here."""
+        found = [] if len(self._by_key) == len(self._by_page) else ["pages and keys differ in number"]
+        for page, entry in self._by_page.items():
+            if entry.page != page or self._by_key.get(entry.key) is not entry:
+                found.append(f"page {page} and its key disagree")
+            if entry.parent is not None and self._by_page.get(entry.parent.page) is not entry.parent:
+                found.append(f"page {page} has outlived its predecessor")
+        if set(self._by_page) != self.allocator.kept:
+            found.append("the allocator keeps other pages than are known")
+        return found
+
+    def _walk(self, tokens: Tokens, extra: Hashable, whole: bool) -> Iterator[_Entry]:
+        """Known pages of `tokens`, from the first on."""
+        size = self.allocator.page_size
+        parent = None
+        for index in range((len(tokens) - (not whole)) // size if tokens else 0):
+            own = _page_tokens(tokens, index, size)
+            entry = self._by_key.get(self._key(parent, own, extra))
+            if entry is None or not entry.holds(parent, own, extra):
+                return
+            yield entry
+            parent = entry
+
+    def _key(self, parent: _Entry | None, tokens: tuple[int, ...], extra: Hashable) -> Hashable:
+        return self._hash((None if parent is None else parent.key, tokens, extra))
+
+    def _forget(self, page: int) -> None:
+        del self._by_key[self._by_page.pop(page).key]
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Block-table entries start..stop-1, the same and full in all `members` (places in the list that was asked about).
+
+    The sharing is maximal: no further sequence has all these pages at these places, and not all members share the next.
+    """
+
+    members: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def shared_prefixes(sequences: Iterable[Sequence]) -> list[SharedPrefix]:
+    """Which sequences share which leading pages, from their block tables alone: a tree, each node before its children.
+
+    A node is a run of pages that at least two sequences share; its children are parts of its members, begin where it
+    stops, and do not overlap. What a sequence does not share begins where the last node that has it stops.
+    """
+    tables = [sequence.pages[: sequence.full_pages] for sequence in sequences]
+    found = []
+    waiting = [(list(range(len(tables))), 0)]
+    while waiting:
+        group, start = waiting.pop()
+        branches: dict[int, list[int]] = {}
+        for member in group:
+            if len(tables[member]) > start:
+                branches.setdefault(tables[member][start], []).append(member)
+        nodes = []
+        for members in branches.values():
+            if len(members) > 1:
+                stop = start + 1
+                while _agree([tables[member] for member in members], stop):
+                    stop += 1
+                nodes.append((members, stop))
+        found += [SharedPrefix(tuple(members), start, stop) for members, stop in nodes]
+        waiting += reversed(nodes)
+    return found
+
+
+def _agree(tables: list[list[int]], index: int) -> bool:
+    """Whether all tables have the same page at `index`."""
+    first = tables[0]
+    return index < len(first) and all(index < len(table) and table[index] == first[index] for table in tables)
+
+
+def _page_tokens(tokens: Tokens, index: int, size: int) -> tuple[int, ...]:
+    return tuple(tokens[index * size : (index + 1) * size])
