@@ -24,7 +24,9 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """One measured contender. Times in milliseconds, rates in TFLOP/s and GB/s, memory in MiB; None where not measured.
+    """One measured contender; None where something was not measured.
+
+    Times are in milliseconds, rates in TFLOP/s and GB/s, memory in MiB, shares in percent.
 
     `p20_ms p50_ms p80_ms` are quantiles over single calls. `ceiling_tflops` and `ceiling_gbps` are this run's matrix
     product and copy. `error` is {"metric": str, "value": float} against the reference, or {"metric": "failure",
@@ -57,6 +59,7 @@ class Record:
     date: str
     peak_mib: float | None = field(default=None)
     count: int | None = field(default=None)
+    percent: float | None = field(default=None)
 
     @property
     def failed(self) -> bool:
@@ -65,9 +68,9 @@ class Record:
 
 
 NO_RESULT = ("failure", "not applicable")  # metrics of an `error` that has a message in the place of a value
-_OPTIONAL = {"peak_mib", "count"}
+_OPTIONAL = {"peak_mib", "count", "percent"}
 _KEYS = {entry.name for entry in fields(Record)}
-_NUMBERS = {"p20_ms", "p50_ms", "p80_ms", "tflops", "gbps", "ceiling_tflops", "ceiling_gbps", "peak_mib"}
+_NUMBERS = {"p20_ms", "p50_ms", "p80_ms", "tflops", "gbps", "ceiling_tflops", "ceiling_gbps", "peak_mib", "percent"}
 _TEXTS = {"run", "question", "impl", "includes", "commit", "device", "torch", "method", "command", "date"}
 _NULLABLE_TEXTS = {"sources", "driver", "triton"}
 
@@ -105,8 +108,8 @@ def validate(data: dict[str, Any]) -> Record:
             _require(isinstance(error.get("message"), str) and times == [None] * 3, "error: a failure has no times")
         else:
             _require(isinstance(error.get("value"), int | float), "error: expected a numeric value")
-    nothing = not any(time is not None for time in times) and count is None and data.get("peak_mib") is None
-    _require(error is not None or not nothing, "the record states no time, count, memory or failure")
+    nothing = not any(value is not None for value in (*times, count, data.get("peak_mib"), data.get("percent")))
+    _require(error is not None or not nothing, "the record states no time, count, memory, share or failure")
     return Record(**data)
 
 
@@ -191,6 +194,7 @@ class Writer:
         sources: str | None = None,
         peak_mib: float | None = None,
         count: int | None = None,
+        percent: float | None = None,
     ) -> Record:
         """Append one record and print it as a short line."""
         p20, p50, p80 = times_ms or (None, None, None)
@@ -202,7 +206,7 @@ class Writer:
             ceiling_tflops=_rounded(self.ceilings[0]), ceiling_gbps=_rounded(self.ceilings[1]),
             error=error, includes=includes, commit=env.commit, sources=sources, device=env.device, driver=env.driver,
             torch=env.torch, triton=env.triton, method=self.method, command=env.command, date=env.date,
-            peak_mib=_rounded(peak_mib), count=count,
+            peak_mib=_rounded(peak_mib), count=count, percent=_rounded(percent),
         )  # fmt: skip
         append(record, self.results)
         print(_line(record), flush=True)
@@ -216,7 +220,17 @@ def _rounded(value: float | None) -> float | None:
 
 def _line(record: Record) -> str:
     problem = record.problem
-    keys = ("part", "formula", "caches", "change", "on", *(("seqlen_q",) if "part" in problem else ()))
+    keys = (
+        "part",
+        "formula",
+        "workload",
+        "sigma",
+        "decoding",
+        "caches",
+        "change",
+        "on",
+        *(("seqlen_q",) if "part" in problem else ()),
+    )
     what = " ".join(str(problem[key]) for key in keys if key in problem)
     parts = [f"{record.question:<20} {what:<18} {record.impl:<22}"]
     if record.failed and record.error is not None:
@@ -230,6 +244,8 @@ def _line(record: Record) -> str:
         parts.append(f"{record.peak_mib:>8.4g} MiB")
     if record.count is not None:
         parts.append(f"{record.count:>6} compilations")
+    if record.percent is not None:
+        parts.append(f"{record.percent:>8.4g} %")
     if record.error is not None:
         parts.append(f"{record.error['metric']} {record.error['value']:.2e}")
     return " ".join(parts)

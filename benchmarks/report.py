@@ -21,7 +21,7 @@ from tools.families import FAMILIES
 REPORT = ROOT / "benchmarks" / "REPORT.md"
 PLOTS = ROOT / "benchmarks" / "plots"
 # Problem keys that make a row's label, in this order; the other keys go into the caption where all rows share them.
-LABEL = ("formula", "caches", "before", "change", "on", "seqlen_q")
+LABEL = ("formula", "workload", "sigma", "decoding", "caches", "before", "change", "on", "seqlen_q")
 HEAD = """# Benchmark report
 
 Generated from `benchmarks/results/` by `python -m benchmarks.report`; do not edit. Every row compares contenders within
@@ -90,6 +90,8 @@ def _cell(record: Record | None, best: float | None, share: bool) -> str:
         parts.append(f"+{record.peak_mib:,.0f} MiB" if record.peak_mib >= 10 else f"+{record.peak_mib:.1f} MiB")
     if record.count is not None:
         parts.append(str(record.count))
+    if record.percent is not None:
+        parts.append(f"{record.percent:.3g} %")
     return ", ".join(parts)
 
 
@@ -123,7 +125,8 @@ def _caption(question: str, rows: Table) -> str:
         if key not in LABEL and all(record.problem.get(key) == value for record in records)
     }
     sentences = [f"Problem: {', '.join(f'{key} {value}' for key, value in shared.items())}." if shared else ""]
-    sentences.append(f"Time includes: {'; '.join(_unique(record.includes for record in records))}.")
+    what = "Time includes" if any(record.p50_ms is not None for record in records) else "What is counted"
+    sentences.append(f"{what}: {'; '.join(_unique(record.includes for record in records))}.")
     ceilings = [record.ceiling_tflops for record in records if record.ceiling_tflops is not None]
     if ceilings:
         sentences.append(f"Matrix-product ceiling of the same runs: {min(ceilings):.3g}–{max(ceilings):.3g} TFLOP/s.")

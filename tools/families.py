@@ -81,6 +81,7 @@ FAMILIES: dict[str, Family] = {
             rows=("cpu_sdpa", "cpu_tiled"),
         ),
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
+        Family(name="kv", sources=("src/tilewise/kv/*.py",), tests=("tests/kv/*.py",), rows=()),
     )
 }
 

@@ -33,4 +33,5 @@ CASES = {
     "tile_classes": "classification of 128k x 128k tokens against create_block_mask, time and memory",
     "overhead": "host time per call, first result of a new formula, compilations when numbers change",
     "cpu": "fp32 on the CPU against SDPA, with and without a dense mask, time and memory",
+    "kv_memory": "slots that pages waste, pages that sharing saves, simulated; a million random operations",
 }
