@@ -36,7 +36,8 @@ SIGMAS = (0.5, 1.0, 1.5)
 PAGE_SIZES = (1, 8, 16, 32, 64)
 WIDTHS = (2, 4, 6)
 MAX_LENGTH = 2048
-PAGE_SIZE = 16  # for sharing
+PAGE_SIZE = 16  # for sharing and random operations
+POOL = 128  # pages, for random operations
 Lengths = list[tuple[int, int]]
 Grow = Callable[[PageAllocator, int, int, int, random.Random], Iterator[list[Sequence]]]
 
@@ -175,13 +176,13 @@ def _operations(options: Options) -> None:
     writer = Writer(current("cpu"), method=method, ceilings=(None, None), results=options.out)
     times = []
     for seed in range(10):
-        cache = MirroredCache(512, PAGE_SIZE)
+        cache = MirroredCache(POOL, PAGE_SIZE)
         start = time.perf_counter()
         random_operations(cache, operations, seed)
         times.append((time.perf_counter() - start) * 1e3 / operations)
     writer.write(
         "kv_operations",
-        {"operations": 10 * operations, "num_pages": 512, "page_size": PAGE_SIZE},
+        {"operations": 10 * operations, "num_pages": POOL, "page_size": PAGE_SIZE},
         f"tilewise.page{PAGE_SIZE}",
         times_ms=quantiles(times),
         includes="one operation of allocator or index, the same on plain lists, and the comparison of both",
