@@ -224,7 +224,6 @@ def _line(record: Record) -> str:
         "part",
         "formula",
         "workload",
-        "sigma",
         "decoding",
         "caches",
         "change",

@@ -39,6 +39,7 @@ def test_what_is_written_is_read_back_and_appending_keeps_earlier_lines(tmp_path
         ({"impl": ""}, "impl"),
         ({"problem": {}}, "problem"),
         ({"count": 1.5}, "count"),
+        ({"percent": -0.1}, "percent"),
         ({"error": {"value": 1.0}}, "error"),
         ({"error": {"metric": "failure", "message": "out of memory"}}, "a failure has no times"),
         ({"error": {"metric": "not applicable", "message": "needs the dense layout"}}, "a failure has no times"),
@@ -64,6 +65,11 @@ def test_an_invalid_record_is_never_written(tmp_path: Path) -> None:
     with pytest.raises(RecordError):
         records.append(sample(p20_ms=9.0), tmp_path)
     assert list(tmp_path.rglob("*.jsonl")) == []
+
+
+def test_a_share_is_a_result(tmp_path: Path) -> None:
+    share = sample(p20_ms=None, p50_ms=None, p80_ms=None, error=None, percent=0.0)
+    assert records.read(records.append(share, tmp_path)) == [share]
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
