@@ -20,7 +20,9 @@ import torch
 
 import tilewise as tw
 from tilewise.ops.attention.problem import Call, make_call
-from tilewise.testing.offline import Resources, compile_call
+from tilewise.ops.merge.problem import Call as MergeCall
+from tilewise.ops.merge.problem import joined_call, separate_call
+from tilewise.testing.offline import Resources, compile_call, compile_merge
 
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "compile" / "resources.json"
 ARCHITECTURES = (80, 90, 100)
@@ -47,9 +49,23 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+STATES: dict[str, Callable[[int, torch.dtype], MergeCall]] = {
+    "pair": lambda dim, dtype: separate_call([_state((2, SEQLEN), dim, dtype)] * 2, None),
+    "stacked": lambda dim, dtype: joined_call(*_state((12, 2, 4), dim, dtype), None, None),
+    "ragged": lambda dim, dtype: joined_call(*_state((256,), dim, dtype), _packed().cu_seqlens_q, None),
+}
+
+
+def _state(rows: tuple[int, ...], head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of `HEADS` heads."""
+    return torch.zeros(*rows, HEADS, head_dim, dtype=dtype), torch.zeros(*rows[:-1], HEADS, rows[-1])
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One call to compile. `quick` ones are compiled by the compile tier, all of them by the tool."""
+    """One call to compile: `row` of attention with a formula, or "merge" of states that lie so. `quick` ones are
+    compiled by the compile tier, all of them by the tool.
+    """
 
     sm: int
     row: str
@@ -72,6 +88,9 @@ class Variant:
 
     def compile(self) -> dict[str, Resources]:
         """Resources by kernel name."""
+        if self.row == "merge":
+            merged = STATES[self.formula](self.head_dim, DTYPES[self.dtype])
+            return {found.kernel: found for found in compile_merge(merged, self.sm)}
         return {found.kernel: found for found in compile_call(self.call(), self.sm, self.row)}
 
 
@@ -99,6 +118,9 @@ def variants() -> Iterator[Variant]:
         for dtype, formula in (("bf16", "causal"), ("bf16", "alibi"), ("fp32", "causal")):
             quick = head_dim == 128 and formula == "causal"
             yield Variant(sm, "triton_decode", dtype, head_dim, formula, quick)
+    for sm, states in itertools.product(ARCHITECTURES, STATES):
+        for dtype, head_dim in (("bf16", 128), ("bf16", 40), ("bf16", 512), ("fp32", 128)):
+            yield Variant(sm, "merge", dtype, head_dim, states, head_dim == 128)
     for head_dim in (64, 128, 256):
         for formula in ("plain", "causal", "window", "slopes", "softcap", "document", "packed", "dropout", "repeats"):
             quick = head_dim == 128 or formula == "causal"

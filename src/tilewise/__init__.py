@@ -23,6 +23,7 @@ from tilewise.formula.library import (
 )
 from tilewise.layouts import Dense, Packed
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, why
+from tilewise.ops.merge import merge, merge_states
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,8 @@ __all__ = [
     "explicit",
     "lengths",
     "mask",
+    "merge",
+    "merge_states",
     "neighborhood",
     "prefix",
     "relative_bias",

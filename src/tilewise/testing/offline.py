@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 from tilewise.ops.attention.problem import Call
+from tilewise.ops.merge.problem import Call as MergeCall
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of
@@ -105,6 +106,16 @@ def compile_call(call: Call, sm: int, row: str = "triton") -> list[Resources]:
         else:
             o, lse = triton_attention.forward(call)
             triton_attention.backward(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
+    return [resources(kernel) for kernel in kernels]
+
+
+def compile_merge(call: MergeCall, sm: int) -> list[Resources]:
+    """As `compile_call`, the kernels that a call of `merge` or `merge_states` launches."""
+    from tilewise.ops.merge import triton_merge
+
+    with compiling_for(sm) as kernels:
+        o, lse = triton_merge.forward(call)
+        triton_merge.backward(call, o, lse)
     return [resources(kernel) for kernel in kernels]
 
 
