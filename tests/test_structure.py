@@ -82,6 +82,8 @@ sys.meta_path.insert(0, Block())
 import torch, tilewise as tw
 q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))
 tw.attention(q, k, v, mask=tw.causal & tw.window(8), score=tw.softcap(20.0)).sum().backward()
+o, _ = tw.merge(tw.attention_with_lse(q, k[:, :9], v[:, :9]), tw.attention_with_lse(q, k[:, 9:], v[:, 9:]))
+o.sum().backward()
 assert q.grad.isfinite().all() and not any(name.split(".")[0] == "triton" for name in sys.modules)
 print(tw.why(q, k, v))
 """
@@ -109,16 +111,17 @@ def test_only_kernel_files_import_triton_at_module_level() -> None:
     assert found == []
 
 
-def test_implementations_do_not_import_each_other() -> None:
+@pytest.mark.parametrize("operation", ["attention", "merge"])
+def test_implementations_do_not_import_each_other(operation: str) -> None:
     """Rows of one operation share `problem` and `configs`, never another row and never the reference."""
-    folder = SOURCE / "ops" / "attention"
+    folder = SOURCE / "ops" / operation
     rows = {
         path.stem for path in folder.glob("*.py") if path.stem.startswith(("triton_", "gluon_", "cpu", "reference"))
     }
     found = []
     for stem in sorted(rows):
         for node in ast.walk(ast.parse((folder / f"{stem}.py").read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tilewise.ops.attention"):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(f"tilewise.ops.{operation}"):
                 continue
             named = {(node.module or "").rpartition(".")[2], *(alias.name for alias in node.names)}
             found += [f"{stem} imports {other}" for other in sorted(named & rows - {stem}) if _apart(stem, other)]

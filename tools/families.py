@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 class Family:
     """One set of kernels.
 
-    `sources` and `tests` are glob patterns relative to the root, `rows` names of the dispatch table, `ci` what
-    continuous integration, which has no GPU, does with kernels for one.
+    `sources` and `tests` are glob patterns relative to the root, `rows` names of the dispatch table of `operation`,
+    `ci` what continuous integration, which has no GPU, does with kernels for one.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Family:
     tests: tuple[str, ...]
     rows: tuple[str, ...]
     ci: str = ""
+    operation: str = "attention"
 
     def files(self, root: Path = ROOT) -> list[Path]:
         """The family's source files, sorted."""
@@ -57,28 +58,57 @@ _PORTABLE = (
     *(_ATTENTION + name for name in ("triton_*.py", "configs.py", "variant.py")),
 )
 
+_GPU_TESTS = ("tests/gpu/test_a*.py", "tests/gpu/test_sanitizer.py")
+
+_MERGE = "src/tilewise/ops/merge/"
+_MERGE_SHARED = (
+    "src/tilewise/core/[er]*.py",
+    _ATTENTION + "table.py",
+    *(_MERGE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
+)
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family(
             name="attention_triton",
             sources=_PORTABLE,
-            tests=("tests/gpu/*.py",),
+            tests=_GPU_TESTS,
             rows=("triton", "triton_decode"),
             ci="interpreted, compiled for sm_80, sm_90, sm_100",
         ),
         Family(
             name="attention_hopper",
             sources=(*_PORTABLE, "src/tilewise/tiles/*.py", _ATTENTION + "gluon_*.py"),
-            tests=("tests/gpu/*.py",),
+            tests=_GPU_TESTS,
             rows=("hopper",),
             ci="compiled for sm_90",
         ),
         Family(
             name="attention_cpu",
             sources=(*_FORMULA, *_SHARED, _ATTENTION + "cpu*.py"),
-            tests=("tests/ops/**/*.py",),
+            tests=("tests/ops/*.py",),
             rows=("cpu_sdpa", "cpu_tiled"),
+        ),
+        Family(
+            name="merge_triton",
+            sources=(
+                *_MERGE_SHARED,
+                _MERGE + "triton_*.py",
+                _ATTENTION + "triton_launch.py",
+                "src/tilewise/tiles/arithmetic.py",
+            ),
+            tests=("tests/gpu/test_merge.py",),
+            rows=("triton",),
+            ci="interpreted, compiled for sm_80, sm_90, sm_100",
+            operation="merge",
+        ),
+        Family(
+            name="merge_cpu",
+            sources=(*_MERGE_SHARED, _MERGE + "cpu.py"),
+            tests=("tests/ops/merge/*.py",),
+            rows=("cpu",),
+            operation="merge",
         ),
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
         Family(name="kv", sources=("src/tilewise/kv/*.py",), tests=("tests/kv/*.py",), rows=()),
@@ -86,6 +116,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(row: str) -> Family | None:
-    """The family that a row of the dispatch table belongs to, by the row's name."""
-    return next((family for family in FAMILIES.values() if row in family.rows), None)
+def family_of(row: str, operation: str = "attention") -> Family | None:
+    """The family that a row of an operation's dispatch table belongs to, by the row's name."""
+    families = (family for family in FAMILIES.values() if family.operation == operation)
+    return next((family for family in families if row in family.rows), None)

@@ -1,7 +1,7 @@
-"""The README's support matrix, from the dispatch table and the receipts.
+"""The README's support matrix, from the dispatch tables and the receipts.
 
-One row an implementation, in the order in which dispatch prefers them. "verified on" appears only while the sources
-that a receipt vouches for are byte for byte those of today.
+One row an implementation, operation by operation, in the order in which dispatch prefers them. "verified on" appears
+only while the sources that a receipt vouches for are byte for byte those of today.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.records import RESULTS
 from tools.families import ROOT, family_of
 from tools.receipts import verified
 
-OPERATIONS = ("attention",)
+OPERATIONS = ("attention", "merge")
 
 
 def rows(operation: str) -> list[Any]:
@@ -29,9 +29,9 @@ def needs(row: Any) -> str:
     return f"{wanted}; prefers {preferred}" if preferred else wanted
 
 
-def proof(row: Any, results: Path = RESULTS, root: Path = ROOT) -> str:
+def proof(row: Any, results: Path = RESULTS, root: Path = ROOT, operation: str = "attention") -> str:
     """Where the row's tests passed on today's sources."""
-    family = family_of(row.name)
+    family = family_of(row.name, operation)
     if family is None or not family.ci:
         return "every CI run"
     words = [f"CI: {family.ci}"]
@@ -42,10 +42,11 @@ def proof(row: Any, results: Path = RESULTS, root: Path = ROOT) -> str:
 
 def matrix(results: Path = RESULTS, root: Path = ROOT) -> str:
     """The Markdown table."""
-    lines = ["| implementation | what it is | backward | needs | tested |", "|---|---|---|---|---|"]
+    lines = ["| operation | implementation | what it is | backward | needs | tested |", "|---|---|---|---|---|---|"]
     for operation in OPERATIONS:
         for row in rows(operation):
             backward = "yes" if row.backward else "no"
-            cells = (f"`{row.name}`", row.summary, backward, needs(row), proof(row, results, root))
+            tested = proof(row, results, root, operation)
+            cells = (operation, f"`{row.name}`", row.summary, backward, needs(row), tested)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

@@ -72,10 +72,19 @@ def test_matrix_names_the_device_only_with_a_receipt(toy: Path, tmp_path: Path) 
 
 
 def test_every_dispatch_row_but_the_reference_has_a_family() -> None:
-    rows = [row.name for operation in support_matrix.OPERATIONS for row in support_matrix.rows(operation)]
-    assert [name for name in rows if families.family_of(name) is None] == ["reference"]
-    known = {name for family in FAMILIES.values() for name in family.rows}
-    assert known <= set(rows), "a family names a row that dispatch no longer has"
+    for operation in support_matrix.OPERATIONS:
+        rows = [row.name for row in support_matrix.rows(operation)]
+        assert [name for name in rows if families.family_of(name, operation) is None] == ["reference"]
+        known = {name for family in FAMILIES.values() if family.operation == operation for name in family.rows}
+        assert known <= set(rows), "a family names a row that dispatch no longer has"
+    assert {family.operation for family in FAMILIES.values()} <= set(support_matrix.OPERATIONS)
+
+
+def test_rows_of_one_name_have_the_family_of_their_operation() -> None:
+    found = [families.family_of("triton", operation) for operation in ("attention", "merge")]
+    assert [family.name for family in found if family] == ["attention_triton", "merge_triton"]
+    assert "triton_merge.py" in {path.name for path in FAMILIES["merge_triton"].files()}
+    assert "reference.py" not in {path.name for path in FAMILIES["merge_triton"].files()}
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)

@@ -95,8 +95,8 @@ def test_without_rows_or_states() -> None:
 def whole_and_parts(
     cuts: list[int], dtype: torch.dtype, *, batch: int, seqlen: int, heads: int, causal: bool
 ) -> tuple[list[torch.Tensor], merging.Results, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """(q, k, v), attention over all keys, and its states over runs of keys that end at `cuts`, causal if asked
-    for: keys of a later part hide behind those of an earlier one, so that some rows of some parts are empty.
+    """(q, k, v), attention over all keys, and its states over runs of keys that end at `cuts`. If `causal`, the first
+    queries see no key of the later runs.
     """
     make = torch.Generator().manual_seed(sum(cuts) + seqlen)
     rows_k = cuts[-1]
