@@ -67,6 +67,7 @@ def ends(*values: int, dtype: torch.dtype = INT32) -> torch.Tensor:
 BAD_JOINED: dict[str, tuple[tuple[Any, Any], dict[str, Any], str, str]] = {
     "not_stacked": (ROWS, {}, "o", "(6, 3, 8)"),
     "stacked_with_indptr": (GOOD, {"indptr": ends(0, 2)}, "o", "(2, 5, 3, 8)"),
+    "lse_elsewhere": ((torch.zeros(2, 5, 3, 8)[None], META[1][None]), {}, "lse", "meta"),
     "lse_shape": ((GOOD[0], GOOD[1][:, :2]), {}, "lse", "(2, 2, 5)"),
     "indptr_list": (ROWS, {"indptr": [0, 6]}, "indptr", "list"),
     "indptr_rank": (ROWS, {"indptr": ends(0, 6)[None]}, "indptr", "(1, 2)"),

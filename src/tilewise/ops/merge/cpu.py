@@ -32,7 +32,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     lse.copy_(total.view(lse.shape))
     acc = torch.zeros(_states(call)[0].shape, dtype=call.wide, device=merged.device)
     for o, weight, hidden in zip(_states(call), weights, unseen, strict=True):
-        acc.add_(_used(o.to(call.wide), hidden).mul(weight[..., None]))
+        acc.addcmul_(_used(o.to(call.wide), hidden), weight[..., None])
     merged.copy_(acc.view(merged.shape))
     return merged, lse
 
@@ -79,6 +79,8 @@ def _finite(top: torch.Tensor) -> torch.Tensor:
 
 def _used(x: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
     """`x` (a number or a row for each of `unseen`), 0 for states that are unseen."""
+    if not unseen.any():
+        return x
     return x.masked_fill(unseen if x.ndim == unseen.ndim else unseen[..., None], 0.0)
 
 

@@ -213,8 +213,10 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse)"""
     o, lse = call.new_output(), call.new_lse()
     key = _key(call)
-    plan = _PLANS.get(key) or _PLANS.put(key, _plan(merge_fwd, call, (_o_strides(call, call.o),
-                                                                      _lse_strides(call, call.lse))))  # fmt: skip
+    plan = _PLANS.get(key)
+    if plan is None:
+        strides = (_o_strides(call, call.o), _lse_strides(call, call.lse))
+        plan = _PLANS.put(key, _plan(merge_fwd, call, strides))
     with on_device(o):
         plan.launch((call.o, call.lse, call.indptr, o, lse), ())
     return o, lse
@@ -239,9 +241,11 @@ def backward(call: Call, do: torch.Tensor, dlse: torch.Tensor) -> tuple[list[tor
 
 
 def _key(call: Call, *incoming: torch.Tensor):
-    """Everything that may change which kernel runs or how; None where a pointer would need a variant of its own."""
+    """Everything that may change which kernel runs or how (the backward has `incoming` gradients); None where a pointer
+    would need a variant of its own.
+    """
     pointers = 0
-    parts = [call.form, call.dtype, None if call.indptr is None else call.indptr.shape]
+    parts = [len(incoming), call.form, call.dtype, None if call.indptr is None else call.indptr.shape]
     for x in (*call.o, *call.lse, *incoming):
         pointers |= x.data_ptr()
         parts += (x.dtype, x.device, x.shape, x.stride())
