@@ -10,11 +10,11 @@ import torch
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tilewise.testing import merging
+from tilewise.testing.matrix import name_of
 from tilewise.testing.merging import BY_NAME, CASES, MergeCase, Setting
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SETTINGS = [Setting("triton", dtype, DEVICE) for dtype in DTYPES]
-SOME = [BY_NAME[name] for name in ("pair", "stacked", "ragged")]
 LARGE = [
     MergeCase("large_pair", batch=2, seqlen=1000, heads=16, head_dim=128),
     MergeCase("large_stacked", states=33, batch=3, seqlen=17, heads=32, head_dim=128, stacked=True),
@@ -29,32 +29,15 @@ def test_equals_softmax(setting: Setting, case: MergeCase) -> None:
     merging.equals_softmax(setting, case)
 
 
-@pytest.mark.parametrize("case", [*SOME, *LARGE], ids=repr)
+@pytest.mark.parametrize(("check", "setting", "case"), merging.property_matrix(SETTINGS), ids=name_of)
+def test_property(check: merging.Check, setting: Setting, case: MergeCase) -> None:
+    check(setting, case)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=repr)
 @pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_bits_repeat(setting: Setting, case: MergeCase) -> None:
+def test_bits_of_large_cases_repeat(setting: Setting, case: MergeCase) -> None:
     merging.repeats_are_equal(setting, case)
-
-
-@pytest.mark.parametrize("case", SOME, ids=repr)
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_unseen_states_may_hold_anything(setting: Setting, case: MergeCase) -> None:
-    merging.unseen_states_may_hold_anything(setting, case)
-
-
-@pytest.mark.parametrize("case", SOME, ids=repr)
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_rows_without_a_key_are_empty(setting: Setting, case: MergeCase) -> None:
-    merging.rows_without_a_key_are_empty(setting, case)
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_an_empty_state_changes_nothing(setting: Setting) -> None:
-    merging.an_empty_state_changes_nothing(setting, BY_NAME["pair"])
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_infinities_and_nan_show(setting: Setting) -> None:
-    merging.infinities_and_nan_show(setting)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

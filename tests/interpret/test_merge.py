@@ -12,6 +12,7 @@ from tests.interpret.test_twins import broken_copy
 from tilewise.ops.attention import triton_launch
 from tilewise.ops.merge import triton_merge
 from tilewise.testing import merging
+from tilewise.testing.matrix import name_of
 from tilewise.testing.merging import BY_NAME, CASES, MergeCase, Setting
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where numbers are NaN
@@ -33,31 +34,9 @@ def test_other_tiles(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) 
     merging.equals_softmax(SETTINGS[0], BY_NAME[name])
 
 
-@pytest.mark.parametrize("case", SOME, ids=repr)
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_unseen_states_may_hold_anything(setting: Setting, case: MergeCase) -> None:
-    merging.unseen_states_may_hold_anything(setting, case)
-
-
-@pytest.mark.parametrize("case", SOME, ids=repr)
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_rows_without_a_key_are_empty(setting: Setting, case: MergeCase) -> None:
-    merging.rows_without_a_key_are_empty(setting, case)
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_an_empty_state_changes_nothing(setting: Setting) -> None:
-    merging.an_empty_state_changes_nothing(setting, BY_NAME["pair"])
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_infinities_and_nan_show(setting: Setting) -> None:
-    merging.infinities_and_nan_show(setting)
-
-
-@pytest.mark.parametrize("case", SOME, ids=repr)
-def test_bits_repeat(case: MergeCase) -> None:
-    merging.repeats_are_equal(SETTINGS[0], case)
+@pytest.mark.parametrize(("check", "setting", "case"), merging.property_matrix(SETTINGS), ids=name_of)
+def test_property(check: merging.Check, setting: Setting, case: MergeCase) -> None:
+    check(setting, case)
 
 
 def test_states_of_two_dtypes() -> None:
@@ -82,7 +61,7 @@ TWINS = [
     ("merge_fwd", 'lse = tl.where(empty, float("-inf"), shift +', 'lse = tl.where(empty, float("-inf"),', "pair"),
     ("merge_fwd", "tl.where(empty, 1.0, total)", "total", "ragged"),
     ("merge_fwd", "acc += tl.sum(o * weight[:, :, None], 1)", "acc = tl.sum(o * weight[:, :, None], 1)", "pair"),
-    ("merge_fwd", "alive = nth[None, :] < count[:, None]", "alive = nth[None, :] < most", "ragged"),
+    ("merge_fwd", "alive = nth[None, :] < count[:, None]", "alive = nth[None, :] < BLOCK_S", "ragged"),
     ("merge_fwd", "b * strides[4 * n + 1] + m", "b * strides[1] * n + m", "pair"),
     ("merge_bwd", "(onto - mean[:, None])", "onto", "stacked"),
     ("merge_bwd", "dlse[:, None] + (", "(", "pair"),

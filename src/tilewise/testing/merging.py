@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 import tilewise as tw
 from tilewise.testing.budgets import FACTOR, ORDER, error
+from tilewise.testing.properties import Setting
 
 Results = dict[str, torch.Tensor]
 _WEIGHTY = -14.0  # the exponent of a weight above a millionth: an error in any other is never seen
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Who is tested, where, and at which dtype of o."""
-
-    impl: str
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-
-    def __repr__(self) -> str:
-        return f"{self.impl}-{str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -275,8 +265,10 @@ def an_empty_state_changes_nothing(setting: Setting, case: MergeCase) -> None:
             assert torch.equal(total, lse)
 
 
-def infinities_and_nan_show(setting: Setting) -> None:
-    """lse +inf gives +inf and o NaN, as softmax does; NaN in lse, or in an o that was seen, reaches o."""
+def infinities_and_nan_show(setting: Setting, case: MergeCase) -> None:
+    """Whatever the case: lse +inf gives +inf and o NaN, as softmax does; NaN in lse, or in an o that was seen, reaches
+    o.
+    """
     o = torch.ones(4, 1, 1, 8, dtype=setting.dtype, device=setting.device)
     lse = torch.tensor([[1.0, 2.0], [math.inf, 2.0], [math.nan, 2.0], [math.nan, math.inf]], device=setting.device)
     states = [(o, lse[:, n].reshape(4, 1, 1)) for n in range(2)]
@@ -293,3 +285,26 @@ def same_bits(one: Results, other: Results) -> None:
     """Equal results, NaN nowhere."""
     for name, value in one.items():
         assert torch.equal(value, other[name]), f"{name} differs"
+
+
+Check = Callable[[Setting, MergeCase], None]
+_SOME = ("pair", "stacked", "ragged", "three_packed")
+PROPERTIES: dict[Check, tuple[str, ...]] = {
+    repeats_are_equal: _SOME,
+    unseen_states_may_hold_anything: _SOME,
+    rows_without_a_key_are_empty: _SOME,
+    an_empty_state_changes_nothing: ("pair",),
+    infinities_and_nan_show: ("pair",),
+}
+
+
+def property_matrix(settings: Iterable[Setting]) -> list[tuple[Check, Setting, MergeCase]]:
+    """Every (property, setting, case); infinities are those of float32, which is what an lse of 16-bit states is."""
+    settings = list(settings)
+    return [
+        (check, setting, BY_NAME[name])
+        for check, names in PROPERTIES.items()
+        for name in names
+        for setting in settings
+        if check is not infinities_and_nan_show or setting.dtype != torch.float64
+    ]

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.testing import merging
+from tilewise.testing.matrix import name_of
 from tilewise.testing.merging import BY_NAME, CASES, MergeCase, Setting
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SETTINGS = [Setting(impl, dtype) for impl in ("cpu", "reference") for dtype in DTYPES]
-NARROW = [setting for setting in SETTINGS if setting.dtype != torch.float64]
-SOME = [BY_NAME[name] for name in ("pair", "stacked", "ragged", "three_packed")]
 QUICK = [case for case in CASES if case.name != "many_heads"]
 
 
@@ -32,32 +31,9 @@ def test_thousands_of_heads() -> None:
     merging.equals_softmax(Setting("cpu", torch.bfloat16), BY_NAME["many_heads"])
 
 
-@pytest.mark.parametrize("case", SOME, ids=repr)
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_bits_repeat(setting: Setting, case: MergeCase) -> None:
-    merging.repeats_are_equal(setting, case)
-
-
-@pytest.mark.parametrize("case", SOME, ids=repr)
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_unseen_states_may_hold_anything(setting: Setting, case: MergeCase) -> None:
-    merging.unseen_states_may_hold_anything(setting, case)
-
-
-@pytest.mark.parametrize("case", SOME, ids=repr)
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_rows_without_a_key_are_empty(setting: Setting, case: MergeCase) -> None:
-    merging.rows_without_a_key_are_empty(setting, case)
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_an_empty_state_changes_nothing(setting: Setting) -> None:
-    merging.an_empty_state_changes_nothing(setting, BY_NAME["pair"])
-
-
-@pytest.mark.parametrize("setting", NARROW, ids=repr)
-def test_infinities_and_nan_show(setting: Setting) -> None:
-    merging.infinities_and_nan_show(setting)
+@pytest.mark.parametrize(("check", "setting", "case"), merging.property_matrix(SETTINGS), ids=name_of)
+def test_property(check: merging.Check, setting: Setting, case: MergeCase) -> None:
+    check(setting, case)
 
 
 def test_wider_states_decide_the_dtype() -> None:

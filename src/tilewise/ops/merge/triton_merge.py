@@ -87,6 +87,16 @@ def normaliser(
     return shift, total
 
 
+@triton.jit
+def states_at(LSE_PARTS, strides, n: tl.constexpr, b, m, h, first, count, start, shift, BLOCK_S: tl.constexpr):
+    """(numbers, which there are, which are used, weights times the total) of states `start` on  # [BLOCK_R, BLOCK_S]"""
+    nth = start + tl.arange(0, BLOCK_S)
+    number = first[:, None] + nth[None, :]
+    alive = nth[None, :] < count[:, None]
+    part = load_lse(LSE_PARTS, strides, n, b, m, h, number, alive)
+    return number, alive, alive & (part != float("-inf")), tl.math.exp2((part - shift[:, None]) * LOG2E)
+
+
 # kernels -------------------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +109,6 @@ def merge_fwd(
     # who am I
     row, in_r, b, m, h = own_rows(rows, seqlen, HEADS, BLOCK_R)
     first, count, most = own_states(INDPTR, m, in_r, states)
-    offs_s = tl.arange(0, BLOCK_S)
 
     # prologue: the weights' scale
     shift, total = normaliser(LSE_PARTS, strides_lse, b, m, h, first, count, most, SOURCES, BLOCK_R, BLOCK_S)
@@ -114,12 +123,9 @@ def merge_fwd(
         acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
         for n in tl.static_range(SOURCES):
             for start in range(0, 1 if SOURCES > 1 else most, BLOCK_S):
-                nth = start + offs_s
-                number = first[:, None] + nth[None, :]
-                alive = nth[None, :] < count[:, None]
-                part = load_lse(LSE_PARTS, strides_lse, n, b, m, h, number, alive)  # [BLOCK_R, BLOCK_S]
-                weight = tl.math.exp2((part - shift[:, None]) * LOG2E)
-                used = alive & (part != float("-inf"))
+                number, _alive, used, weight = states_at(
+                    LSE_PARTS, strides_lse, n, b, m, h, first, count, start, shift, BLOCK_S
+                )
                 o = load_o(O_PARTS, strides_o, n, b, m, h, number, used, offs_dv, HEAD_DIM_V)
                 acc += tl.sum(o * weight[:, :, None], 1)
         inside = in_r[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
@@ -154,7 +160,6 @@ def merge_bwd(
     # who am I
     _, in_r, b, m, h = own_rows(rows, seqlen, HEADS, BLOCK_R)
     first, count, most = own_states(INDPTR, m, in_r, states)
-    offs_s = tl.arange(0, BLOCK_S)
 
     # prologue: the weights' scale, and the mean of <do, o> over states, which is <do, merged o>
     shift, total = normaliser(LSE_PARTS, strides_lse, b, m, h, first, count, most, SOURCES, BLOCK_R, BLOCK_S)
@@ -163,12 +168,10 @@ def merge_bwd(
     mean = tl.zeros([BLOCK_R], tl.float32)
     for n in tl.static_range(SOURCES):
         for start in range(0, 1 if SOURCES > 1 else most, BLOCK_S):
-            nth = start + offs_s
-            number = first[:, None] + nth[None, :]
-            alive = nth[None, :] < count[:, None]
-            part = load_lse(LSE_PARTS, strides_lse, n, b, m, h, number, alive)
-            used = alive & (part != float("-inf"))
-            weight = tl.math.exp2((part - shift[:, None]) * LOG2E) / safe_total[:, None]
+            number, alive, used, weight = states_at(
+                LSE_PARTS, strides_lse, n, b, m, h, first, count, start, shift, BLOCK_S
+            )
+            weight = weight / safe_total[:, None]
             onto = into_do(
                 O_PARTS, DO, strides_o, stride_dob, stride_dos, stride_doh, n, b, m, h, in_r, number, used,
                 HEAD_DIM_V, BLOCK_R, BLOCK_S, BLOCK_DV,
@@ -178,12 +181,10 @@ def merge_bwd(
     # main loop: every state again, now from a cache
     for n in tl.static_range(SOURCES):
         for start in range(0, 1 if SOURCES > 1 else most, BLOCK_S):
-            nth = start + offs_s
-            number = first[:, None] + nth[None, :]
-            alive = nth[None, :] < count[:, None]
-            part = load_lse(LSE_PARTS, strides_lse, n, b, m, h, number, alive)
-            used = alive & (part != float("-inf"))
-            weight = tl.math.exp2((part - shift[:, None]) * LOG2E) / safe_total[:, None]
+            number, alive, used, weight = states_at(
+                LSE_PARTS, strides_lse, n, b, m, h, first, count, start, shift, BLOCK_S
+            )
+            weight = weight / safe_total[:, None]
             onto = into_do(
                 O_PARTS, DO, strides_o, stride_dob, stride_dos, stride_doh, n, b, m, h, in_r, number, used,
                 HEAD_DIM_V, BLOCK_R, BLOCK_S, BLOCK_DV,
