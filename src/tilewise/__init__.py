@@ -21,7 +21,7 @@ from tilewise.formula.library import (
     tree_times,
     window,
 )
-from tilewise.layouts import Dense, Packed
+from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, why
 from tilewise.ops.merge import merge, merge_states
 
@@ -32,6 +32,7 @@ __all__ = [
     "Explanation",
     "Mask",
     "Packed",
+    "Paged",
     "Score",
     "alibi",
     "attention",

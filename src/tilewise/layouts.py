@@ -1,15 +1,16 @@
-"""Where the rows of q, k and v lie: `Dense` (batch, seqlen, heads, dim) or `Packed` (total, heads, dim)."""
+"""Where the rows of q, k and v lie: `Dense` (batch, seqlen, heads, dim), `Packed` (total, heads, dim) or `Paged`."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import once_per_version
+from tilewise.core.readback import host_values, once_per_version
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,152 @@ class Packed:
         return self.cu_seqlens_q.shape[0] - 1
 
 
+@dataclass(frozen=True, eq=False)
+class Paged:
+    """Keys and values in pages of a pool that requests share: k and v are (num_pages, page_size, num_heads_kv, dim), of
+    any page size and strides (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention").
+
+    Args:
+        block_table: int32 (batch, max_pages), the pages of each request in the order of its tokens; what lies behind
+            its last page is not read. Or a pair of int32 tensors (indptr, indices), (batch + 1,) and (total,): request
+            r has pages indices[indptr[r]:indptr[r + 1]], and indices may be longer than that.
+        seqlens_k: int32 (batch,), how many tokens of each request lie in its pages, new ones included; 0 is fine.
+        cu_seqlens_q: int32 (batch + 1,), cumulative query lengths of a packed q (total_q, num_heads_q, head_dim); None
+            for q (batch, seqlen_q, num_heads_q, head_dim).
+
+    All on the device of q and contiguous (rows of `block_table` may lie apart); the last query of a request stands at
+    its last token. What unused slots hold does not matter. Shapes and types are checked at every call; values (pages
+    that exist, lengths that fit) on a CPU, and on a GPU with TILEWISE_DEBUG=1, since reading them there would wait for
+    it.
+    """
+
+    block_table: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    seqlens_k: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
+
+    @property
+    def pages(self) -> Pages:
+        """The table and the lengths as implementations read them."""
+        first, table = self.block_table if isinstance(self.block_table, tuple) else (None, self.block_table)
+        return Pages(table, first, self.seqlens_k)
+
+
+class Pages(NamedTuple):
+    """The pages of requests: request r has table[r], or table[first[r]:first[r + 1]] of a flat table."""
+
+    table: torch.Tensor
+    first: torch.Tensor | None
+    seqlens: torch.Tensor
+
+    @property
+    def longest(self) -> int:
+        """Pages that one request can have."""
+        return self.table.shape[-1]
+
+
+def check_pages(pages: Pages, cu_seqlens_q: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raise InputError unless pages and cumulative query lengths fit q and the pool k."""
+    table, first, seqlens = pages
+    if first is not None:
+        _check_index("layout block_table indptr", first, (None,), q.device, "(batch + 1,)")
+        _check_index("layout block_table indices", table, (None,), q.device, "(total,)")
+    else:
+        _check_index("layout block_table", table, (None, None), q.device, "(batch, max_pages), or a pair", apart=True)
+    batch = table.shape[0] if first is None else first.shape[0] - 1
+    _check_index("layout seqlens_k", seqlens, (batch,), q.device, f"({batch},): one for each request")
+    if cu_seqlens_q is None and q.shape[0] != batch:
+        raise InputError(
+            "q",
+            got=f"batch {q.shape[0]}",
+            expected=f"{batch}, the requests of the block table",
+            hint="queries of different lengths are packed: layout=tilewise.Paged(..., cu_seqlens_q=...)",
+        )
+    read = q.device.type == "cpu" or os.environ.get("TILEWISE_DEBUG") == "1"
+    if cu_seqlens_q is not None:
+        _check_cu_seqlens("layout cu_seqlens_q", cu_seqlens_q, q.shape[0], q.device, read)
+        if cu_seqlens_q.shape[0] != batch + 1:
+            raise InputError(
+                "layout cu_seqlens_q",
+                got=tuple(cu_seqlens_q.shape),
+                expected=f"({batch + 1},), one entry more than there are requests",
+                hint="an empty request has two equal entries",
+            )
+    if read:
+        _check_page_values(pages, k.shape[0], k.shape[1])
+
+
+def _check_index(
+    name: str, x: Any, shape: tuple[int | None, ...], device: torch.device, says: str, *, apart: bool = False
+) -> None:
+    """Raise InputError unless x is an int32 tensor of this shape, contiguous or, where rows may lie `apart`, nearly."""
+    expected = f"a contiguous int32 tensor {says} on {device}"
+    if not isinstance(x, torch.Tensor):
+        raise InputError(name, got=type(x).__name__, expected=expected, hint="torch.tensor(..., dtype=torch.int32)")
+    fits = x.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, x.shape, strict=True))
+    if not fits or (name.endswith("indptr") and x.shape[0] < 1):
+        raise InputError(name, got=f"shape {tuple(x.shape)}", expected=expected, hint="see `tilewise.Paged`")
+    if x.dtype != torch.int32 or x.device != device or not (apart or x.is_contiguous()) or x.stride(-1) not in (0, 1):
+        raise InputError(
+            name,
+            got=f"{x.dtype} on {x.device}, strides {x.stride()}",
+            expected=expected,
+            hint="use .to(q.device, torch.int32).contiguous()",
+        )
+
+
+def _check_page_values(pages: Pages, num_pages: int, page_size: int) -> None:
+    """Raise InputError unless every request has pages enough for its length, and all of them exist."""
+    found = tables_of(pages, page_size, check=True)
+    for r, table in enumerate(found or ()):
+        wrong = next((page for page in table if not 0 <= page < num_pages), None)
+        if wrong is not None:
+            raise InputError(
+                "layout block_table",
+                got=f"page {wrong} in request {r}",
+                expected=f"0 to {num_pages - 1}",
+                hint="k and v have one row for each page of the pool",
+            )
+
+
+def tables_of(pages: Pages, page_size: int, *, check: bool = False) -> list[tuple[int, ...]] | None:
+    """The pages that hold each request's tokens, read on the host; None where they cannot be read now. With `check`,
+    raises InputError for lengths that are negative or beyond the pages.
+    """
+    seqlens, table = host_values(pages.seqlens), _rows(pages.table)
+    first = None if pages.first is None else host_values(pages.first)
+    if seqlens is None or table is None or (first is None and pages.first is not None):
+        return None
+    if first is not None:
+        flat = table[0]
+        if check and (first[0] != 0 or first[-1] > len(flat) or any(b < a for a, b in itertools.pairwise(first))):
+            raise InputError(
+                "layout block_table indptr",
+                got=f"{first[0]} to {first[-1]}",
+                expected=f"values that never fall, from 0 to at most {len(flat)}, the number of indices",
+                hint=_HINT,
+            )
+        table = [flat[a:b] for a, b in itertools.pairwise(first)]
+    found = []
+    for r, (row, length) in enumerate(zip(table, seqlens, strict=True)):
+        if check and not 0 <= length <= len(row) * page_size:
+            raise InputError(
+                "layout seqlens_k",
+                got=f"{length} in request {r}",
+                expected=f"0 to {len(row) * page_size}: {len(row)} pages of {page_size}",
+                hint="a request needs pages for its new tokens, too",
+            )
+        found.append(row[: -(-length // page_size)])
+    return found
+
+
+@once_per_version
+def _rows(table: torch.Tensor) -> list[tuple[int, ...]]:
+    """The values of a matrix by rows, or of a vector as the only row."""
+    values = table.tolist()
+    return [tuple(row) for row in values] if table.ndim == 2 else [tuple(values)]
+
+
 _HINT = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)"
 
 
@@ -60,8 +207,10 @@ def check_packing(cu_seqlens_q: Any, cu_seqlens_k: Any, q: torch.Tensor, k: torc
         )
 
 
-def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.device) -> None:
-    """Raise InputError unless `cu_seqlens` is int32 (batch + 1,), from 0, never falling, ending at `total`."""
+def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.device, read: bool = True) -> None:
+    """Raise InputError unless `cu_seqlens` is int32 (batch + 1,) and, where values are read, from 0, never falling,
+    ending at `total`.
+    """
     expected = "a contiguous int32 tensor (batch + 1,) on the device of q"
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         got = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
@@ -73,7 +222,7 @@ def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.devi
             expected=expected,
             hint="use .to(q.device, torch.int32).contiguous()",
         )
-    found = _ends_and_fall(cu_seqlens)
+    found = _ends_and_fall(cu_seqlens) if read else None
     if found is None:
         return
     first, last, fall = found

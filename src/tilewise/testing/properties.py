@@ -19,6 +19,7 @@ from tilewise.testing.budgets import Expectation, error, expectation
 from tilewise.testing.case import Case
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracles import dense, gradients
+from tilewise.testing.paging import paged
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,16 @@ def packed_equals_padded(setting: Setting, case: Case) -> None:
             got[name] = cut(got[name])
     got["lse"] = cut(got["lse"].transpose(1, 2)).transpose(0, 1)
     within(got, expectation(case, setting.dtype, setting.device))
+
+
+def pages_hold_the_keys(setting: Setting, case: Case, page_size: int = 16, flat: bool = False) -> None:
+    """Keys in pages of a pool, in any order, with NaN in all slots of nobody, give what the keys in rows do."""
+    inputs = make_inputs(case, setting.dtype, setting.device)
+    pool = paged(inputs, page_size, flat=flat)
+    with torch.no_grad():
+        arguments = inputs.arguments() | {"layout": pool.layout}
+        o, lse = tw.attention_with_lse(inputs.q, pool.k, pool.v, impl=setting.impl, **arguments)
+    within({"o": o, "lse": lse}, expectation(case, setting.dtype, setting.device))
 
 
 def last_queries_stand_at_the_last_keys(setting: Setting, case: Case, count: int = 5) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tilewise.core.readback import being_traced
 from tilewise.formula.formula import Mask, Score
-from tilewise.layouts import Dense, Packed
+from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
@@ -31,7 +31,7 @@ def attention_with_lse(
     mask: MaskLike = None,
     score: ScoreLike = None,
     sink: torch.Tensor | None = None,
-    layout: Dense | Packed | None = None,
+    layout: Dense | Packed | Paged | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     seed: int | torch.Tensor | None = None,
@@ -70,7 +70,7 @@ def attention(
     mask: MaskLike = None,
     score: ScoreLike = None,
     sink: torch.Tensor | None = None,
-    layout: Dense | Packed | None = None,
+    layout: Dense | Packed | Paged | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     seed: int | torch.Tensor | None = None,
@@ -93,7 +93,9 @@ def attention(
         score: what becomes of a scaled score: a Score (`tilewise.softcap(30.0)`) or a function (s, b, h, i, j) ->
             float. Tensors that it captures take gradients.
         sink: (num_heads_q,) logits that join the softmax's denominator and carry no value; differentiable.
-        layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for tensors (total, heads, dim); None is dense.
+        layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for tensors (total, heads, dim);
+            `tilewise.Paged(block_table, seqlens_k)` for k and v in pages (num_pages, page_size, num_heads_kv, dim);
+            None is dense.
         scale: factor of q k^T; default head_dim ** -0.5.
         dropout: probability in [0, 1) with which a weight is dropped; the rest are scaled by 1 / (1 - dropout).
         seed: integer, or int64 tensor of one element on the device of q, that fixes the dropout mask; drawn from

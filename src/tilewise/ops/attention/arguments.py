@@ -10,7 +10,7 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.formula.structure import Bound
-from tilewise.layouts import Dense, Packed
+from tilewise.layouts import Dense, Packed, Paged
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -19,24 +19,29 @@ CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int
 _DENSE = Dense()
 
 
-def layout_of(layout: Any) -> Dense | Packed:
+def layout_of(layout: Any) -> Dense | Packed | Paged:
     """The layout; None is dense."""
     if layout is None:
         return _DENSE
-    if not isinstance(layout, (Dense, Packed)):
+    if not isinstance(layout, (Dense, Packed, Paged)):
         raise InputError(
             "layout",
             got=type(layout).__name__,
-            expected="tilewise.Dense() or tilewise.Packed(cu_seqlens_q, cu_seqlens_k)",
+            expected="tilewise.Dense(), tilewise.Packed(cu_seqlens_q) or tilewise.Paged(block_table, seqlens_k)",
             hint="leave it out for tensors of shape (batch, seqlen, heads, dim)",
         )
     return layout
 
 
-def check_tensors(q: Any, k: Any, v: Any, rank: int) -> None:
+def check_tensors(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> None:
     """Types, rank, dtype, device and memory of q, k and v."""
-    shape = "(total, heads, dim)" if rank == 3 else "(batch, seqlen, heads, dim)"
+    paged = isinstance(layout, Paged)
+    packed = not isinstance(layout, Dense) and layout.cu_seqlens_q is not None
     for name, x in (("q", q), ("k", k), ("v", v)):
+        shape = "(total, heads, dim)" if packed else "(batch, seqlen, heads, dim)"
+        if paged and name != "q":
+            shape = "(num_pages, page_size, heads, dim)"
+        rank = shape.count(",") + 1
         if not isinstance(x, torch.Tensor):
             raise InputError(
                 name, got=type(x).__name__, expected=f"a tensor {shape}", hint="convert it with torch.as_tensor"
@@ -56,6 +61,8 @@ def check_tensors(q: Any, k: Any, v: Any, rank: int) -> None:
             )
             if rank == 3:
                 hint = "the packed layout has no batch dimension: x.flatten(0, 1)"
+            if paged:
+                hint = "a pool of pages for k and v; q is packed with cu_seqlens_q; see `tilewise.Paged`"
             raise InputError(name, got=f"shape {tuple(x.shape)}", expected=shape, hint=hint)
         if x.dtype != q.dtype:
             raise InputError(
@@ -81,7 +88,7 @@ def check_tensors(q: Any, k: Any, v: Any, rank: int) -> None:
         )
 
 
-def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool) -> None:
+def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Dense | Packed | Paged) -> None:
     """Shapes that fit each other."""
     if k.shape[:-1] != v.shape[:-1]:
         raise InputError(
@@ -97,13 +104,15 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool
             expected=f"{q.shape[-1]}, the head_dim of q",
             hint="shapes are (..., seqlen, heads, head_dim): heads before head_dim",
         )
-    if not packed and q.shape[0] != k.shape[0]:
+    if isinstance(layout, Dense) and q.shape[0] != k.shape[0]:
         raise InputError(
             "k",
             got=f"batch {k.shape[0]}",
             expected=f"{q.shape[0]}, the batch of q",
             hint="expand it: k.expand(batch, -1, -1, -1) copies nothing",
         )
+    if isinstance(layout, Paged) and k.shape[1] == 0:
+        raise InputError("k", got="pages of 0 tokens", expected="1 or more", hint="(num_pages, page_size, heads, dim)")
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q % heads_kv or heads_q == 0:
         raise InputError(

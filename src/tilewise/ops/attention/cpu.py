@@ -19,7 +19,7 @@ from tilewise.formula.grad import gradients
 from tilewise.formula.structure import Bound
 from tilewise.formula.walk import postorder
 from tilewise.ops.attention.gradient import Gradients, delta_of
-from tilewise.ops.attention.problem import Call, sequences
+from tilewise.ops.attention.problem import Call, requests, sequences
 from tilewise.schedule.tilemap import EMPTY, FULL, classify
 
 BLOCK_M, BLOCK_N = 256, 128
@@ -70,13 +70,12 @@ def tiled_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = call.new_output(), call.new_lse()
     with _full_precision():
         for part, rows, _ in _parts(call):
+            o_part, lse_part = o, lse
+            if rows is not None:
+                o_part, lse_part = (o[None, rows], lse[None, :, rows]) if call.packed else (o[rows], lse[rows])
             sequence = _Sequence(part)
             for tile in sequence.query_tiles():
-                o_tile, lse_tile = sequence.forward_tile(tile)
-                if rows is None:
-                    o[:, tile.rows], lse[:, :, tile.rows] = o_tile, lse_tile
-                else:
-                    o[rows][tile.rows], lse[:, rows][:, tile.rows] = o_tile[0], lse_tile[0]
+                o_part[:, tile.rows], lse_part[:, :, tile.rows] = sequence.forward_tile(tile)
     return o, lse
 
 
@@ -104,7 +103,14 @@ def _full_precision() -> torch.autocast:
 
 
 def _parts(call: Call) -> Iterator[tuple[Call, slice | None, slice | None]]:
-    """The call itself, or one dense call of batch 1 for each packed sequence; formulas see its batch index as `b`."""
+    """The call itself, or one dense call of batch 1 for each packed sequence or paged request, with its rows of q (or
+    of the batch) and of k; formulas see its batch index as `b`.
+    """
+    if call.pages is not None:
+        for part, rows in requests(call):
+            if part.rows_q:
+                yield part, rows, None
+        return
     if not call.packed:
         if call.batch and call.rows_q:
             yield call, None, None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from tilewise.core.readback import being_traced, host_values
 from tilewise.formula.check import prove, reads_values, to_be_proved
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.structure import Bound
-from tilewise.layouts import Packed, check_packing
+from tilewise.layouts import Packed, Paged, Pages, check_packing, check_pages, tables_of
 from tilewise.ops.attention.arguments import (
     check_captured,
     check_shapes,
@@ -38,6 +38,7 @@ class Call:
     """One call of attention: its tensors, its formula and its sizes. Implementations read this and nothing else.
 
     q, k, v are (batch, seqlen, heads, dim), or (total, heads, dim) with `cu_seqlens_q` and `cu_seqlens_k` when packed.
+    With `pages`, k and v are (num_pages, page_size, heads, dim), and q is packed where there is `cu_seqlens_q`.
     `mask` and `score` are None when there is nothing to apply. `seed` is an int64 tensor of one element when `dropout`
     > 0. The last fields say which gradients are wanted.
     """
@@ -58,10 +59,12 @@ class Call:
     grad_sink: bool = False
     grad_captured: tuple[bool, ...] = ()  # by slot of the score's tensors
     signature: Signature | None = None  # None where sizes are symbolic
+    pages: Pages | None = None
     first_batch: int = 0  # what `b` is for the first batch element (one sequence taken out of a packed call)
 
     @property
     def packed(self) -> bool:
+        """Whether q is packed."""
         return self.cu_seqlens_q is not None
 
     @property
@@ -75,7 +78,8 @@ class Call:
 
     @property
     def rows_k(self) -> int:
-        return self.k.shape[-3]
+        """seqlen_k, the total of all sequences, or the most that one request's pages hold."""
+        return self.k.shape[-3] if self.pages is None else self.pages.longest * self.k.shape[1]
 
     @property
     def num_heads_q(self) -> int:
@@ -127,21 +131,25 @@ def make_call(
 ) -> Call:
     """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
     layout = layout_of(layout)
-    packed = isinstance(layout, Packed)
     bound_mask = None if mask is None else as_mask(mask).bound
     bound_score = None if score is None else as_score(score).bound
-    signature = signature_of(q, k, v, bound_mask, bound_score, packed)
+    pages = layout.pages if isinstance(layout, Paged) else None
+    cu_seqlens_q = layout.cu_seqlens_q if isinstance(layout, (Packed, Paged)) else None
+    cu_seqlens_k = layout.keys if isinstance(layout, Packed) else None
+    signature = signature_of(q, k, v, bound_mask, bound_score, cu_seqlens_q is not None, pages)
     unproved = not being_traced() and (to_be_proved(bound_mask) or to_be_proved(bound_score))
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if unproved else None
     checked = signature is not None and (signature, numbers) in _checked
     if not checked:
-        check_tensors(q, k, v, 3 if packed else 4)
-        check_shapes(q, k, v, packed)
+        check_tensors(q, k, v, layout)
+        check_shapes(q, k, v, layout)
         for what, bound in (("mask", bound_mask), ("score", bound_score)):
             if bound is not None:
                 check_captured(bound, what, q)
-    if packed:
-        check_packing(layout.cu_seqlens_q, layout.keys, q, k)
+    if isinstance(layout, Packed):
+        check_packing(cu_seqlens_q, cu_seqlens_k, q, k)
+    if pages is not None:
+        check_pages(pages, cu_seqlens_q, q, k)
     if sink is not None:
         check_sink(sink, q)
     dropout = dropout_of(dropout)
@@ -155,8 +163,8 @@ def make_call(
         sink,
         bound_mask,
         bound_score,
-        layout.cu_seqlens_q if packed else None,
-        layout.keys if packed else None,
+        cu_seqlens_q,
+        cu_seqlens_k,
         scale_of(scale, q.shape[-1]),
         dropout,
         seed_of(seed, q.device, dropout),
@@ -165,12 +173,15 @@ def make_call(
         grad_sink,
         grad_captured,
         signature,
+        pages,
     )
     if not checked:
         if unproved:
             _indices(call)
         formulas = [bound.text for bound in (bound_mask, bound_score) if bound is not None]
-        if signature is not None and not (unproved and (packed or any(map(reads_values, formulas)))):
+        if signature is not None and not (
+            unproved and (call.packed or pages is not None or any(map(reads_values, formulas)))
+        ):
             if len(_checked) > 4096:
                 _checked.clear()
             _checked.add((signature, numbers))
@@ -180,14 +191,20 @@ def make_call(
 _checked: set[Any] = set()  # signatures and numbers of calls whose tensors were found in order
 
 
-def signature_of(q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None, packed: bool) -> Signature | None:
+def signature_of(
+    q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None, packed: bool, pages: Pages | None = None
+) -> Signature | None:
     """The signature of these arguments; None while compiling, or for what is no tensor."""
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-    if being_traced() or not tensors or not q.ndim == k.ndim == v.ndim == 4 - packed:
+    if being_traced() or not tensors or q.ndim != 4 - packed:
+        return None
+    if pages is not None and not isinstance(pages.table, torch.Tensor):
+        return None
+    if not k.ndim == v.ndim == (q.ndim if pages is None else 4):
         return None
     if q.is_nested or k.is_nested or v.is_nested:  # which have no shape
         return None
-    parts: list[Any] = [packed]
+    parts: list[Any] = [packed, pages and (pages.table.shape, pages.table.stride(), pages.first is not None)]
     for x in (q, k, v):
         parts += (x.dtype, x.device, x.shape, x.stride())
     for bound in (mask, score):
@@ -211,7 +228,9 @@ _signatures: dict[tuple[Any, ...], Signature] = {}
 
 def check_values(call: Call) -> None:
     """The checks that need values: those that `make_call` could not do while a region was compiled."""
-    if call.cu_seqlens_q is not None:
+    if call.pages is not None:
+        check_pages(call.pages, call.cu_seqlens_q, call.q, call.k)
+    elif call.cu_seqlens_q is not None:
         check_packing(call.cu_seqlens_q, call.cu_seqlens_k, call.q, call.k)
     if to_be_proved(call.mask) or to_be_proved(call.score):
         _indices(call)
@@ -219,13 +238,10 @@ def check_values(call: Call) -> None:
 
 def _indices(call: Call) -> None:
     """Raise FormulaError if a captured tensor could be read outside (packed lengths count where they can be read)."""
-    lengths = [(call.rows_q, call.rows_k)] * min(call.batch, 1)
-    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-        ends_q, ends_k = host_values(call.cu_seqlens_q), host_values(call.cu_seqlens_k)
-        if ends_q is None or ends_k is None:
-            return
-        steps_q, steps_k = ([b - a for a, b in itertools.pairwise(ends)] for ends in (ends_q, ends_k))
-        lengths = list(zip(steps_q, steps_k, strict=True))
+    found = _lengths(call)
+    if found is None:
+        return
+    lengths = found
     lengths = [(rows_q, rows_k) for rows_q, rows_k in lengths if rows_q and rows_k]
     if not lengths:
         return
@@ -234,6 +250,42 @@ def _indices(call: Call) -> None:
     for what, bound in (("mask", call.mask), ("score", call.score)):
         if bound is not None:
             prove(bound, what, sizes)
+
+
+def _lengths(call: Call) -> list[tuple[int, int]] | None:
+    """(queries, keys) of each batch element, sequence or request; None where they cannot be read now."""
+    rows_q: Sequence[int] | None = [call.rows_q] * call.batch
+    rows_k: Sequence[int] | None = [call.rows_k] * call.batch
+    if call.cu_seqlens_q is not None:
+        rows_q = _steps(call.cu_seqlens_q)
+    if call.cu_seqlens_k is not None:
+        rows_k = _steps(call.cu_seqlens_k)
+    if call.pages is not None:
+        rows_k = host_values(call.pages.seqlens)
+    return None if rows_q is None or rows_k is None else list(zip(rows_q, rows_k, strict=True))
+
+
+def _steps(cu_seqlens: torch.Tensor) -> list[int] | None:
+    ends = host_values(cu_seqlens)
+    return None if ends is None else [b - a for a, b in itertools.pairwise(ends)]
+
+
+def requests(call: Call) -> Iterator[tuple[Call, slice]]:
+    """One dense call of batch 1 for each request of a paged call, its keys gathered from the pages, and its rows of q
+    (packed), or of the batch.
+    """
+    assert call.pages is not None
+    page_size = call.k.shape[1]
+    tables, seqlens = tables_of(call.pages, page_size), host_values(call.pages.seqlens)
+    starts = None if call.cu_seqlens_q is None else host_values(call.cu_seqlens_q)
+    assert tables is not None
+    assert seqlens is not None
+    for b, (table, length) in enumerate(zip(tables, seqlens, strict=True)):
+        pages = torch.tensor(table, dtype=torch.int64, device=call.k.device)
+        k, v = (x[pages].flatten(0, 1)[None, :length] for x in (call.k, call.v))
+        rows = slice(b, b + 1) if starts is None else slice(starts[b], starts[b + 1])
+        q = call.q[rows] if starts is None else call.q[None, rows]
+        yield replace(call, q=q, k=k, v=v, cu_seqlens_q=None, pages=None, first_batch=b), rows
 
 
 def sequences(call: Call) -> Sequence[tuple[int, slice, slice]]:

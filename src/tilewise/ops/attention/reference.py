@@ -9,17 +9,21 @@ import torch
 from tilewise.core.philox import keep_mask
 from tilewise.formula.evaluate import evaluate
 from tilewise.ops.attention.gradient import Gradients
-from tilewise.ops.attention.problem import Call, sequences
+from tilewise.ops.attention.problem import Call, requests, sequences
 
 
 def attention_reference(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) in float64, differentiable by autograd in q, k, v, sink and captured tensors."""
-    if call.packed:
+    if call.pages is not None:
+        outputs = [_one(one, one.q[0], one.k[0], one.v[0], one.first_batch) for one, _ in requests(call)]
+    elif call.packed:
         outputs = [_one(call, call.q[rows], call.k[keys], call.v[keys], b) for b, rows, keys in sequences(call)]
+    else:
+        outputs = [_one(call, call.q[b], call.k[b], call.v[b], b) for b in range(call.batch)]
+    if call.packed:
         empty = call.q.new_zeros((0, call.num_heads_q, call.head_dim_v), dtype=torch.float64)
         o = torch.cat([o for o, _ in outputs] or [empty], 0)
         return o, torch.cat([lse for _, lse in outputs] or [empty[..., 0].T], 1)
-    outputs = [_one(call, call.q[b], call.k[b], call.v[b], b) for b in range(call.batch)]
     if not outputs:
         return call.new_output().double(), call.new_lse().double()
     return torch.stack([o for o, _ in outputs]), torch.stack([lse for _, lse in outputs])

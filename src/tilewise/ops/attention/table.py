@@ -161,7 +161,11 @@ def interpreting() -> bool:
 
 
 _HALF = (torch.float16, torch.bfloat16)
-_DENSE = Need("the dense layout", lambda c: "packed" if c.packed else None)
+_DENSE = Need("the dense layout", lambda c: "paged" if c.pages else "packed" if c.packed else None)
+_NOT_PAGED = Need("keys that are not paged", lambda c: "paged" if c.pages else None)
+_NO_GRAD_OF_PAGES = Need(
+    "no gradient wanted of paged keys", lambda c: "one wanted" if c.pages and c.wants_grad else None
+)
 _NO_GRAD = Need("no gradient wanted", lambda c: "a gradient wanted" if c.wants_grad else None)
 _NO_DROPOUT = Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}")
 _ATOMICS = Need(
@@ -197,7 +201,7 @@ ROWS: tuple[Row, ...] = (
         f"{_HERE}.cpu",
         "tiled_forward",
         "tiled_backward",
-        (_device("cpu"),),
+        (_device("cpu"), _NO_GRAD_OF_PAGES),
         "tiled online softmax in PyTorch",
     ),
     Row(
@@ -223,6 +227,7 @@ ROWS: tuple[Row, ...] = (
         "backward",
         (
             _TRITON,
+            _NOT_PAGED,
             Need("a Hopper GPU (sm_90)", lambda c: _no_hopper(c)),
             _dtypes(*_HALF),
             Need(
@@ -246,6 +251,7 @@ ROWS: tuple[Row, ...] = (
         "backward",
         (
             _TRITON,
+            _NOT_PAGED,
             _GPU,
             _dtypes(*_HALF, torch.float32),
             _ATOMICS,

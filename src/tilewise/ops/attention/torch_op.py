@@ -13,6 +13,7 @@ import torch
 
 from tilewise.core.errors import UnsupportedError
 from tilewise.formula.structure import Bound
+from tilewise.layouts import Pages
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
 from tilewise.ops.attention.problem import Call, check_values, signature_of
 from tilewise.ops.attention.table import ROWS, Row
@@ -132,6 +133,7 @@ def _call(
     score_numbers: list[float],
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
+    pages: Tensors,
     seed: torch.Tensor | None,
     scale: float,
     dropout: float,
@@ -142,6 +144,7 @@ def _call(
 ) -> Call:
     wants, deterministic, grad_sink, *grad_captured = (c == "1" for c in flags)
     mask, score = _bound(mask_text, mask_tensors, mask_numbers), _bound(score_text, score_tensors, score_numbers)
+    paged = Pages(pages[0], pages[2] if len(pages) > 2 else None, pages[1]) if pages else None
     return Call(
         q,
         k,
@@ -158,14 +161,15 @@ def _call(
         wants,
         grad_sink,
         tuple(grad_captured),
-        None if symbolic else signature_of(q, k, v, mask, score, cu_seqlens_q is not None),
+        None if symbolic else signature_of(q, k, v, mask, score, cu_seqlens_q is not None, paged),
+        paged,
     )
 
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, str mask_text, Tensor[] mask_tensors, float[] mask_numbers, "
     "str score_text, Tensor[] score_tensors, float[] score_numbers, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? seed, float scale, float dropout, str flags, str impl"
+    "Tensor[] pages, Tensor? seed, float scale, float dropout, str flags, str impl"
 )
 
 
@@ -210,23 +214,24 @@ def _backward_fake(do: torch.Tensor, dlse: Any, o: torch.Tensor, lse: torch.Tens
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, sink, _, mask_tensors, _, _, score_tensors, _, cu_q, cu_k, seed, *_ = inputs
-    ctx.save_for_backward(q, k, v, sink, cu_q, cu_k, seed, *output, *mask_tensors, *score_tensors)
+    q, k, v, sink, _, mask_tensors, _, _, score_tensors, _, cu_q, cu_k, pages, seed, *_ = inputs
+    ctx.save_for_backward(q, k, v, sink, cu_q, cu_k, seed, *output, *mask_tensors, *score_tensors, *pages)
     ctx.plain = [x for x in inputs if isinstance(x, (str, float))]
     ctx.numbers = (inputs[6], inputs[9])
-    ctx.num_mask = len(mask_tensors)
+    ctx.num_mask, ctx.num_score = len(mask_tensors), len(score_tensors)
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     q, k, v, sink, cu_q, cu_k, seed, o, lse, *captured = ctx.saved_tensors
-    mask_tensors, score_tensors = captured[: ctx.num_mask], captured[ctx.num_mask :]
+    mask_tensors, captured = captured[: ctx.num_mask], captured[ctx.num_mask :]
+    score_tensors, pages = captured[: ctx.num_score], captured[ctx.num_score :]
     mask_text, score_text, scale, dropout, flags, impl = ctx.plain
     do = torch.zeros_like(o) if do is None else do
     found = list(
         attention_backward(
             do, dlse, o, lse, q, k, v, sink, mask_text, mask_tensors, ctx.numbers[0], score_text, score_tensors,
-            ctx.numbers[1], cu_q, cu_k, seed, scale, dropout, flags, impl,
+            ctx.numbers[1], cu_q, cu_k, pages, seed, scale, dropout, flags, impl,
         )
     )  # fmt: skip
     dq, dk, dv, *rest = found
@@ -236,7 +241,7 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     # PyTorch takes an empty list of numbers for a list of no tensors and wants one back
     no_numbers: list[list[Any] | None] = [None if numbers else [] for numbers in ctx.numbers]
     formulas = (None, none_mask, no_numbers[0], None, dscore, no_numbers[1])
-    return dq, dk, dv, dsink, *formulas, None, None, None, None, None, None, None
+    return dq, dk, dv, dsink, *formulas, None, None, [None] * len(pages), None, None, None, None, None
 
 
 attention_forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -248,9 +253,14 @@ def compiled(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     flags = "".join(
         "1" if flag else "0" for flag in (call.wants_grad, call.deterministic, call.grad_sink, *call.grad_captured)
     )
+    pages = (
+        []
+        if call.pages is None
+        else [x for x in (call.pages.table, call.pages.seqlens, call.pages.first) if x is not None]
+    )
     result: tuple[torch.Tensor, torch.Tensor] = attention_forward(
         call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), [float(n) for n in mask.numbers], score.text,
-        list(score.tensors), [float(n) for n in score.numbers], call.cu_seqlens_q, call.cu_seqlens_k, call.seed,
-        call.scale, call.dropout, flags, row.name,
+        list(score.tensors), [float(n) for n in score.numbers], call.cu_seqlens_q, call.cu_seqlens_k, pages,
+        call.seed, call.scale, call.dropout, flags, row.name,
     )  # fmt: skip
     return result

@@ -1,0 +1,49 @@
+"""The keys and values of a case, laid out in pages of a pool."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tilewise.layouts import Paged
+from tilewise.testing.inputs import Inputs, cumulative
+
+
+class Pool(NamedTuple):
+    """k and v (num_pages, page_size, heads, dim) and where the requests' tokens lie in them."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    layout: Paged
+
+
+def paged(inputs: Inputs, page_size: int, *, flat: bool = False, seed: int = 0) -> Pool:
+    """Each sequence's keys in pages that stand in no order, among pages of nobody; every slot that holds no token is
+    NaN. With `flat`, the block table is a pair (indptr, indices), with indices to spare.
+    """
+    case, device = inputs.case, inputs.q.device
+    lengths = [k for _, k in case.lengths]
+    counts = [-(-n // page_size) for n in lengths]
+    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+    pools = []
+    for x in (inputs.k, inputs.v):
+        rows = x.detach() if case.packed is not None else x.detach().flatten(0, 1)
+        pool = x.new_full((len(order), page_size, *rows.shape[1:]), torch.nan)
+        start = used = 0
+        for n, count in zip(lengths, counts, strict=True):
+            for page in range(count):
+                row = page * page_size
+                pool[order[used + page], : min(page_size, n - row)] = rows[
+                    start + row : start + min(row + page_size, n)
+                ]
+            start, used = start + n, used + count
+        pools.append(pool)
+    ends = cumulative(counts, device)
+    flat_table = torch.tensor(order, dtype=torch.int32, device=device)
+    table = torch.full((len(lengths), max(counts, default=0) + 1), 2**30, dtype=torch.int32, device=device)
+    for row, (start, count) in enumerate(zip(ends.tolist(), counts, strict=False)):
+        table[row, :count] = flat_table[start : start + count]
+    cu_seqlens_q = None if case.packed is None else cumulative([q for q, _ in case.packed], device)
+    seqlens_k = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return Pool(pools[0], pools[1], Paged((ends, flat_table) if flat else table, seqlens_k, cu_seqlens_q))
