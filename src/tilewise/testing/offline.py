@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.table import named
 from tilewise.ops.merge.problem import Call as MergeCall
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -89,23 +90,15 @@ def compile_call(call: Call, sm: int, row: str = "triton") -> list[Resources]:
     Args:
         call: with CPU tensors; only dtypes, shapes, strides and alignment matter.
         sm: compute capability, 80, 90 or 100.
-        row: "triton", "triton_decode" or "hopper".
+        row: the name of one that runs Triton kernels.
     """
     import torch
 
-    from tilewise.ops.attention import triton_attention, triton_decode
-
+    found = named(row)
     with compiling_for(sm) as kernels:
-        if row == "triton_decode":
-            triton_decode.forward(call)
-        elif row == "hopper":
-            from tilewise.ops.attention import gluon_attention
-
-            o, lse = gluon_attention.forward(call)
-            gluon_attention.backward(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
-        else:
-            o, lse = triton_attention.forward(call)
-            triton_attention.backward(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
+        o, lse = found.function(found.forward)(call)
+        if found.backward is not None:
+            found.function(found.backward)(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
     return [resources(kernel) for kernel in kernels]
 
 

@@ -221,6 +221,21 @@ ROWS: tuple[Row, ...] = (
         "keys split over the GPU, partial results merged by log-sum-exp",
     ),
     Row(
+        "triton_paged",
+        f"{_HERE}.triton_paged",
+        "forward",
+        None,
+        (
+            _TRITON,
+            _GPU,
+            _dtypes(*_HALF, torch.float32),
+            Need("paged keys", lambda c: None if c.pages else "keys that are not paged"),
+            _NO_DROPOUT,
+            _NO_GRAD,
+        ),
+        "all requests' tiles divided evenly among programs, gathered through the block table",
+    ),
+    Row(
         "hopper",
         f"{_HERE}.gluon_attention",
         "forward",

@@ -1,0 +1,317 @@
+"""Attention over pages of a pool: programs take equal shares of all requests' tiles (`triton_work`), gather their keys
+through the block table, and what is cut between programs is merged (Kwon et al., "PagedAttention"; Ye et al.,
+"FlashInfer").
+
+All queries of a group share a head's keys, so a tile has rows of queries and heads: row r is query r // GROUP of head
+r % GROUP of the group.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.ops.attention.configs import padded
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
+from tilewise.ops.attention.triton_plans import (
+    bound_arguments,
+    formula_arguments,
+    functions,
+    matmul_precision,
+    multiprocessors,
+    strides_of,
+)
+from tilewise.ops.attention.triton_work import SHARE, UNIT, owner_of, plan_work
+from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.tiles.visit import call_once, row_ends
+
+_PROGRAMS_PER_SM = 2
+_CHUNK = 1024  # slots that the plan looks at at a time
+_PLANS = Plans()
+MERGED = tl.constexpr(16)  # rows that a program merges
+
+
+@triton.jit
+def unit_of(UNITS, unit):
+    """(request, tile, first key tile, their number, keys, queries, first row of q) of a unit."""
+    at = UNITS + unit * UNIT
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 5), tl.load(at + 6),
+        tl.load(at + 7),
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_of_unit(unit, hk, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(which rows are there, their query, head and position) of a unit's tile for a key/value head, [BLOCK_R]."""
+    _b, tile, _begin, _count, keys, queries, _start = unit
+    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_r = r < queries * GROUP
+    r = tl.maximum(tl.minimum(r, queries * GROUP - 1), 0)
+    m = r // GROUP
+    return in_r, m, hk * GROUP + r % GROUP, m + keys - queries
+
+
+@triton.jit
+def pages_of(TABLE, FIRST, stride_t, b, start, keys, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each token start .. start + BLOCK_N - 1 of request b, or of all where they lie in one."""
+    if FIRST is None:
+        row = TABLE + b.to(tl.int64) * stride_t
+    else:
+        row = TABLE + tl.load(FIRST + b)
+    if PAGE % BLOCK_N == 0:
+        return tl.load(row + start // PAGE, mask=start < keys, other=0)
+    else:
+        tokens = start + tl.arange(0, BLOCK_N)
+        return tl.load(row + tokens // PAGE, mask=tokens < keys, other=0)
+
+
+@triton.jit
+def load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+                 BLOCK_R: tl.constexpr):  # fmt: skip
+    in_r, m, h, _i = rows_of_unit(unit, hk, GROUP, BLOCK_R)
+    row = unit[0].to(tl.int64) * stride_qb + (unit[6] + m).to(tl.int64) * stride_qs + h * stride_qh
+    return tl.load(Q + row[:, None] + offs_d[None, :], mask=in_r[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, o, l, top, rows_q,
+               HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+    """Write rows of o and lse; o is not divided by l yet, both are relative to the maximum `top` (base e), and a sink
+    joins here.
+    """
+    offs_dv = tl.arange(0, o.shape[1])
+    if SINK is not None:
+        sink = tl.load(SINK + h).to(tl.float32)
+        new = tl.maximum(top, sink)
+        alpha = tl.math.exp2((top - new) * LOG2E)
+        l = l * alpha + tl.math.exp2((sink - new) * LOG2E)
+        o = o * alpha[:, None]
+        top = new
+    empty = l == 0.0
+    l_safe = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, float("-inf"), top + tl.math.log2(l_safe) * LN2)
+    query = unit[6] + m
+    b = unit[0].to(tl.int64)
+    at = h.to(tl.int64) * rows_q + query if PACKED else (b * HEADS + h) * rows_q + query
+    tl.store(LSE + at, lse, mask=in_r)
+    row = b * stride_ob + query.to(tl.int64) * stride_os + h * stride_oh
+    o = (o / l_safe[:, None]).to(O.dtype.element_ty)
+    tl.store(O + row[:, None] + offs_dv[None, :], o, mask=in_r[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
+
+
+@triton.jit(do_not_specialize=["stride_t", "rows_q", "mask_nums", "score_nums"])
+def attention_work(
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, SHARES, TABLE, FIRST,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
+    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One loop over a program's tiles, in which units and heads change: what the next tile needs is on its way while
+    this one is worked on.
+    """
+    # who am I: one share of the work
+    HEADS_KV: tl.constexpr = HEADS // GROUP
+    p = tl.program_id(0)
+    lo = tl.load(SHARES + p * SHARE)
+    u = tl.load(SHARES + p * SHARE + 1)
+    hk = tl.load(SHARES + p * SHARE + 2)
+    t = tl.load(SHARES + p * SHARE + 3)
+    hi = tl.load(SHARES + (p + 1) * SHARE)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+
+    # prologue: the first tile
+    unit = unit_of(UNITS, u)
+    pages = pages_of(TABLE, FIRST, stride_t, unit[0], (unit[2] + t) * BLOCK_N, unit[4], PAGE, BLOCK_N)
+    q = load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, HEAD_DIM, GROUP, BLOCK_R)
+    begun = t > 0  # by another program
+    m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+
+    # main loop
+    for n in range(lo, hi):
+        b = unit[0]
+        keys = unit[4]
+        coming = unit_of(UNITS, u + 1)
+        in_r, m, h, offs_i = rows_of_unit(unit, hk, GROUP, BLOCK_R)
+        offs_n = (unit[2] + t) * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_k = offs_n < keys
+        offs_j = tl.maximum(tl.minimum(offs_n, keys - 1), 0)
+        k_rows = pages.to(tl.int64) * stride_kp + (offs_n % PAGE) * stride_ks + hk * stride_kh
+        v_rows = pages.to(tl.int64) * stride_vp + (offs_n % PAGE) * stride_vs + hk * stride_vh
+        k = tl.load(K + k_rows[:, None] + offs_d[None, :], mask=in_k[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(
+            V + v_rows[:, None] + offs_dv[None, :], mask=in_k[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0
+        )
+
+        # where the next tile is, and its pages
+        last = t + 1 == unit[3]
+        at_end = last | (n + 1 == hi)
+        whole = last & (begun == 0)
+        slot = 2 * p + 1 - begun.to(tl.int32)
+        t = tl.where(last, 0, t + 1)
+        next_hk = tl.where(last, hk + 1, hk)
+        move = next_hk == HEADS_KV
+        next_hk = tl.where(move, 0, next_hk)
+        u = tl.where(move, u + 1, u)
+        after = (
+            tl.where(move, coming[0], unit[0]), tl.where(move, coming[1], unit[1]), tl.where(move, coming[2], unit[2]),
+            tl.where(move, coming[3], unit[3]), tl.where(move, coming[4], unit[4]), tl.where(move, coming[5], unit[5]),
+            tl.where(move, coming[6], unit[6]),
+        )  # fmt: skip
+        pages = pages_of(TABLE, FIRST, stride_t, after[0], (after[2] + t) * BLOCK_N, after[4], PAGE, BLOCK_N)
+
+        # scores
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_R, BLOCK_N]
+        if SCORE is not None:
+            score_once = call_once(b, h[:, None], offs_i[:, None], score_args, score_nums, SCORE_ONCE)
+            s = SCORE(s, b, h[:, None], offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
+        if VISIBLE is not None:
+            mask_once = call_once(b, h[:, None], offs_i[:, None], mask_args, mask_nums, MASK_ONCE)
+            seen = VISIBLE(b, h[:, None], offs_i[:, None], offs_j[None, :], mask_once, mask_args, mask_nums)
+            seen = seen & in_k[None, :]
+        else:
+            first_j, last_j = row_ends(b, h, offs_i, 0, keys, mask_args, mask_nums, ROWS)
+            seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
+        s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
+        w = tl.math.exp2((s - m_use[:, None]) * LOG2E)
+        alpha = tl.math.exp2((m_i - m_use) * LOG2E)
+        l_i = l_i * alpha + tl.sum(w, 1)
+        acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m_i = m_new
+
+        # the end of a row of tiles, or of the share
+        if at_end:
+            if whole:
+                store_rows(
+                    O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, l_i, m_i, rows_q, HEADS,
+                    HEAD_DIM_V, PACKED,
+                )  # fmt: skip
+            else:
+                empty = l_i == 0.0
+                l_safe = tl.where(empty, 1.0, l_i)
+                to = slot.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+                tl.store(LSE_PART + to, tl.where(empty, float("-inf"), m_i + tl.math.log2(l_safe) * LN2))
+                tl.store(O_PART + to[:, None] * BLOCK_DV + offs_dv[None, :], acc / l_safe[:, None])
+            m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
+            l_i = tl.zeros([BLOCK_R], tl.float32)
+            acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+            q = load_queries(Q, stride_qb, stride_qs, stride_qh, after, next_hk, offs_d, HEAD_DIM, GROUP, BLOCK_R)
+        begun = begun & (last == 0)
+        unit = after
+        hk = next_hk
+
+
+@triton.jit(do_not_specialize=["rows_q", "programs"])
+def merge_work(
+    SINK, O, LSE, O_PART, LSE_PART, UNITS, SHARES, stride_ob, stride_os, stride_oh, rows_q, programs,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Fold the parts of the row of tiles that begins in a program's share and ends in another's, in order; the rows of
+    its tile are divided among PARTS programs.
+    """
+    PARTS: tl.constexpr = BLOCK_R // MERGED
+    p = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    lo = tl.load(SHARES + p * SHARE)
+    hi = tl.load(SHARES + (p + 1) * SHARE)
+    hk = tl.load(SHARES + (p + 1) * SHARE + 2)
+    t = tl.load(SHARES + (p + 1) * SHARE + 3)
+    work = tl.load(SHARES + programs * SHARE)
+    start = hi - t
+    if (hi < work) & (t > 0) & (start >= lo):
+        unit = unit_of(UNITS, tl.load(SHARES + (p + 1) * SHARE + 1))
+        end = owner_of(start + unit[3] - 1, programs, work)
+        offs_dv = tl.arange(0, BLOCK_DV)
+        offs_r = part * MERGED + tl.arange(0, MERGED)
+        r = unit[1] * BLOCK_R + offs_r
+        in_r = r < unit[5] * GROUP
+        r = tl.maximum(tl.minimum(r, unit[5] * GROUP - 1), 0)
+        top = tl.full([MERGED], float("-inf"), tl.float32)
+        total = tl.zeros([MERGED], tl.float32)
+        acc = tl.zeros([MERGED, BLOCK_DV], tl.float32)
+        for n in range(p, end + 1):
+            at = tl.where(n == p, 2 * n + 1, 2 * n).to(tl.int64) * BLOCK_R + offs_r
+            lse = tl.load(LSE_PART + at)
+            o = tl.load(O_PART + at[:, None] * BLOCK_DV + offs_dv[None, :])  # [MERGED, DV]
+            new = tl.maximum(top, lse)
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            weight = tl.math.exp2((lse - safe) * LOG2E)
+            alpha = tl.math.exp2((top - safe) * LOG2E)
+            total = total * alpha + weight
+            acc = acc * alpha[:, None] + o * weight[:, None]
+            top = new
+        store_rows(
+            O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, r // GROUP, hk * GROUP + r % GROUP, acc, total,
+            top, rows_q, HEADS, HEAD_DIM_V, PACKED,
+        )  # fmt: skip
+
+
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a paged call: plan, tiles, merge."""
+    assert call.pages is not None
+    key = call_key(call)
+    plan, tiles, merge, slots, programs, block_r = _PLANS.get(key) or _PLANS.put(key, _plans(call))
+    o, lse = call.new_output(), call.new_lse()
+    device = call.q.device
+    units = torch.empty((slots + 2) * UNIT.value, dtype=torch.int32, device=device)
+    shares = torch.empty((programs + 1) * SHARE.value, dtype=torch.int32, device=device)
+    o_part = torch.empty((2 * programs * block_r, padded(call.head_dim_v)), dtype=torch.float32, device=device)
+    lse_part = torch.empty(2 * programs * block_r, dtype=torch.float32, device=device)
+    table, first, seqlens = call.pages
+    with on_device(call.q):
+        plan.launch((call.cu_seqlens_q, seqlens, units, shares), bound_arguments(call.mask))
+        pointers = (call.q, call.k, call.v, call.sink, o, lse, o_part, lse_part, units, shares, table, first)
+        tiles.launch(pointers, formula_arguments(call), (call.scale,))
+        merge.launch((call.sink, o, lse, o_part, lse_part, units, shares), ())
+    return o, lse
+
+
+def _plans(call: Call) -> tuple[Plan, Plan, Plan, int, int, int]:
+    """The plans of the three kernels, slots for units, programs, and rows of a tile."""
+    assert call.pages is not None
+    mask, score = functions(call)
+    block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
+    block_r, block_n = _tile(call)
+    rows = call.rows_q * call.group
+    slots = rows // block_r + call.batch if call.packed else -(-rows // block_r) * call.batch
+    programs = _PROGRAMS_PER_SM * multiprocessors(call.q.device)
+    side = mask and mask.queries
+    steps = max(slots + 2, call.batch).bit_length() + 1
+    plan = Plan(
+        plan_work, 1, (), (call.batch, call.rows_q, slots, programs),
+        (call.packed, call.num_heads_q, call.group, mask is not None and mask.by_head, side and side.tiles, block_r,
+         block_n, min(_CHUNK, triton.next_power_of_2(slots)), triton.next_power_of_2(programs + 1), steps), 8, 1,
+    )  # fmt: skip
+    sizes = (call.num_heads_q, call.group)
+    strides_o = strides_of(call.new_output())
+    flat = call.pages.first is not None
+    strides = (
+        *strides_of(call.q), *call.k.stride()[:3], *call.v.stride()[:3], *strides_o, 0 if flat else call.pages.table.stride(0),
+    )  # fmt: skip
+    tiles = Plan(
+        attention_work, programs, strides, (call.rows_q,),
+        (*sizes, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n, block_d, block_dv,
+         side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
+         score and score.queries.apply, matmul_precision(call)), 4, 4 if block_d <= 128 else 2,
+    )  # fmt: skip
+    merge = Plan(
+        merge_work, programs * (block_r // MERGED.value), strides_o, (call.rows_q, programs),
+        (*sizes, call.head_dim_v, call.packed, block_r, block_dv), 4, 1,
+    )  # fmt: skip
+    return plan, tiles, merge, slots, programs, block_r
+
+
+def _tile(call: Call) -> tuple[int, int]:
+    """Rows and keys of a tile: 16 KB of keys; rows for the mean request."""
+    rows = -(-call.rows_q // max(call.batch, 1) if call.packed else call.rows_q) * call.group
+    block_n = max(16, min(64, 16384 // (padded(call.head_dim) * call.q.element_size())))
+    return max(16, min(64, triton.next_power_of_2(rows))), block_n
