@@ -58,7 +58,7 @@ _PORTABLE = (
     *(_ATTENTION + name for name in ("triton_*.py", "configs.py", "variant.py")),
 )
 
-_GPU_TESTS = ("tests/gpu/test_a*.py", "tests/gpu/test_sanitizer.py")
+_GPU_TESTS = ("tests/gpu/test_[aps]*.py",)
 
 _MERGE = "src/tilewise/ops/merge/"
 _MERGE_SHARED = (
@@ -74,7 +74,7 @@ FAMILIES: dict[str, Family] = {
             name="attention_triton",
             sources=_PORTABLE,
             tests=_GPU_TESTS,
-            rows=("triton", "triton_decode"),
+            rows=("triton", "triton_decode", "triton_paged"),
             ci="interpreted, compiled for sm_80, sm_90, sm_100",
         ),
         Family(

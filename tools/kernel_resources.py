@@ -47,8 +47,7 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "dropout": lambda: {"mask": tw.causal, "dropout": 0.1, "seed": 0},
     "repeats": lambda: {"mask": tw.causal, "deterministic": True},
 }
-
-
+PAGES, PAGE_SIZE = 64, 16
 STATES: dict[str, Callable[[int, torch.dtype], MergeCall]] = {
     "pair": lambda dim, dtype: separate_call([_state((2, SEQLEN), dim, dtype)] * 2, None),
     "stacked": lambda dim, dtype: joined_call(*_state((12, 2, 4), dim, dtype), None, None),
@@ -79,12 +78,23 @@ class Variant:
 
     def call(self) -> Call:
         arguments = FORMULAS[self.formula]()
+        if self.row == "triton_paged":
+            return self._paged(arguments)
         lead = (SEQLEN,) if "layout" in arguments else (2, LONG if self.row == "hopper" else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
         grad = self.row != "triton_decode"
         q = torch.zeros(*rows, HEADS, self.head_dim, dtype=DTYPES[self.dtype], requires_grad=grad)
         k, v = (torch.zeros(*lead, HEADS_KV, self.head_dim, dtype=q.dtype, requires_grad=grad) for _ in range(2))
         return make_call(q, k, v, **arguments)
+
+    def _paged(self, arguments: dict[str, Any]) -> Call:
+        """Two requests of four queries, or of a packed prefill, over pages."""
+        table = torch.zeros(2, PAGES // 2, dtype=torch.int32)
+        packed = arguments.pop("layout", None)
+        layout = tw.Paged(table, torch.tensor([100, 256], dtype=torch.int32), packed and packed.cu_seqlens_q[[0, 1, 3]])
+        q = torch.zeros(*((2, 4) if packed is None else (SEQLEN,)), HEADS, self.head_dim, dtype=DTYPES[self.dtype])
+        pool = torch.zeros(PAGES, PAGE_SIZE, HEADS_KV, self.head_dim, dtype=q.dtype)
+        return make_call(q, pool, pool, layout=layout, **arguments)
 
     def compile(self) -> dict[str, Resources]:
         """Resources by kernel name."""
@@ -118,6 +128,9 @@ def variants() -> Iterator[Variant]:
         for dtype, formula in (("bf16", "causal"), ("bf16", "alibi"), ("fp32", "causal")):
             quick = head_dim == 128 and formula == "causal"
             yield Variant(sm, "triton_decode", dtype, head_dim, formula, quick)
+        for dtype, formula in (("bf16", "plain"), ("bf16", "window"), ("bf16", "packed"), ("fp32", "causal")):
+            quick = head_dim == 128 and (formula == "plain" or (formula == "packed" and sm == 90))
+            yield Variant(sm, "triton_paged", dtype, head_dim, formula, quick)
     for sm, states in itertools.product(ARCHITECTURES, STATES):
         for dtype, head_dim in (("bf16", 128), ("bf16", 40), ("bf16", 512), ("fp32", 128)):
             yield Variant(sm, "merge", dtype, head_dim, states, head_dim == 128)

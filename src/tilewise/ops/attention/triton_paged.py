@@ -55,10 +55,7 @@ def rows_of_unit(unit, hk, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
 @triton.jit
 def pages_of(TABLE, FIRST, stride_t, b, start, keys, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The page of each token start .. start + BLOCK_N - 1 of request b, or of all where they lie in one."""
-    if FIRST is None:
-        row = TABLE + b.to(tl.int64) * stride_t
-    else:
-        row = TABLE + tl.load(FIRST + b)
+    row = TABLE + b.to(tl.int64) * stride_t if FIRST is None else TABLE + tl.load(FIRST + b)
     if PAGE % BLOCK_N == 0:
         return tl.load(row + start // PAGE, mask=start < keys, other=0)
     else:
@@ -284,6 +281,7 @@ def _plans(call: Call) -> tuple[Plan, Plan, Plan, int, int, int]:
     rows = call.rows_q * call.group
     slots = rows // block_r + call.batch if call.packed else -(-rows // block_r) * call.batch
     programs = _PROGRAMS_PER_SM * multiprocessors(call.q.device)
+    warps = 8 if max(block_d, block_dv) > 256 else 4
     side = mask and mask.queries
     steps = max(slots + 2, call.batch).bit_length() + 1
     plan = Plan(
@@ -293,25 +291,24 @@ def _plans(call: Call) -> tuple[Plan, Plan, Plan, int, int, int]:
     )  # fmt: skip
     sizes = (call.num_heads_q, call.group)
     strides_o = strides_of(call.new_output())
-    flat = call.pages.first is not None
-    strides = (
-        *strides_of(call.q), *call.k.stride()[:3], *call.v.stride()[:3], *strides_o, 0 if flat else call.pages.table.stride(0),
-    )  # fmt: skip
+    stride_t = call.pages.table.stride(0) if call.pages.first is None else 0
+    strides = (*strides_of(call.q), *call.k.stride()[:3], *call.v.stride()[:3], *strides_o, stride_t)
     tiles = Plan(
         attention_work, programs, strides, (call.rows_q,),
         (*sizes, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n, block_d, block_dv,
          side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
-         score and score.queries.apply, matmul_precision(call)), 4, 4 if block_d <= 128 else 2,
+         score and score.queries.apply, matmul_precision(call)), warps, 4 if block_d <= 128 else 2,
     )  # fmt: skip
     merge = Plan(
         merge_work, programs * (block_r // MERGED.value), strides_o, (call.rows_q, programs),
-        (*sizes, call.head_dim_v, call.packed, block_r, block_dv), 4, 1,
+        (*sizes, call.head_dim_v, call.packed, block_r, block_dv), warps, 1,
     )  # fmt: skip
     return plan, tiles, merge, slots, programs, block_r
 
 
 def _tile(call: Call) -> tuple[int, int]:
-    """Rows and keys of a tile: 16 KB of keys; rows for the mean request."""
+    """Rows and keys of a tile: 16 KB of keys; rows for the mean request, up to 8,192 values of o."""
     rows = -(-call.rows_q // max(call.batch, 1) if call.packed else call.rows_q) * call.group
     block_n = max(16, min(64, 16384 // (padded(call.head_dim) * call.q.element_size())))
-    return max(16, min(64, triton.next_power_of_2(rows))), block_n
+    most = max(16, min(64, 8192 // padded(max(call.head_dim, call.head_dim_v))))
+    return max(16, min(most, triton.next_power_of_2(rows))), block_n

@@ -1,9 +1,10 @@
 """Who does which tile of a paged call: an even split of all tiles, planned on the device.
 
 A *unit* is a tile of one request's queries, with the run of key tiles that any of its rows sees, and at least one. All
-units' tiles, head by head, make one line of W positions; of P programs the p-th takes those from p W / P to (p + 1) W / P,
-whatever the lengths. So a row of tiles may be cut between neighbours, whose partial results merge by their log-sum-exp,
-in order (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024).
+units' tiles, head by head, make one line of W positions; of P programs the p-th takes those from p W / P to
+(p + 1) W / P, whatever the lengths. So a row of tiles may be cut between neighbours, whose partial results merge by
+their log-sum-exp, in order (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). `schedule.worklist` is
+the same on the host.
 """
 
 import triton
@@ -11,7 +12,9 @@ import triton.language as tl
 
 from tilewise.tiles.visit import span_tiles
 
-UNIT = tl.constexpr(8)  # numbers of a unit: request, tile, first key tile, their number, those before, lengths, first row
+UNIT = tl.constexpr(
+    8
+)  # numbers of a unit: request, tile, first key tile, their number, those before, lengths, first row
 SHARE = tl.constexpr(4)  # numbers of a program's share: first position, and its unit, head and tile
 FIELD = tl.constexpr(2**40)  # a unit, in numbers that count units above tiles
 

@@ -1,0 +1,151 @@
+"""Attention over pages in the interpreter: any lengths, pages and number of programs, and a plan like the host's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tilewise as tw
+from tilewise.ops.attention import triton_launch, triton_paged
+from tilewise.ops.attention.problem import make_call
+from tilewise.ops.attention.triton_work import SHARE, UNIT
+from tilewise.schedule.worklist import WorkList
+from tilewise.testing import properties
+from tilewise.testing.case import Case
+from tilewise.testing.cases import CASES, INTERPRETER_CASES
+from tilewise.testing.cases import alibi as alibi_of
+from tilewise.testing.cases import causal as causal_of
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.paging import paged
+from tilewise.testing.properties import Setting
+
+CASES_OF_PAGES = [
+    case
+    for case in INTERPRETER_CASES
+    if case.memory == "dense" and not case.dropout and (case.packed or case.group > 1 or case.seqlen_q < 20)
+]
+PAGED = Setting("triton_paged")
+
+
+@pytest.fixture(autouse=True)
+def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six programs, and no plan remembered from others."""
+    monkeypatch.setattr(triton_launch, "remember", False)
+    programs(monkeypatch, 3)
+
+
+def programs(patch: pytest.MonkeyPatch, multiprocessors: int) -> None:
+    patch.setattr(triton_paged, "multiprocessors", lambda device: multiprocessors)
+
+
+@pytest.mark.parametrize("case", CASES_OF_PAGES, ids=repr)
+def test_pages_hold_the_keys(case: Case) -> None:
+    properties.pages_hold_the_keys(PAGED, case, 5 if case.packed else 64, flat=case.packed is not None)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 20])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 128])
+@pytest.mark.parametrize("name", ["few_queries", "packed_cross_causal", "packed_window_sink"])
+def test_pages_and_programs_change_nothing(
+    name: str, page_size: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs(monkeypatch, multiprocessors)
+    properties.pages_hold_the_keys(PAGED, CASES[name], page_size)
+
+
+def test_half_precision() -> None:
+    for name in ("one_query", "packed_cross_causal", "gqa_4"):
+        properties.pages_hold_the_keys(Setting("triton_paged", torch.float16), CASES[name], 16)
+
+
+def test_rows_beyond_a_tile() -> None:
+    """More rows than a tile has, of one request; and of several, whose mean is small."""
+    long = Case("rows", batch=1, seqlen_q=40, seqlen_k=50, heads_q=4, heads_kv=2, mask=causal_of)
+    properties.pages_hold_the_keys(PAGED, long, 16)
+    uneven = Case("uneven", packed=((30, 60), (1, 90), (0, 5), (1, 1), (1, 0)), heads_q=4, mask=causal_of)
+    properties.pages_hold_the_keys(PAGED, uneven, 7, flat=True)
+
+
+def test_a_run_differs_by_head() -> None:
+    """A window whose width depends on the head: one unit visits what any head sees."""
+    widths = torch.tensor([3, 40, 9, 25])
+
+    def mask(case: Case, make: Any) -> Any:
+        formula = tw.causal & (lambda b, h, i, j: i - j < widths[h])
+        return type(causal_of(case, make))(formula, lambda b, h, i, j: (j <= i) & (i - j < widths[h]))
+
+    properties.pages_hold_the_keys(PAGED, Case("by_head", seqlen_q=3, seqlen_k=200, heads_q=4, mask=mask), 16)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 150)), min_size=1, max_size=4),
+    multiprocessors=st.integers(1, 6),
+    page_size=st.integers(1, 40),
+    group=st.integers(1, 3),
+)
+def test_any_lengths(lengths: list[tuple[int, int]], multiprocessors: int, page_size: int, group: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_launch, "remember", False)
+        programs(patch, multiprocessors)
+        case = Case("any", packed=tuple(lengths), heads_q=2 * group, mask=causal_of, score=alibi_of, sink=group == 2)
+        properties.pages_hold_the_keys(PAGED, case, page_size)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 400)), min_size=1, max_size=6),
+    multiprocessors=st.integers(1, 9),
+    group=st.integers(1, 3),
+    window=st.none() | st.integers(1, 120),
+)
+def test_the_device_plans_as_the_host(
+    lengths: list[tuple[int, int]], multiprocessors: int, group: int, window: int | None
+) -> None:
+    mask = None if window is None else tw.causal & tw.window(window)
+    case = Case("plan", packed=tuple(lengths), heads_q=2 * group)
+    inputs = make_inputs(case, torch.float32)
+    pool = paged(inputs, 16)
+    left: dict[str, torch.Tensor] = {}
+
+    def spy(plan: Any, pointers: tuple[Any, ...], *rest: Any) -> None:
+        launch(plan, pointers, *rest)
+        if plan.kernel is triton_paged.plan_work:
+            left.update(units=pointers[2], shares=pointers[3])
+
+    launch = triton_launch.Plan.launch
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(triton_launch, "remember", False)
+        patch.setattr(triton_launch.Plan, "launch", spy)
+        programs(patch, multiprocessors)
+        call = make_call(inputs.q, pool.k, pool.v, layout=pool.layout, mask=mask)
+        rows, block_n = triton_paged._tile(call)
+        triton_paged.forward(call)
+    work = WorkList.build(
+        [q for q, _ in lengths], [k for _, k in lengths], heads_q=2 * group, heads_kv=2,
+        programs=triton_paged._PROGRAMS_PER_SM * multiprocessors, rows=rows, block_n=block_n, mask=mask,
+    )  # fmt: skip
+    units = left["units"].view(-1, UNIT.value).numpy()[: len(work.request)]
+    for column, want in enumerate((work.request, work.tile, work.begin, work.count)):
+        assert np.array_equal(units[:, column], want), f"column {column} of the units"
+    shares = left["shares"].view(-1, SHARE.value).numpy()
+    assert np.array_equal(shares[:, 0], work.starts)
+    for column, want in enumerate(work.places(work.starts), 1):
+        assert np.array_equal(shares[:, column], want), f"column {column} of the shares"
+
+
+def test_parts_that_are_not_merged_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = triton_launch.Plan.launch
+
+    def without_merge(plan: Any, *arguments: Any) -> None:
+        if plan.kernel is not triton_paged.merge_work:
+            launch(plan, *arguments)
+
+    monkeypatch.setattr(triton_launch.Plan, "launch", without_merge)
+    with pytest.raises(AssertionError):
+        properties.pages_hold_the_keys(PAGED, CASES["one_query_long"], 16)
