@@ -1,0 +1,120 @@
+"""Attention over pages on a GPU: the properties that the CPU path faces, pools beyond 2**31 elements, CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.gpu.matrix import DEVICE
+from tests.gpu.test_attention_runtime import captured
+from tilewise.testing import properties
+from tilewise.testing.case import Case
+from tilewise.testing.cases import CPU_CASES, alibi, causal, softcap, window
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.paging import paged
+from tilewise.testing.properties import Setting
+
+IMPL = "triton_paged"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PAGED_CASES = [case for case in CPU_CASES if case.memory == "dense" and not case.dropout]
+LARGE = [
+    Case("decode", batch=9, seqlen_q=1, seqlen_k=3000, heads_q=32, heads_kv=8, head_dim=128, head_dim_v=128),
+    Case("decode_window", batch=5, seqlen_q=1, seqlen_k=3000, heads_q=8, heads_kv=8, head_dim=64, head_dim_v=64,
+         mask=window(700)),
+    Case("verify", batch=4, seqlen_q=6, seqlen_k=2000, heads_q=16, heads_kv=2, head_dim=128, head_dim_v=128,
+         mask=causal, score=softcap),
+    Case("chunk", batch=2, seqlen_q=500, seqlen_k=1300, heads_q=8, heads_kv=2, head_dim=128, head_dim_v=128,
+         mask=causal, score=alibi),
+    Case("wide", batch=3, seqlen_q=2, seqlen_k=700, heads_q=8, heads_kv=1, head_dim=256, head_dim_v=256, mask=causal),
+    Case("wider", batch=3, seqlen_q=2, seqlen_k=300, heads_q=4, heads_kv=1, head_dim=512, head_dim_v=512, mask=causal),
+    Case("mixed", packed=((1, 900), (700, 700), (0, 40), (1, 1), (5, 2100), (1, 0), (64, 65)), heads_q=12, heads_kv=4,
+         head_dim=128, head_dim_v=128, mask=causal, sink=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PAGED_CASES, ids=repr)
+def test_pages_hold_the_keys(case: Case) -> None:
+    dtype = DTYPES[sum(map(ord, case.name)) % len(DTYPES)]
+    if "undefined" in case.name:
+        dtype = torch.float32
+    properties.pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, (1, 16, 7)[len(case.name) % 3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 5, 16, 64, 256])
+@pytest.mark.parametrize("case", LARGE, ids=repr)
+def test_large_cases(case: Case, page_size: int, dtype: torch.dtype) -> None:
+    properties.pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, page_size, flat=page_size in (5, 64))
+
+
+def _decode(
+    lengths: list[int], page_size: int = 16
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], tw.Paged]:
+    case = Case("decode", packed=tuple((1, n) for n in lengths), heads_q=32, heads_kv=8, head_dim=128, head_dim_v=128)
+    inputs = make_inputs(case, torch.bfloat16, DEVICE)
+    pool = paged(inputs, page_size)
+    return inputs.q.detach(), (pool.k, pool.v), pool.layout
+
+
+def test_repeats_give_the_same_bits() -> None:
+    q, pool, layout = _decode([5000, 1, 700, 0, 63, 64, 65])
+    first = tw.attention_with_lse(q, *pool, layout=layout)
+    for _ in range(250):
+        again = tw.attention_with_lse(q, *pool, layout=layout)
+        assert all(map(torch.equal, first, again))
+
+
+def test_one_graph_serves_other_lengths_and_pages() -> None:
+    """Captured for eight requests of up to 1,024 tokens; replayed with others, with fewer, and with empty ones."""
+    generator = torch.Generator().manual_seed(0)
+    pool = [torch.randn(600, 16, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    table = torch.zeros(8, 64, dtype=torch.int32, device=DEVICE)
+    seqlens = torch.ones(8, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(8, 1, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+    layout = tw.Paged(table, seqlens)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        return tw.attention_with_lse(q, *pool, layout=layout, mask=tw.causal)
+
+    graph, results = captured(step)
+    for lengths in ([1024] * 8, [1, 0, 500, 1000, 17, 0, 0, 0], [64, 65, 63, 1, 2, 3, 900, 128]):
+        table.copy_(torch.randperm(600, generator=generator)[: 8 * 64].view(8, 64))
+        seqlens.copy_(torch.tensor(lengths))
+        q.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, results, step()))
+        for r, n in enumerate(lengths):
+            k, v = (x[table[r].long()].flatten(0, 1)[None, :n] for x in pool)
+            want = tw.attention(q[r : r + 1], k, v, impl="reference") if n else torch.zeros_like(q[:1])
+            torch.testing.assert_close(results[0][r : r + 1], want, rtol=2e-2, atol=2e-3)
+
+
+def test_a_pool_of_more_than_two_to_the_31_elements() -> None:
+    pages, page_size = 140_000, 16
+    pool = [torch.empty(pages, page_size, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    assert pool[0].numel() > 2**31
+    small = [torch.randn(10, page_size, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    for x, few in zip(pool, small, strict=True):
+        x[-10:] = few
+    q = torch.randn(1, 1, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+    seqlens = torch.tensor([150], dtype=torch.int32, device=DEVICE)
+    table = torch.arange(10, dtype=torch.int32, device=DEVICE)[None]
+    got = tw.attention(q, *pool, layout=tw.Paged(table + pages - 10, seqlens))
+    assert torch.equal(got, tw.attention(q, *small, layout=tw.Paged(table, seqlens)))
+
+
+def test_plain_calls_wait_for_nothing() -> None:
+    """Neither a plan nor a check reads a value back from the GPU."""
+    q, pool, layout = _decode([100, 200])
+    tw.attention(q, *pool, layout=layout, mask=tw.causal)
+    torch.cuda.synchronize()
+    assert isinstance(layout.block_table, torch.Tensor)
+    fresh = tw.Paged(layout.block_table.clone(), layout.seqlens_k.clone(), layout.cu_seqlens_q)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            tw.attention(q, *pool, layout=fresh, mask=tw.causal)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
