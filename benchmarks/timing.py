@@ -145,6 +145,27 @@ def host_times(calls: Mapping[str, Call], *, device: str, rounds: int = 20, repe
     return {name: Timed(times.get(name, []), failures.get(name)) for name in calls}
 
 
+def graphed(call: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.Tensor]:
+    """`call` captured in a CUDA graph, whose replays give the same tensor each time; on a CPU the call itself."""
+    if device != "cuda":
+        return call
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
 def ceilings(device: str, *, size: int | None = None, copy_bytes: int | None = None) -> tuple[float, float]:
     """(TFLOP/s, GB/s) that this machine reaches right now: a square matrix product and a copy, random data.
 
