@@ -13,9 +13,9 @@ import torch.nn.functional as F
 import tilewise as tw
 from tilewise.adapters import sdpa
 from tilewise.core.errors import FormulaError, InputError, UnsupportedError
-from tilewise.formula.formula import as_mask, as_score
 from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
+from tilewise.testing.paging import paged
 
 CHECKED = ("plain", "causal", "document_window", "alibi_causal", "relative_bias", "bias_batch", "sink_causal",
            "dropout", "packed_cross_causal", "packed_window_sink", "mqa", "head_dim_v_wider")  # fmt: skip
@@ -23,31 +23,25 @@ CHECKED = ("plain", "causal", "document_window", "alibi_causal", "relative_bias"
 
 def operator_arguments(name: str) -> tuple[Any, ...]:
     """Arguments of `tilewise::attention_forward` for a named case."""
-    from tilewise.ops.attention.problem import make_call
+    from tilewise.ops.attention import problem, table, torch_op
 
     case = CASES[name] if CASES[name].packed else CASES[name].with_(seqlen_q=min(CASES[name].seqlen_q, 20), seqlen_k=20)
     inputs = make_inputs(case, torch.float32)
-    call = make_call(inputs.q, inputs.k, inputs.v, **inputs.arguments())
-    mask = None if inputs.mask is None else as_mask(inputs.mask.formula)
-    score = None if inputs.score is None else as_score(inputs.score.formula)
-    formula: list[Any] = []
-    for one in (mask, score):
-        formula += ["", [], []] if one is None else [one.text, list(one.tensors), [float(n) for n in one.numbers]]
-    flags = "".join("01"[flag] for flag in (True, False, call.grad_sink, *call.grad_captured))
-    packed = (call.cu_seqlens_q, call.cu_seqlens_k)
-    return (
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.sink,
-        *formula,
-        *packed,
-        call.seed,
-        call.scale,
-        call.dropout,
-        flags,
-        "cpu_tiled",
-    )
+    call = problem.make_call(inputs.q, inputs.k, inputs.v, **inputs.arguments())
+    return torch_op.operator_arguments(table.named("cpu_tiled"), call)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_opcheck_over_pages(flat: bool) -> None:
+    from tilewise.ops.attention import problem, table, torch_op
+
+    inputs = make_inputs(CASES["packed_cross_causal"], torch.float32)
+    pool = paged(inputs, 4, flat=flat)
+    with torch.no_grad():
+        arguments = inputs.arguments() | {"layout": pool.layout}
+        call = problem.make_call(inputs.q.detach(), pool.k.nan_to_num(), pool.v.nan_to_num(), **arguments)
+        arguments = torch_op.operator_arguments(table.named("cpu_tiled"), call)
+        torch.library.opcheck(torch.ops.tilewise.attention_forward.default, arguments)
 
 
 @pytest.mark.parametrize("name", CHECKED)

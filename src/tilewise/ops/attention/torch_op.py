@@ -247,20 +247,20 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
 attention_forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
+def operator_arguments(row: Row, call: Call) -> tuple[Any, ...]:
+    """What `tilewise::attention_forward` takes for a call."""
+    mask, score = call.mask or Bound("", (), ()), call.score or Bound("", (), ())
+    flags = (call.wants_grad, call.deterministic, call.grad_sink, *call.grad_captured)
+    pages = () if call.pages is None else (call.pages.table, call.pages.seqlens, call.pages.first)
+    return (
+        call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), [float(n) for n in mask.numbers], score.text,
+        list(score.tensors), [float(n) for n in score.numbers], call.cu_seqlens_q, call.cu_seqlens_k,
+        [x for x in pages if x is not None], call.seed, call.scale, call.dropout,
+        "".join("1" if flag else "0" for flag in flags), row.name,
+    )  # fmt: skip
+
+
 def compiled(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) through the custom operator, which torch.compile keeps whole."""
-    mask, score = call.mask or Bound("", (), ()), call.score or Bound("", (), ())
-    flags = "".join(
-        "1" if flag else "0" for flag in (call.wants_grad, call.deterministic, call.grad_sink, *call.grad_captured)
-    )
-    pages = (
-        []
-        if call.pages is None
-        else [x for x in (call.pages.table, call.pages.seqlens, call.pages.first) if x is not None]
-    )
-    result: tuple[torch.Tensor, torch.Tensor] = attention_forward(
-        call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), [float(n) for n in mask.numbers], score.text,
-        list(score.tensors), [float(n) for n in score.numbers], call.cu_seqlens_q, call.cu_seqlens_k, pages,
-        call.seed, call.scale, call.dropout, flags, row.name,
-    )  # fmt: skip
+    result: tuple[torch.Tensor, torch.Tensor] = attention_forward(*operator_arguments(row, call))
     return result
