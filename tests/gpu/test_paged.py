@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -46,6 +48,24 @@ def test_pages_hold_the_keys(case: Case) -> None:
 @pytest.mark.parametrize("case", LARGE, ids=repr)
 def test_large_cases(case: Case, page_size: int, dtype: torch.dtype) -> None:
     properties.pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, page_size, flat=page_size in (5, 64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("page_size", [16, 32, 128, 384])
+@pytest.mark.parametrize("case", [case for case in LARGE if case.head_dim <= 256], ids=repr)
+def test_large_cases_on_hopper(case: Case, page_size: int, dtype: torch.dtype) -> None:
+    properties.pages_hold_the_keys(Setting("hopper", dtype, DEVICE), case, page_size, flat=page_size in (32, 384))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("mask", [None, causal, window(100)], ids=["full", "causal", "window"])
+def test_lengths_around_pages_on_hopper(mask: Any, head_dim: int) -> None:
+    """What lies behind the last key of a page is NaN, in K and in V."""
+    ends = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 257, 300, 1000)
+    packed = tuple((max(0, n - 40), n) for n in ends)
+    case = Case("ends", packed=packed, heads_q=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
+    for page_size in (16, 64, 256):
+        properties.pages_hold_the_keys(Setting("hopper", torch.bfloat16, DEVICE), case, page_size)
 
 
 def _decode(

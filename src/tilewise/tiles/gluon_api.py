@@ -18,6 +18,16 @@ def _ring_of(count: int, tile: Any) -> list[int]:
 
 
 @gluon.jit
+def rows_of_eight(memory, count: gl.constexpr):
+    """Shared memory of 16-bit tiles with a swizzle of 128 bytes as `count` pieces of 8 rows and 64 columns."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    if _RENAMED:
+        return memory.reinterpret(memory.dtype, [count, 8, 64], LAYOUT)
+    else:
+        return memory._reinterpret(memory.dtype, [count, 8, 64], LAYOUT)
+
+
+@gluon.jit
 def reinterpret(memory, count: gl.constexpr, like):
     """Shared memory as a ring of `count` tiles like those of a descriptor."""
     if _RENAMED:

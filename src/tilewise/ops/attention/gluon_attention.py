@@ -80,6 +80,7 @@ class Fixed(NamedTuple):
     scale_first: bool  # scores are scaled before anything else
     guard: bool  # tiles may need a mask
     packed: bool
+    paged: bool
     of_keys: bool  # programs own keys, else queries
     registers: int
     # of the forward
@@ -92,6 +93,7 @@ class Fixed(NamedTuple):
     ahead: int | None = None  # for how many items queries have places
     limited: bool | None = None  # exponentials need no maximum
     in_base_2: bool | None = None  # scores come out of the formula, or of the multiply-add of a linear one, in base 2
+    page: int | None = None  # tokens of a page
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
     slope: Any = None  # the score's derivative
@@ -127,21 +129,27 @@ def _common(
         "score": scored and scored.apply,
         "linear": linear,
         "scale_first": _scale_first(call, score),
-        "guard": mask is not None or call.packed or call.rows_k % cfg.block_n != 0,
+        "guard": mask is not None or call.packed or call.pages is not None or call.rows_k % cfg.block_n != 0,
         "packed": call.packed,
+        "paged": call.pages is not None,
         "of_keys": of_keys,
     }
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Gluon forward."""
-    return triton_attention.forward(call, forward_plan, _reached, _counter)
+    return triton_attention.forward(call, forward_plan, _reached, _more)
 
 
-def _counter(call: Call, plan: Plan) -> tuple[torch.Tensor | None]:
-    """What the kernel is given beside: how many items have been dealt out, where they are."""
-    dealt = plan.constants[0].dealt.value
-    return (torch.zeros(1, dtype=torch.int32, device=call.q.device) if dealt else None,)
+def _more(call: Call, plan: Plan) -> tuple[Any, ...]:
+    """What the kernel is given beside: how many items have been dealt out, where they are, and the pages."""
+    counter = None
+    if plan.constants[0].dealt.value:
+        counter = torch.zeros(1, dtype=torch.int32, device=call.q.device)
+    if call.pages is None:
+        return (counter, None, None, 0)
+    table, first, _seqlens = call.pages
+    return (counter, table, first, 0 if first is not None else table.stride(0))
 
 
 def _reached(*tensors: torch.Tensor) -> bool:
@@ -162,6 +170,15 @@ def forward_plan(call: Call) -> Plan:
     slots = slots_of(call, cfg, False)
     pairs = call.num_heads_q * batches_of(call)
     turns = together(call, mask, slots, pairs) if _equal(call) else _turns(call, slots, pairs)
+    boxes: dict[int, tuple[int, ...]] = {
+        0: (64, d),
+        1: (cfg.block_n, d),
+        2: (cfg.block_n, d_v),
+        4: (64, d_v),
+    }  # q, k, v, o
+    if call.pages is not None:
+        page = (1, min(call.k.shape[1], cfg.block_n), 1, 64)
+        boxes |= {1: page, 2: page}
     used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
     return Plan(
         attention_fwd_sm90,
@@ -178,6 +195,7 @@ def forward_plan(call: Call) -> Plan:
                 sinks=call.sink is not None,
                 limited=_limited(call),
                 dropout=call.dropout > 0.0,
+                page=None if call.pages is None else call.k.shape[1],
                 dealt=_dealt(call, mask, slots),
                 apart=used <= _SHARED,
                 ahead=2 if used + 2 * cfg.block_m * d <= _SHARED else 1,
@@ -187,7 +205,7 @@ def forward_plan(call: Call) -> Plan:
         warps=cfg.warps,
         stages=cfg.stages,
         extra=(cfg, functions(call)[0]),
-        boxes={0: (64, d), 1: (cfg.block_n, d), 2: (cfg.block_n, d_v), 4: (64, d_v)},  # q, k, v, o
+        boxes=boxes,
         describe=describe,
     )  # fmt: skip
 
@@ -205,7 +223,7 @@ def config_of(kernel: str, call: Call) -> Config:
 
 def _equal(call: Call) -> bool:
     """Whether all tiles of one side visit as many tiles of the other."""
-    return not call.packed and (call.mask is None or is_band(call.mask.text))
+    return not call.packed and call.pages is None and (call.mask is None or is_band(call.mask.text))
 
 
 def _dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
@@ -381,8 +399,11 @@ def _scale_first(call: Call, score: ScoreFunctions | None) -> bool:
 
 def describe(x: torch.Tensor, box: tuple[int, ...]) -> Any:
     """A descriptor of a (batch, seqlen, heads, dim) or packed (rows, heads, dim) tensor whose tiles are (rows, columns)
-    of one head (see `tiles.hopper.sequence`), or of a matrix.
+    of one head (see `tiles.hopper.sequence`), of a pool of pages, or of a matrix.
     """
+    if len(box) == 4:  # of a pool of pages
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)
     if x.ndim == 2:
         layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.float32)
         return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.ops.attention.gluon_sm90_pages import fill_tile, table_of
 from tilewise.ops.attention.gluon_sm90_runs import RUN, run_of_queries, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_load, async_store, barrier
@@ -20,7 +21,6 @@ from tilewise.tiles.hopper import (
     HIDDEN,
     at_row,
     deal,
-    fill,
     filled,
     give_turn,
     hide_outside,
@@ -92,7 +92,7 @@ def fetch(inputs, memory, bars, grid, fixed):
     and posts their runs, of which one that visits nothing is the last: the next item, and where it has a place its Q,
     while two tiles of the present one are still to come.
     """
-    Q, K, V, NEXT = inputs
+    Q, K, V, NEXT, pages = inputs
     _, k_ring, v_ring, _, board = memory
     _, _, k_full, k_empty, v_full, v_empty = bars
     EARLY: gl.constexpr = fixed.ahead == 2
@@ -105,16 +105,17 @@ def fetch(inputs, memory, bars, grid, fixed):
     while run[7] > 0:
         count = run[7]
         _queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, fixed.block_n)
-        h = run[1]
+        h = run[1] // fixed.group
+        table = table_of(run[0], pages) if fixed.paged else 0
         n = visit_any(0, tiles, fixed.lists)
-        fill(K, done, keys, h // fixed.group, n * fixed.block_n, k_ring, k_full, k_empty)
+        fill_tile(K, done, keys, h, n * fixed.block_n, k_ring, k_full, k_empty, table, pages, fixed)
         if not EARLY:
             fetch_queries(Q, run, at, memory, bars, grid, fixed)
         near = gl.maximum(count - 2, 1)
         for t in range(1, near):
             after = visit_any(t, tiles, fixed.lists)
-            fill(K, done + t, keys, h // fixed.group, after * fixed.block_n, k_ring, k_full, k_empty)
-            fill(V, done + t - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
+            fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages, fixed)
+            fill_tile(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty, table, pages, fixed)
             n = after
         turn += 1
         item = next_item(turn, NEXT, fixed)
@@ -124,10 +125,10 @@ def fetch(inputs, memory, bars, grid, fixed):
             fetch_queries(Q, coming, at + 1, memory, bars, grid, fixed)
         for t in range(near, count):
             after = visit_any(t, tiles, fixed.lists)
-            fill(K, done + t, keys, h // fixed.group, after * fixed.block_n, k_ring, k_full, k_empty)
-            fill(V, done + t - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
+            fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages, fixed)
+            fill_tile(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty, table, pages, fixed)
             n = after
-        fill(V, done + count - 1, keys, h // fixed.group, n * fixed.block_n, v_ring, v_full, v_empty)
+        fill_tile(V, done + count - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty, table, pages, fixed)
         done += count
         at += 1
         run = coming
@@ -375,21 +376,21 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "items", "list_stride_b", "list_stride_h",
-        "list_stride_r", "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
+        "list_stride_r", "stride_t", "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
     ]
 )  # fmt: skip
 def attention_fwd_sm90(
     Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, LISTED, list_stride_b, list_stride_h, list_stride_r,
-    NEXT, mask_args, mask_nums, score_args, score_nums,
+    NEXT, TABLE, FIRST, stride_t, mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
     # shared memory: rings of tiles, and for each place a barrier that says it is full and one that says it is empty
     D: gl.constexpr = Q.block_shape[4]
-    D_V: gl.constexpr = V.block_shape[4]
+    D_V: gl.constexpr = O.block_shape[4]
     q_ring = gl.allocate_shared_memory(Q.dtype, [fixed.ahead * fixed.consumers, 1, 1, 1, 64, D], Q.layout)
-    k_ring = gl.allocate_shared_memory(K.dtype, [fixed.stages, 1, 1, 1, fixed.block_n, D], K.layout)
-    v_ring = gl.allocate_shared_memory(V.dtype, [fixed.stages, 1, 1, 1, fixed.block_n, D_V], V.layout)
+    k_ring = gl.allocate_shared_memory(K.dtype, [fixed.stages, 1, 1, 1, fixed.block_n, D], Q.layout)
+    v_ring = gl.allocate_shared_memory(V.dtype, [fixed.stages, 1, 1, 1, fixed.block_n, D_V], O.layout)
     o_ring = (
         gl.allocate_shared_memory(O.dtype, [fixed.consumers, 1, 1, 1, 64, D_V], O.layout) if fixed.apart else q_ring
     )
@@ -417,9 +418,15 @@ def attention_fwd_sm90(
     sizes = (batch, seqlen_q, seqlen_k, rows_q, slots, together, items)
     listed = LISTED if fixed.lists else 0
     lists = (listed, list_stride_b, list_stride_h, list_stride_r)
-    cu_seqlens = (CU_Q, CU_K) if fixed.packed else (0, 0)
+    cu_seqlens = (CU_Q if fixed.packed else 0, CU_K if fixed.packed or fixed.paged else 0)
     grid = (sizes, (mask_args, mask_nums, score_args, score_nums + (scale,)), lists, cu_seqlens)  # noqa: RUF005
-    inputs = (Q, K, V, NEXT if fixed.dealt else 0)
+    pages = (0, 0, 0, 0)
+    if fixed.paged:
+        mended = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(mended, count=1)
+        fence_async_shared()
+        pages = (TABLE, FIRST, stride_t, mended)
+    inputs = (Q, K, V, NEXT if fixed.dealt else 0, pages)
     outputs = (O, LSE, SINK if fixed.sinks else LSE)
     seed = gl.load(SEED) if fixed.dropout else 0
     c = LOG2E if fixed.scale_first else scale * LOG2E

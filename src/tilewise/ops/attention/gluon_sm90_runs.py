@@ -61,7 +61,7 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
     if fixed.packed:
         b, m = locate(slot, CU_Q, batch, BLOCK_M)
     _queries, _row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)
-    _keys, _row0, seqlen_k = sequence(b, CU_K, seqlen_k, fixed.packed)
+    _keys, seqlen_k = keys_of(b, CU_K, seqlen_k, fixed)
     start = m * BLOCK_M
     first = gl.minimum(start, gl.maximum(seqlen_q - 1, 0))  # formulas see valid positions only
     last = gl.maximum(gl.minimum(start + BLOCK_M, seqlen_q) - 1, first)
@@ -88,13 +88,26 @@ def list_of(b, h, slot, grid, fixed):
 
 
 @gluon.jit
+def keys_of(b, CU_K, seqlen_k, fixed):
+    """(sequence of keys as descriptors know it, their number); for a paged request, whose number CU_K holds, that twice
+    over.
+    """
+    if fixed.paged:
+        seqlen_k = gl.load(CU_K + b)
+        keys = seqlen_k
+    else:
+        keys, _row0, seqlen_k = sequence(b, CU_K, seqlen_k, fixed.packed)
+    return keys, seqlen_k
+
+
+@gluon.jit
 def where_of(run, grid, fixed, BLOCK: gl.constexpr):
     """(queries, keys, (their numbers), first row of its queries' sequence, the visited tiles) of a run."""
     b, h, slot, begin, full_begin, num_partial, count = run[0], run[1], run[2], run[4], run[5], run[6], run[7]
     _batch, seqlen_q, seqlen_k, _rows, _slots, _together, _items = grid[0]
     CU_Q, CU_K = grid[3]
     queries, row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)
-    keys, _row0, seqlen_k = sequence(b, CU_K, seqlen_k, fixed.packed)
+    keys, seqlen_k = keys_of(b, CU_K, seqlen_k, fixed)
     last = ((seqlen_q if fixed.of_keys else seqlen_k) + BLOCK - 1) // BLOCK - 1
     tiles = (begin, full_begin, count - num_partial, num_partial, last, list_of(b, h, slot, grid, fixed), grid[2][3])
     return queries, keys, (seqlen_q, seqlen_k), row0, tiles

@@ -16,6 +16,7 @@ from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.readback import being_traced
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.variant import CAUSAL, is_band
+from tilewise.schedule.rule import tile_rule
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,30 @@ def _few_queries(call: Call) -> str | None:
     return None if rows <= 64 else f"{rows} (seqlen_q {call.rows_q} times group {call.group})"
 
 
+def _other_pages(call: Call) -> str | None:
+    """What of a paged call boxes of the tensor memory accelerator cannot fetch; None for all others."""
+    if call.pages is None:
+        return None
+    size = call.k.shape[1]
+    if size not in (16, 32, 64) and size % 128:
+        return f"pages of {size}"
+    if min(call.head_dim, call.head_dim_v) <= 32:
+        return f"head dimensions {call.head_dim}, {call.head_dim_v}"
+    return None if call.mask is None or _is_run(call.mask.text) else "another mask"
+
+
+def _is_run(text: str) -> bool:
+    return tile_rule(text).spans is not None
+
+
+def _few_rows(call: Call) -> str | None:
+    """Rows of the mean request that share a head's keys, where they are so few that keys should be divided."""
+    if call.pages is None:
+        return None
+    rows = call.rows_q * call.group // (max(call.batch, 1) if call.packed else 1)
+    return None if rows > 64 else f"{rows}"
+
+
 def _find_triton() -> str | None:
     try:
         return None if importlib.util.find_spec("triton") else "no package named triton"
@@ -153,6 +178,7 @@ def _capability(index: int) -> int:
 # What torch.compiler.assume_constant_result sets; calling that would import Dynamo, and with it Triton, here.
 _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _is_window._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_run._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def interpreting() -> bool:
@@ -173,6 +199,7 @@ _ATOMICS = Need(
     lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
 )
 _NAMED = Need("to be named", lambda c: "no name")
+_PAGES_OF_HOPPER = "keys in rows, or in pages of 16, 32, 64 or a multiple of 128 tokens under a mask of one run"
 _HERE = "tilewise.ops.attention"
 
 ROWS: tuple[Row, ...] = (
@@ -221,28 +248,14 @@ ROWS: tuple[Row, ...] = (
         "keys split over the GPU, partial results merged by log-sum-exp",
     ),
     Row(
-        "triton_paged",
-        f"{_HERE}.triton_paged",
-        "forward",
-        None,
-        (
-            _TRITON,
-            _GPU,
-            _dtypes(*_HALF, torch.float32),
-            Need("paged keys", lambda c: None if c.pages else "keys that are not paged"),
-            _NO_DROPOUT,
-            _NO_GRAD,
-        ),
-        "all requests' tiles divided evenly among programs, gathered through the block table",
-    ),
-    Row(
         "hopper",
         f"{_HERE}.gluon_attention",
         "forward",
         "backward",
         (
             _TRITON,
-            _NOT_PAGED,
+            Need(_PAGES_OF_HOPPER, _other_pages),
+            _NO_GRAD_OF_PAGES,
             Need("a Hopper GPU (sm_90)", lambda c: _no_hopper(c)),
             _dtypes(*_HALF),
             Need(
@@ -256,6 +269,7 @@ ROWS: tuple[Row, ...] = (
         prefers=(
             Need(f"{_TILES} tiles of {_QUERIES} queries or more", _few_tiles),
             Need("head dimensions above 64 for masks that are windows", _narrow_window),
+            Need("more than 64 rows of queries for each key/value head of a paged request", _few_rows),
             Need("no gradients of captured tensors", lambda c: "some wanted" if any(c.grad_captured) else None),
         ),
     ),
@@ -272,6 +286,21 @@ ROWS: tuple[Row, ...] = (
             _ATOMICS,
         ),
         "portable tiled kernels, forward and backward",
+    ),
+    Row(
+        "triton_paged",
+        f"{_HERE}.triton_paged",
+        "forward",
+        None,
+        (
+            _TRITON,
+            _GPU,
+            _dtypes(*_HALF, torch.float32),
+            Need("paged keys", lambda c: None if c.pages else "keys that are not paged"),
+            _NO_DROPOUT,
+            _NO_GRAD,
+        ),
+        "all requests' tiles divided evenly among programs, gathered through the block table",
     ),
     Row(
         "reference",

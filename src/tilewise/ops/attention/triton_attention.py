@@ -67,7 +67,8 @@ def forward(
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
         lists = lists_of(call, plan, False, key, {})
-        pointers = (call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.seed)
+        keys = call.cu_seqlens_k if call.pages is None else call.pages.seqlens
+        pointers = (call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, keys, call.seed)
         plan.launch((*pointers, *lists, *more(call, plan)), formula_arguments(call), scalars_of(call))
     return o, lse
 
