@@ -46,6 +46,7 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "packed": lambda: {"mask": tw.causal, "layout": _packed()},
     "dropout": lambda: {"mask": tw.causal, "dropout": 0.1, "seed": 0},
     "repeats": lambda: {"mask": tw.causal, "deterministic": True},
+    "pages": lambda: {"mask": tw.causal, "layout": _packed()},
 }
 PAGES, PAGE_SIZE = 64, 16
 STATES: dict[str, Callable[[int, torch.dtype], MergeCall]] = {
@@ -78,7 +79,7 @@ class Variant:
 
     def call(self) -> Call:
         arguments = FORMULAS[self.formula]()
-        if self.row == "triton_paged":
+        if self.row == "triton_paged" or self.formula == "pages":
             return self._paged(arguments)
         lead = (SEQLEN,) if "layout" in arguments else (2, LONG if self.row == "hopper" else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
@@ -119,7 +120,9 @@ _QUICK = {
 def variants() -> Iterator[Variant]:
     """Every variant: each configuration row of each kernel is reached by several."""
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256, 512)):
-        portable = tuple(formula for formula in FORMULAS if formula not in ("slopes", "repeats"))  # kernels of others
+        portable = tuple(
+            formula for formula in FORMULAS if formula not in ("slopes", "repeats", "pages")
+        )  # kernels of others
         by_dtype = {"bf16": portable, "fp16": ("plain",), "fp32": ("causal", "alibi")}
         for dtype, formulas in by_dtype.items():
             for formula in formulas:
@@ -135,7 +138,18 @@ def variants() -> Iterator[Variant]:
         for dtype, head_dim in (("bf16", 128), ("bf16", 40), ("bf16", 512), ("fp32", 128)):
             yield Variant(sm, "merge", dtype, head_dim, states, head_dim == 128)
     for head_dim in (64, 128, 256):
-        for formula in ("plain", "causal", "window", "slopes", "softcap", "document", "packed", "dropout", "repeats"):
+        for formula in (
+            "plain",
+            "causal",
+            "window",
+            "slopes",
+            "softcap",
+            "document",
+            "packed",
+            "dropout",
+            "repeats",
+            "pages",
+        ):
             quick = head_dim == 128 or formula == "causal"
             yield Variant(90, "hopper", "bf16", head_dim, formula, quick)
 
