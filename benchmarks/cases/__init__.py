@@ -30,7 +30,7 @@ class Options:
 CASES = {
     "attention_formula": "masks and scores, forward and backward, against compiled FlexAttention and SDPA",
     "exact_grid": "plain attention by head dimension and length, GQA, packed, against cuDNN, FlashAttention-2 and -4",
-    "decode": "one token a request over pages, any mix of lengths, against cuDNN on contiguous keys and FlashInfer",
+    "paged": "decoding and prefill over pages, any mix of lengths, against cuDNN on contiguous keys and FlashInfer",
     "tile_classes": "classification of 128k x 128k tokens against create_block_mask, time and memory",
     "overhead": "host time per call, first result of a new formula, compilations when numbers change",
     "cpu": "fp32 on the CPU against SDPA, with and without a dense mask, time and memory",
