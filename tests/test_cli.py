@@ -269,6 +269,21 @@ def test_explain_mask_draws_tiles_in_text_and_in_a_file(tmp_path: Path) -> None:
     assert not missing.parent.exists()
 
 
+def test_explain_plan_shares_evenly(tmp_path: Path) -> None:
+    out = tmp_path / "plan.svg"
+    text = call("explain", "plan", "100,4000,2*64", "--programs", "5", "--heads-kv", "2", "--out", str(out))
+    assert "4 requests" in text
+    assert out.read_text(encoding="utf-8").startswith("<?xml")
+    found = data("explain", "plan", "100,4000,2*64", "--programs", "5", "--heads-kv", "2")
+    shares = [sum(s["end"] - s["first"] for s in program) for program in found["programs"]]
+    assert sum(shares) == found["tiles"] == 2 * (2 + 63 + 1 + 1)
+    assert max(shares) - min(shares) <= 1
+    assert found["merges"]
+    windowed = data("explain", "plan", "4000", "--programs", "5", "--mask", "causal & window(128)")
+    assert windowed["tiles"] < found["tiles"]
+    refusal("explain", "plan", "100,-4")
+
+
 def test_explain_traffic_favours_the_later_algorithm() -> None:
     moved = {row["algorithm"]: row["bytes"] for row in data("explain", "traffic")}
     assert moved["FlashAttention-2"] < moved["materialised"]

@@ -20,6 +20,7 @@ import torch
 from tilewise.explain import draw, roofline, timeline
 from tilewise.explain.ladder import climb
 from tilewise.formula import Mask, library
+from tilewise.schedule.worklist import WorkList
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 TOKENS, BLOCK = 48, 8
@@ -57,6 +58,11 @@ def ladder() -> Any:
     return draw.ladder([climb(name, size=64, head_dim=16, **options) for name, options in rungs])
 
 
+def shares() -> Any:
+    keys = (100, 4000, 64, 900, 1500)
+    return draw.shares(WorkList.build([1] * len(keys), keys, heads_q=8, heads_kv=2, programs=12))
+
+
 def traffic() -> Any:
     return draw.traffic(8192, 64)
 
@@ -80,6 +86,7 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "masks.svg": masks,
     "query.svg": query,
     "ladder.svg": ladder,
+    "shares.svg": shares,
     "traffic.svg": traffic,
     "roofline.svg": rooflines,
     "warpgroups.svg": warpgroups,

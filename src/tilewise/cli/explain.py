@@ -1,4 +1,4 @@
-"""`tilewise explain`: the ladder of small programs that count their traffic, and pictures of masks."""
+"""`tilewise explain`: the ladder of small programs that count their traffic, pictures of masks, and shares of work."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tilewise.explain import ladder
 from tilewise.explain import traffic as closed_forms
 from tilewise.explain.ladder import ORDER, Report
 from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, TileMap
+from tilewise.schedule.worklist import WorkList
 
 WIDEST = 64  # tiles a side that a terminal shows
 GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
@@ -197,9 +198,56 @@ def traffic(
         say(closed_forms.table(rows))
 
 
+@guarded
+def plan(
+    lengths: Annotated[str, typer.Argument(help='Keys of each request, such as "100,4000,64" or "8*512,32768".')],
+    queries: Annotated[int, typer.Option(min=0, help="New queries of each request.")] = 1,
+    heads_q: shapes.HeadsQ = 32,
+    heads_kv: shapes.HeadsKV = 8,
+    programs: Annotated[int, typer.Option(min=1, help="How many share the work: two a multiprocessor on a GPU.")] = 16,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a tile: queries times heads of a group.")] = 16,
+    block_n: Annotated[int, typer.Option("--block-n", min=1, help="Keys of a tile.")] = 64,
+    mask_text: shapes.MaskText = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Draw into this .svg or .png file.")] = None,
+    as_json: shapes.Json = False,
+) -> None:
+    """Show how programs divide attention over pages: equal shares of all requests' tiles, and what is merged.
+
+    Example: tilewise explain plan "100,4000,64,900" --programs 8 --out plan.svg
+    """
+    if out is not None:
+        from tilewise.explain import draw
+
+        draw.check_target(out)
+    keys = shapes.lengths(lengths, "LENGTHS")
+    work = WorkList.build(
+        [queries] * len(keys), keys, heads_q=heads_q, heads_kv=heads_kv or heads_q, programs=programs, rows=rows,
+        block_n=block_n, mask=None if mask_text is None else read_mask(mask_text),
+    )  # fmt: skip
+    merges = work.merges()
+    done = [list(work.segments(program)) for program in range(programs)]
+    if out is not None:
+        draw.save(draw.shares(work), out)
+    if as_json:
+        parts = [[{"request": int(work.request[s.unit]), **s._asdict()} for s in segments] for segments in done]
+        say_json({"tiles": work.work, "programs": parts, "merges": [merge._asdict() for merge in merges]})
+        return
+    most = max((sum(s.end - s.first for s in segments) for segments in done), default=0)
+    say(f"{len(keys)} requests, {work.work} tiles of {rows} rows and {block_n} keys")
+    say(f"{programs} programs, of which none has more than {most}")
+    for program, segments in enumerate(done[:WIDEST]):
+        shown = ", ".join(f"request {work.request[u]} head {h} tiles {a}-{b - 1}" for u, h, a, b in segments[:4])
+        more = f", and {len(segments) - 4} more" if len(segments) > 4 else ""
+        say(f"  {program}: {shown or 'nothing'}{more}")
+    say(f"merged: {len(merges)} rows of tiles, in {sum(len(merge.slots) for merge in merges)} parts")
+    if out is not None:
+        say(f"drawn: {out}")
+
+
 def register(app: typer.Typer) -> None:
     """Add the command group to `app`."""
     app.callback(invoke_without_command=True)(overview)
     app.command("ladder")(climb)
     app.command("mask")(mask)
+    app.command("plan")(plan)
     app.command("traffic")(traffic)

@@ -113,14 +113,22 @@ def tensors(
     return empty(lead_q, heads[0], dims[0]), empty(lead_k, heads[1], dims[0]), empty(lead_k, heads[1], dims[1])
 
 
-def packed(text: str, device: torch.device) -> Packed:
-    """`Packed` from sequence lengths such as "1024,512,7"; InputError for anything else."""
+def lengths(text: str, name: str) -> list[int]:
+    """Lengths such as "1024,512,7", or "8*512,7" for eight of 512; InputError for anything else."""
+    found: list[int] = []
     try:
-        lengths = [int(part) for part in text.split(",")]
+        for part in text.split(","):
+            times, star, length = part.rpartition("*")
+            found += [int(length)] * (int(times) if star else 1)
     except ValueError:
-        lengths = [-1]
-    if min(lengths) < 0:
-        hint = "one length >= 0 for each sequence, commas between"
-        raise InputError("--packed", got=repr(text), expected="lengths such as 1024,512,7", hint=hint)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
+        found = [-1]
+    if min(found, default=-1) < 0:
+        hint = "one length >= 0 for each sequence, commas between; 8*512 is eight times 512"
+        raise InputError(name, got=repr(text), expected="lengths such as 1024,512,7", hint=hint)
+    return found
+
+
+def packed(text: str, device: torch.device) -> Packed:
+    """`Packed` from sequence lengths (`lengths`)."""
+    ends = torch.tensor([0, *lengths(text, "--packed")]).cumsum(0)
     return Packed(ends.to(device=device, dtype=torch.int32))

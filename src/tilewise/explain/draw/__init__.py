@@ -1,13 +1,14 @@
 """Pictures through matplotlib (the extra `tilewise[draw]`), each a function that returns a figure for `save`.
 
-`mask`, `tiles` and `query` draw masks; `roofline`, `traffic`, `ladder` and `timeline` draw what attention costs. Files
-are deterministic: the same figure saved twice gives the same bytes.
+`mask`, `tiles` and `query` draw masks; `roofline`, `traffic`, `ladder` and `timeline` draw what attention costs;
+`shares` who does which tile. Files are deterministic: the same figure saved twice gives the same bytes.
 """
 
 from tilewise.explain.draw.formulas import mask, panel
 from tilewise.explain.draw.masks import EMPTY, FULL, PARTIAL, Panel, classify, query, tiles
 from tilewise.explain.draw.plots import ladder, roofline, timeline, traffic
 from tilewise.explain.draw.style import check_target, save
+from tilewise.explain.draw.work import shares
 
 __all__ = [
     "EMPTY",
@@ -22,6 +23,7 @@ __all__ = [
     "query",
     "roofline",
     "save",
+    "shares",
     "tiles",
     "timeline",
     "traffic",
