@@ -77,6 +77,22 @@ def _decode(
     return inputs.q.detach(), (pool.k, pool.v), pool.layout
 
 
+def test_tables_and_lengths_may_start_anywhere() -> None:
+    """Kernels that were compiled for aligned pointers are not given others."""
+    q, pool, layout = _decode([500, 1, 700, 3, 63, 64, 65, 9, 100])
+    assert isinstance(layout.block_table, torch.Tensor)
+    want = tw.attention(q, *pool, layout=layout)
+    for start in range(1, 5):
+        shifted = [torch.empty(x.numel() + start, dtype=torch.int32, device=DEVICE)[start:].view(x.shape)
+                   for x in (layout.block_table, layout.seqlens_k, layout.cu_seqlens_q)]  # fmt: skip
+        for x, like in zip(shifted, (layout.block_table, layout.seqlens_k, layout.cu_seqlens_q), strict=True):
+            x.copy_(like)
+        assert torch.equal(want, tw.attention(q, *pool, layout=tw.Paged(*shifted)))
+        few = [x[start:] for x in (layout.block_table, layout.seqlens_k)]
+        rows = q[start:, None].contiguous()
+        assert torch.equal(want[start:], tw.attention(rows, *pool, layout=tw.Paged(*few))[:, 0])
+
+
 def test_repeats_give_the_same_bits() -> None:
     q, pool, layout = _decode([5000, 1, 700, 0, 63, 64, 65])
     first = tw.attention_with_lse(q, *pool, layout=layout)

@@ -195,6 +195,9 @@ def call_key(call: Call) -> Hashable:
                 pointers |= tensor.data_ptr()
             if not _small(bound):
                 return None
+    if call.pages is not None:
+        for tensor in (*call.pages, call.cu_seqlens_q):
+            pointers |= 0 if tensor is None else tensor.data_ptr()
     if pointers % 16:
         return None
     sink = None if call.sink is None else call.sink.dtype
