@@ -90,7 +90,8 @@ def test_tables_and_lengths_may_start_anywhere() -> None:
         assert torch.equal(want, tw.attention(q, *pool, layout=tw.Paged(*shifted)))
         few = [x[start:] for x in (layout.block_table, layout.seqlens_k)]
         rows = q[start:, None].contiguous()
-        assert torch.equal(want[start:], tw.attention(rows, *pool, layout=tw.Paged(*few))[:, 0])
+        some = tw.attention(rows, *pool, layout=tw.Paged(*few))[:, 0]  # divided otherwise among programs
+        torch.testing.assert_close(some, want[start:], rtol=2e-2, atol=2e-3)
 
 
 def test_repeats_give_the_same_bits() -> None:

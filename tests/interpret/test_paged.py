@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.ops.attention import triton_launch, triton_paged
 from tilewise.ops.attention.problem import make_call
-from tilewise.ops.attention.triton_work import SHARE, UNIT
+from tilewise.ops.attention.triton_work import SHARE, UNIT, owner_of
 from tilewise.schedule.worklist import WorkList
 from tilewise.testing import properties
 from tilewise.testing.case import Case
@@ -139,13 +140,12 @@ def test_the_device_plans_as_the_host(
         assert np.array_equal(shares[:, column], want), f"column {column} of the shares"
 
 
-def test_parts_that_are_not_merged_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = triton_launch.Plan.launch
+@triton.jit
+def owner_but_one(position, programs, work):
+    return owner_of(position, programs, work) + 1
 
-    def without_merge(plan: Any, *arguments: Any) -> None:
-        if plan.kernel is not triton_paged.merge_work:
-            launch(plan, *arguments)
 
-    monkeypatch.setattr(triton_launch.Plan, "launch", without_merge)
+def test_a_merge_that_forgets_the_first_part_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_paged, "owner_of", owner_but_one)
     with pytest.raises(AssertionError):
         properties.pages_hold_the_keys(PAGED, CASES["one_query_long"], 16)

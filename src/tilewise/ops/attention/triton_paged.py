@@ -1,5 +1,5 @@
 """Attention over pages of a pool: programs take equal shares of all requests' tiles (`triton_work`), gather their keys
-through the block table, and what is cut between programs is merged (Kwon et al., "PagedAttention"; Ye et al.,
+through the block table, and merge what is cut between them (Kwon et al., "PagedAttention"; Ye et al.,
 "FlashInfer").
 
 All queries of a group share a head's keys, so a tile has rows of queries and heads: row r is query r // GROUP of head
@@ -28,7 +28,7 @@ from tilewise.tiles.visit import call_once, row_ends
 _PROGRAMS_PER_SM = 2
 _CHUNK = 1024  # slots that the plan looks at at a time
 _PLANS = Plans()
-MERGED = tl.constexpr(16)  # rows that a program merges
+MERGED = tl.constexpr(16)  # rows that are merged at a time
 
 
 @triton.jit
@@ -97,18 +97,71 @@ def store_rows(O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, 
     tl.store(O + row[:, None] + offs_dv[None, :], o, mask=in_r[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
 
 
-@triton.jit(do_not_specialize=["stride_t", "rows_q", "mask_nums", "score_nums"])
+@triton.jit
+def store_part(O_PART, LSE_PART, slot, l, top, o):
+    """Leave a normalised partial result with its lse; of nothing, lse is -inf."""
+    offs_r = tl.arange(0, o.shape[0])
+    offs_dv = tl.arange(0, o.shape[1])
+    empty = l == 0.0
+    l_safe = tl.where(empty, 1.0, l)
+    to = slot.to(tl.int64) * o.shape[0] + offs_r
+    tl.store(LSE_PART + to, tl.where(empty, float("-inf"), top + tl.math.log2(l_safe) * LN2))
+    tl.store(O_PART + to[:, None] * o.shape[1] + offs_dv[None, :], o / l_safe[:, None])
+
+
+@triton.jit
+def merge_row(
+    O, LSE, SINK, O_PART, LSE_PART, DONE, stride_ob, stride_os, stride_oh, unit, hk, begin, end, rows_q,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Fold the parts of a row of tiles that program `begin` began and program `end` ended, in order. Programs wait for
+    those before them only, which started earlier.
+    """
+    for p in range(begin, end):
+        while tl.atomic_add(DONE + p, 0, sem="acquire") == 0:
+            pass
+    tl.debug_barrier()
+    offs_dv = tl.arange(0, BLOCK_DV)
+    for first in range(0, BLOCK_R, MERGED):
+        offs_r = first + tl.arange(0, MERGED)
+        r = unit[1] * BLOCK_R + offs_r
+        in_r = r < unit[5] * GROUP
+        r = tl.maximum(tl.minimum(r, unit[5] * GROUP - 1), 0)
+        top = tl.full([MERGED], float("-inf"), tl.float32)
+        total = tl.zeros([MERGED], tl.float32)
+        acc = tl.zeros([MERGED, BLOCK_DV], tl.float32)
+        for p in range(begin, end + 1):
+            at = tl.where(p == begin, 2 * p + 1, 2 * p).to(tl.int64) * BLOCK_R + offs_r
+            lse = tl.load(LSE_PART + at, cache_modifier=".cg")
+            o = tl.load(O_PART + at[:, None] * BLOCK_DV + offs_dv[None, :], cache_modifier=".cg")  # [MERGED, DV]
+            new = tl.maximum(top, lse)
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            weight = tl.math.exp2((lse - safe) * LOG2E)
+            alpha = tl.math.exp2((top - safe) * LOG2E)
+            total = total * alpha + weight
+            acc = acc * alpha[:, None] + o * weight[:, None]
+            top = new
+        store_rows(
+            O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, r // GROUP, hk * GROUP + r % GROUP, acc, total,
+            top, rows_q, HEADS, HEAD_DIM_V, PACKED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_t", "rows_q", "programs", "mask_nums", "score_nums"])
 def attention_work(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, SHARES, TABLE, FIRST,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, SHARES, DONE, TABLE, FIRST,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, scale,
+    stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, programs,
+    scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
     PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One loop over a program's tiles, in which units and heads change: what the next tile needs is on its way while
-    this one is worked on.
+    this one is worked on. Of a row of tiles that is cut, each part is left in memory, and the program that has the last
+    one merges them when its own share is done.
     """
     # who am I: one share of the work
     HEADS_KV: tl.constexpr = HEADS // GROUP
@@ -131,7 +184,7 @@ def attention_work(
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
 
     # main loop
-    for n in range(lo, hi):
+    for _n in range(lo, hi):
         b = unit[0]
         keys = unit[4]
         coming = unit_of(UNITS, u + 1)
@@ -148,9 +201,6 @@ def attention_work(
 
         # where the next tile is, and its pages
         last = t + 1 == unit[3]
-        at_end = last | (n + 1 == hi)
-        whole = last & (begun == 0)
-        slot = 2 * p + 1 - begun.to(tl.int32)
         t = tl.where(last, 0, t + 1)
         next_hk = tl.where(last, hk + 1, hk)
         move = next_hk == HEADS_KV
@@ -184,19 +234,15 @@ def attention_work(
         acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         m_i = m_new
 
-        # the end of a row of tiles, or of the share
-        if at_end:
-            if whole:
+        # the end of a row of tiles
+        if last:
+            if begun:
+                store_part(O_PART, LSE_PART, 2 * p, l_i, m_i, acc)
+            else:
                 store_rows(
                     O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, l_i, m_i, rows_q, HEADS,
                     HEAD_DIM_V, PACKED,
                 )  # fmt: skip
-            else:
-                empty = l_i == 0.0
-                l_safe = tl.where(empty, 1.0, l_i)
-                to = slot.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-                tl.store(LSE_PART + to, tl.where(empty, float("-inf"), m_i + tl.math.log2(l_safe) * LN2))
-                tl.store(O_PART + to[:, None] * BLOCK_DV + offs_dv[None, :], acc / l_safe[:, None])
             m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
             l_i = tl.zeros([BLOCK_R], tl.float32)
             acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
@@ -205,75 +251,44 @@ def attention_work(
         unit = after
         hk = next_hk
 
-
-@triton.jit(do_not_specialize=["rows_q", "programs"])
-def merge_work(
-    SINK, O, LSE, O_PART, LSE_PART, UNITS, SHARES, stride_ob, stride_os, stride_oh, rows_q, programs,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Fold the parts of the row of tiles that begins in a program's share and ends in another's, in order; the rows of
-    its tile are divided among PARTS programs.
-    """
-    PARTS: tl.constexpr = BLOCK_R // MERGED
-    p = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
-    lo = tl.load(SHARES + p * SHARE)
-    hi = tl.load(SHARES + (p + 1) * SHARE)
-    hk = tl.load(SHARES + (p + 1) * SHARE + 2)
-    t = tl.load(SHARES + (p + 1) * SHARE + 3)
-    work = tl.load(SHARES + programs * SHARE)
-    start = hi - t
-    if (hi < work) & (t > 0) & (start >= lo):
-        unit = unit_of(UNITS, tl.load(SHARES + (p + 1) * SHARE + 1))
-        end = owner_of(start + unit[3] - 1, programs, work)
-        offs_dv = tl.arange(0, BLOCK_DV)
-        offs_r = part * MERGED + tl.arange(0, MERGED)
-        r = unit[1] * BLOCK_R + offs_r
-        in_r = r < unit[5] * GROUP
-        r = tl.maximum(tl.minimum(r, unit[5] * GROUP - 1), 0)
-        top = tl.full([MERGED], float("-inf"), tl.float32)
-        total = tl.zeros([MERGED], tl.float32)
-        acc = tl.zeros([MERGED, BLOCK_DV], tl.float32)
-        for n in range(p, end + 1):
-            at = tl.where(n == p, 2 * n + 1, 2 * n).to(tl.int64) * BLOCK_R + offs_r
-            lse = tl.load(LSE_PART + at)
-            o = tl.load(O_PART + at[:, None] * BLOCK_DV + offs_dv[None, :])  # [MERGED, DV]
-            new = tl.maximum(top, lse)
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            weight = tl.math.exp2((lse - safe) * LOG2E)
-            alpha = tl.math.exp2((top - safe) * LOG2E)
-            total = total * alpha + weight
-            acc = acc * alpha[:, None] + o * weight[:, None]
-            top = new
-        store_rows(
-            O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, r // GROUP, hk * GROUP + r % GROUP, acc, total,
-            top, rows_q, HEADS, HEAD_DIM_V, PACKED,
+    # epilogue: the row that others go on with, then the one that others began
+    if t > 0:
+        store_part(O_PART, LSE_PART, 2 * p + 1 - begun.to(tl.int32), l_i, m_i, acc)
+    tl.debug_barrier()
+    tl.atomic_xchg(DONE + p, 1, sem="release")
+    t0 = tl.load(SHARES + p * SHARE + 3)
+    unit = unit_of(UNITS, tl.load(SHARES + p * SHARE + 1))
+    if (hi > lo) & (t0 > 0) & (lo - t0 + unit[3] <= hi):
+        work = tl.load(SHARES + programs * SHARE)
+        merge_row(
+            O, LSE, SINK, O_PART, LSE_PART, DONE, stride_ob, stride_os, stride_oh, unit,
+            tl.load(SHARES + p * SHARE + 2), owner_of(lo - t0, programs, work), p, rows_q, HEADS, GROUP, HEAD_DIM_V,
+            PACKED, BLOCK_R, BLOCK_DV,
         )  # fmt: skip
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of a paged call: plan, tiles, merge."""
+    """(o, lse) of a paged call: the plan, then all tiles."""
     assert call.pages is not None
     key = call_key(call)
-    plan, tiles, merge, slots, programs, block_r = _PLANS.get(key) or _PLANS.put(key, _plans(call))
+    plan, tiles, slots, programs, block_r = _PLANS.get(key) or _PLANS.put(key, _plans(call))
     o, lse = call.new_output(), call.new_lse()
     device = call.q.device
     units = torch.empty((slots + 2) * UNIT.value, dtype=torch.int32, device=device)
     shares = torch.empty((programs + 1) * SHARE.value, dtype=torch.int32, device=device)
+    done = torch.empty(programs, dtype=torch.int32, device=device)
     o_part = torch.empty((2 * programs * block_r, padded(call.head_dim_v)), dtype=torch.float32, device=device)
     lse_part = torch.empty(2 * programs * block_r, dtype=torch.float32, device=device)
     table, first, seqlens = call.pages
     with on_device(call.q):
-        plan.launch((call.cu_seqlens_q, seqlens, units, shares), bound_arguments(call.mask))
-        pointers = (call.q, call.k, call.v, call.sink, o, lse, o_part, lse_part, units, shares, table, first)
+        plan.launch((call.cu_seqlens_q, seqlens, units, shares, done), bound_arguments(call.mask))
+        pointers = (call.q, call.k, call.v, call.sink, o, lse, o_part, lse_part, units, shares, done, table, first)
         tiles.launch(pointers, formula_arguments(call), (call.scale,))
-        merge.launch((call.sink, o, lse, o_part, lse_part, units, shares), ())
     return o, lse
 
 
-def _plans(call: Call) -> tuple[Plan, Plan, Plan, int, int, int]:
-    """The plans of the three kernels, slots for units, programs, and rows of a tile."""
+def _plans(call: Call) -> tuple[Plan, Plan, int, int, int]:
+    """The plans of both kernels, slots for units, programs, and rows of a tile."""
     assert call.pages is not None
     mask, score = functions(call)
     block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
@@ -294,16 +309,12 @@ def _plans(call: Call) -> tuple[Plan, Plan, Plan, int, int, int]:
     stride_t = call.pages.table.stride(0) if call.pages.first is None else 0
     strides = (*strides_of(call.q), *call.k.stride()[:3], *call.v.stride()[:3], *strides_o, stride_t)
     tiles = Plan(
-        attention_work, programs, strides, (call.rows_q,),
+        attention_work, programs, strides, (call.rows_q, programs),
         (*sizes, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n, block_d, block_dv,
          side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
          score and score.queries.apply, matmul_precision(call)), warps, 4 if block_d <= 128 else 2,
     )  # fmt: skip
-    merge = Plan(
-        merge_work, programs * (block_r // MERGED.value), strides_o, (call.rows_q, programs),
-        (*sizes, call.head_dim_v, call.packed, block_r, block_dv), warps, 1,
-    )  # fmt: skip
-    return plan, tiles, merge, slots, programs, block_r
+    return plan, tiles, slots, programs, block_r
 
 
 def _tile(call: Call) -> tuple[int, int]:

@@ -48,11 +48,13 @@ def slot_of(slots, CU_Q, batch, seqlen_q, PACKED: tl.constexpr, GROUP: tl.conste
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "slots", "programs", "mask_nums"])
 def plan_work(
-    CU_Q, SEQLENS, UNITS, SHARES, mask_args, mask_nums, batch, seqlen_q, slots, programs,
+    CU_Q, SEQLENS, UNITS, SHARES, DONE, mask_args, mask_nums, batch, seqlen_q, slots, programs,
     PACKED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, BY_HEAD: tl.constexpr, TILES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SHARES_OF: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the units that there are, one behind the other, and the programs' shares. One program."""
+    """Write the units that there are, one behind the other, and the programs' shares, of which none is done. One
+    program.
+    """
     HEADS_KV: tl.constexpr = HEADS // GROUP
     before = tl.zeros([], tl.int64)  # tiles, and units above
     for first in range(0, slots, CHUNK):
@@ -115,6 +117,7 @@ def plan_work(
     tl.store(to + 1, low, mask=p <= programs)
     tl.store(to + 2, rest // count, mask=p <= programs)
     tl.store(to + 3, rest % count, mask=p <= programs)
+    tl.store(DONE + p, 0, mask=p < programs)
 
 
 @triton.jit
