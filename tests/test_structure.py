@@ -84,6 +84,8 @@ q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))
 tw.attention(q, k, v, mask=tw.causal & tw.window(8), score=tw.softcap(20.0)).sum().backward()
 o, _ = tw.merge(tw.attention_with_lse(q, k[:, :9], v[:, :9]), tw.attention_with_lse(q, k[:, 9:], v[:, 9:]))
 o.sum().backward()
+pages = torch.zeros(3, 16, 2, 16)
+tw.kv_write(k[0].detach(), v[0].detach(), pages, pages.clone(), torch.arange(40))
 assert q.grad.isfinite().all() and not any(name.split(".")[0] == "triton" for name in sys.modules)
 print(tw.why(q, k, v))
 """
@@ -111,7 +113,7 @@ def test_only_kernel_files_import_triton_at_module_level() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("operation", ["attention", "merge"])
+@pytest.mark.parametrize("operation", ["attention", "merge", "kv_write"])
 def test_implementations_do_not_import_each_other(operation: str) -> None:
     """Rows of one operation share `problem` and `configs`, never another row and never the reference."""
     folder = SOURCE / "ops" / operation

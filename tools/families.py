@@ -67,6 +67,13 @@ _MERGE_SHARED = (
     *(_MERGE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
+_WRITE = "src/tilewise/ops/kv_write/"
+_WRITE_SHARED = (
+    "src/tilewise/core/[er]*.py",
+    _ATTENTION + "table.py",
+    *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
+)
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -109,6 +116,21 @@ FAMILIES: dict[str, Family] = {
             tests=("tests/ops/merge/*.py",),
             rows=("cpu",),
             operation="merge",
+        ),
+        Family(
+            name="kv_write_triton",
+            sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _ATTENTION + "triton_launch.py"),
+            tests=("tests/gpu/test_kv_write.py",),
+            rows=("triton",),
+            ci="interpreted, compiled for sm_80, sm_90, sm_100",
+            operation="kv_write",
+        ),
+        Family(
+            name="kv_write_cpu",
+            sources=(*_WRITE_SHARED, _WRITE + "cpu.py"),
+            tests=("tests/ops/kv_write/*.py",),
+            rows=("cpu",),
+            operation="kv_write",
         ),
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
         Family(name="kv", sources=("src/tilewise/kv/*.py",), tests=("tests/kv/*.py",), rows=()),

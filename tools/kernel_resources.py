@@ -20,9 +20,10 @@ import torch
 
 import tilewise as tw
 from tilewise.ops.attention.problem import Call, make_call
+from tilewise.ops.kv_write.problem import Copy, Write, copy_call, write_call
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.merge.problem import joined_call, separate_call
-from tilewise.testing.offline import Resources, compile_call, compile_merge
+from tilewise.testing.offline import Resources, compile_call, compile_kv_write, compile_merge
 
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "compile" / "resources.json"
 ARCHITECTURES = (80, 90, 100)
@@ -54,6 +55,17 @@ STATES: dict[str, Callable[[int, torch.dtype], MergeCall]] = {
     "stacked": lambda dim, dtype: joined_call(*_state((12, 2, 4), dim, dtype), None, None),
     "ragged": lambda dim, dtype: joined_call(*_state((256,), dim, dtype), _packed().cu_seqlens_q, None),
 }
+WRITES: dict[str, Callable[[int, torch.dtype], Write | Copy]] = {
+    "tokens": lambda dim, dtype: write_call(
+        *[torch.zeros(SEQLEN, HEADS_KV, dim, dtype=dtype)] * 2, *_pool(dim, dtype), torch.arange(SEQLEN)
+    ),
+    "pages": lambda dim, dtype: copy_call(*_pool(dim, dtype), torch.tensor([[0, 1], [2, 3]])),
+}
+
+
+def _pool(head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Pages of keys and values."""
+    return [torch.zeros(PAGES, PAGE_SIZE, HEADS_KV, head_dim, dtype=dtype) for _ in range(2)]
 
 
 def _state(rows: tuple[int, ...], head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,8 +75,8 @@ def _state(rows: tuple[int, ...], head_dim: int, dtype: torch.dtype) -> tuple[to
 
 @dataclass(frozen=True)
 class Variant:
-    """One call to compile: `row` of attention with a formula, or "merge" of states that lie so. `quick` ones are
-    compiled by the compile tier, all of them by the tool.
+    """One call to compile: `row` of attention with a formula, "merge" of states that lie so, or "kv_write" of
+    tokens or pages. `quick` ones are compiled by the compile tier, all of them by the tool.
     """
 
     sm: int
@@ -102,6 +114,9 @@ class Variant:
         if self.row == "merge":
             merged = STATES[self.formula](self.head_dim, DTYPES[self.dtype])
             return {found.kernel: found for found in compile_merge(merged, self.sm)}
+        if self.row == "kv_write":
+            moved = WRITES[self.formula](self.head_dim, DTYPES[self.dtype])
+            return {found.kernel: found for found in compile_kv_write(moved, self.sm)}
         return {found.kernel: found for found in compile_call(self.call(), self.sm, self.row)}
 
 
@@ -137,6 +152,9 @@ def variants() -> Iterator[Variant]:
     for sm, states in itertools.product(ARCHITECTURES, STATES):
         for dtype, head_dim in (("bf16", 128), ("bf16", 40), ("bf16", 512), ("fp32", 128)):
             yield Variant(sm, "merge", dtype, head_dim, states, head_dim == 128)
+    for sm, moved in itertools.product(ARCHITECTURES, WRITES):
+        for dtype, head_dim in (("bf16", 128), ("bf16", 40), ("fp32", 128)):
+            yield Variant(sm, "kv_write", dtype, head_dim, moved, head_dim == 128)
     for head_dim in (64, 128, 256):
         for formula in (
             "plain",

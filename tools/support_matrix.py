@@ -14,7 +14,7 @@ from benchmarks.records import RESULTS
 from tools.families import ROOT, family_of
 from tools.receipts import verified
 
-OPERATIONS = ("attention", "merge")
+OPERATIONS = ("attention", "merge", "kv_write")
 
 
 def rows(operation: str) -> list[Any]:

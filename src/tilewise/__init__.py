@@ -23,6 +23,7 @@ from tilewise.formula.library import (
 )
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, why
+from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
 
 __version__ = "0.1.0"
@@ -41,9 +42,11 @@ __all__ = [
     "blocks",
     "causal",
     "chunked",
+    "copy_pages",
     "dilated",
     "document",
     "explicit",
+    "kv_write",
     "lengths",
     "mask",
     "merge",

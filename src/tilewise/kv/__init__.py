@@ -1,6 +1,18 @@
-"""Where keys and values of many sequences are kept: pages with reference counts, and prefixes that are found again."""
+"""Where keys and values of many sequences are kept: pages in memory, who holds them, and prefixes found again."""
 
 from tilewise.kv.allocator import PageAllocator, Sequence, Write
+from tilewise.kv.cache import Batch, KVCache
+from tilewise.kv.pool import PagePool
 from tilewise.kv.prefix import PrefixCache, SharedPrefix, shared_prefixes
 
-__all__ = ["PageAllocator", "PrefixCache", "Sequence", "SharedPrefix", "Write", "shared_prefixes"]
+__all__ = [
+    "Batch",
+    "KVCache",
+    "PageAllocator",
+    "PagePool",
+    "PrefixCache",
+    "Sequence",
+    "SharedPrefix",
+    "Write",
+    "shared_prefixes",
+]

@@ -159,6 +159,25 @@ class PageAllocator:
         start, sequence.length = sequence.length, sequence.length + n
         return Write(_runs(pages, start, sequence.length, self.page_size), copies)
 
+    def append_all(self, wanted: Iterable[tuple[Sequence, int]]) -> list[Write]:
+        """`append` to each of some sequences, in their order, or to none of them.
+
+        Raises OutOfPagesError where fewer pages are available now than all take, and InputError as `append` does, or
+        for a sequence that comes twice; nothing has changed. No page that is copied from is handed out again here, so
+        the copies may be made at once.
+        """
+        batch = list(wanted)
+        if len({sequence for sequence, _ in batch}) < len(batch):
+            raise InputError("sequences", got="one twice", expected="each once", hint="add up its new tokens")
+        writers: Counter[int] = Counter()
+        for sequence, n in batch:
+            if self.needed(sequence, n) > self._growth(sequence, n):
+                writers[sequence.pages[-1]] += 1
+        # of those that hold a page and write it, the last one finds itself alone
+        copied = sum(n - (n == self._holders[page] and page not in self._kept) for page, n in writers.items())
+        self._check_available(copied + sum(self._growth(sequence, n) for sequence, n in batch))
+        return [self.append(sequence, n) for sequence, n in batch]
+
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
         """`n` more sequences with the same tokens, in the same pages; what `append` gave must have been written."""
         self.check_live(sequence)
@@ -255,6 +274,10 @@ class PageAllocator:
         return int(self._holders[last] > 1 or last in self._kept)
 
     def _take(self, count: int) -> list[int]:
+        self._check_available(count)
+        return [self._take_one() for _ in range(count)]
+
+    def _check_available(self, count: int) -> None:
         if count > self.num_available:
             raise OutOfPagesError(
                 "pages",
@@ -262,7 +285,6 @@ class PageAllocator:
                 expected=f"at most {self.num_available} ({self.num_free} free, {self.num_cached} cached)",
                 hint="free a sequence, try again later, or make the pool larger",
             )
-        return [self._take_one() for _ in range(count)]
 
     def _take_one(self) -> int:
         if self._free:

@@ -17,6 +17,7 @@ from unittest import mock
 
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.table import named
+from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.ops.merge.problem import Call as MergeCall
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -109,6 +110,15 @@ def compile_merge(call: MergeCall, sm: int) -> list[Resources]:
     with compiling_for(sm) as kernels:
         o, lse = triton_merge.forward(call)
         triton_merge.backward(call, o, lse)
+    return [resources(kernel) for kernel in kernels]
+
+
+def compile_kv_write(call: Write | Copy, sm: int) -> list[Resources]:
+    """As `compile_call`, the kernel that a call of `kv_write` or `copy_pages` launches."""
+    from tilewise.ops.kv_write import triton_kv_write
+
+    with compiling_for(sm) as kernels:
+        triton_kv_write.write(call) if isinstance(call, Write) else triton_kv_write.copy(call)
     return [resources(kernel) for kernel in kernels]
 
 

@@ -1,0 +1,153 @@
+"""A KV cache: pages in memory, who holds them, and for each step of a model where its tokens go and lie."""
+
+from __future__ import annotations
+
+import collections.abc
+import itertools
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.core.errors import InputError
+from tilewise.kv.allocator import PageAllocator, Sequence, Write
+from tilewise.kv.pool import PagePool
+from tilewise.kv.prefix import PrefixCache
+from tilewise.layouts import Paged
+from tilewise.ops.kv_write import kv_write
+
+Tokens = collections.abc.Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One step: the new tokens of some sequences, one sequence after another.
+
+    Attributes:
+        slot_mapping: int32 (total,), where each new token goes, for `tilewise.kv_write`.
+        layout: what `tilewise.attention` needs to read all tokens of the sequences, the new ones included, for queries
+            q (total, num_heads_q, head_dim) of the new ones.
+        pool: the pages.
+    """
+
+    slot_mapping: torch.Tensor
+    layout: Paged
+    pool: PagePool
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write keys (total, num_heads_kv, head_dim) and values of the new tokens into the pages of a layer."""
+        kv_write(k, v, *self.pool.pages(layer), self.slot_mapping)
+
+
+class KVCache:
+    """Keys and values of many sequences, in pages that sequences share where they begin alike.
+
+    A step is `batch = cache.extend(sequences, counts)`, and in every layer `batch.write(layer, k, v)` and
+    `tilewise.attention(q, *cache.pages(layer), layout=batch.layout, mask=tilewise.causal)`. Finish a step before the
+    next `extend`, `fork`, `truncate`, `free` or `remember`; on a GPU that is an order of launches, on one stream.
+
+    Args: as `PagePool` has them. `cache.pool` and `cache.allocator` are its parts: bytes, free pages, counts.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_heads_kv: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        order: str = "NHD",
+    ) -> None:
+        self.pool = PagePool(
+            num_layers, num_pages, page_size, num_heads_kv, head_dim, head_dim_v,
+            dtype=dtype, device=device, order=order,
+        )  # fmt: skip
+        self.allocator = PageAllocator(num_pages, page_size)
+        self._prefixes = PrefixCache(self.allocator)
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k_pages, v_pages) of a layer, each (num_pages, page_size, num_heads_kv, dim)."""
+        return self.pool.pages(layer)
+
+    def new(self, tokens: Tokens = (), extra: Hashable = None) -> Sequence:
+        """A sequence that begins with what is known of a prompt: its `length` says how many tokens need no computing.
+
+        Args:
+            tokens: the prompt; at least one token of it is left to compute.
+            extra: what else keys and values depend on, such as an adapter of the weights; others share nothing.
+        """
+        return self._prefixes.start(tokens, extra)
+
+    def remember(self, sequence: Sequence, tokens: Tokens, extra: Hashable = None) -> int:
+        """Let later sequences begin with the full pages of this one; returns how many of its tokens lie in such.
+
+        Args:
+            sequence: one whose `tokens` have been written in all layers.
+            tokens: from its first on, as many as wanted.
+            extra: as given to `new`.
+        """
+        return self._prefixes.insert(sequence, tokens, extra)
+
+    def extend(self, sequences: Iterable[Sequence], counts: int | Iterable[int]) -> Batch:
+        """Make room for new tokens at the end of each sequence, and say where they go.
+
+        Pages that others read are copied before, in all layers. All indices of a step go to the device in one transfer.
+
+        Args:
+            sequences: each once, in the order of the batch.
+            counts: new tokens of each, or one number for all; 0 is fine.
+
+        Raises:
+            OutOfPagesError: too few pages for all of them; nothing has changed.
+            InputError: counts that do not fit, a sequence twice, or one that was freed.
+        """
+        sequences = list(sequences)
+        counts = [counts] * len(sequences) if isinstance(counts, int) else list(counts)
+        if len(counts) != len(sequences):
+            raise InputError(
+                "counts", got=f"{len(counts)}", expected=f"{len(sequences)}, one a sequence", hint="or one number"
+            )
+        writes = self.allocator.append_all(zip(sequences, counts, strict=True))
+        slots, pairs, batch = self._indices(sequences, counts, writes)
+        if pairs.shape[0]:
+            self.pool.copy(pairs)
+        return Batch(slots, batch, self.pool)
+
+    def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
+        """`n` more sequences with the same tokens, in the same pages until one of them is extended."""
+        return self.allocator.fork(sequence, n)
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Forget the tokens from `length` on: drafts that were rejected, for example."""
+        self.allocator.truncate(sequence, length)
+
+    def free(self, sequence: Sequence) -> None:
+        """End a sequence; what was remembered of it stays until its pages are needed."""
+        self.allocator.free(sequence)
+
+    def _indices(
+        self, sequences: list[Sequence], counts: list[int], writes: list[Write]
+    ) -> tuple[torch.Tensor, torch.Tensor, Paged]:
+        """(slots of the new tokens, pairs of pages to copy, layout), parts of one tensor that is sent once."""
+        most = max((len(sequence.pages) for sequence in sequences), default=0)
+        parts = [
+            list(itertools.accumulate(counts, initial=0)),
+            [sequence.length for sequence in sequences],
+            [slot for write in writes for slot in write.slots],
+            [page for write in writes for pair in write.copies for page in pair],
+            [page for sequence in sequences for page in (*sequence.pages, *[0] * (most - len(sequence.pages)))],
+        ]
+        values: list[int] = []
+        places = []
+        for part in parts:
+            places.append(slice(len(values), len(values) + len(part)))
+            values += part
+            values += [0] * (-len(values) % 4)  # 16 bytes, as kernels like pointers
+        host = torch.tensor(values, dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
+        sent = host.to(self.pool.device, non_blocking=True)
+        cu_seqlens_q, seqlens_k, slots, pairs, table = (sent[place] for place in places)
+        return slots, pairs.view(-1, 2), Paged(table.view(len(sequences), most), seqlens_k, cu_seqlens_q)

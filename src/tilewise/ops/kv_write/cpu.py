@@ -1,0 +1,24 @@
+"""Writes in PyTorch: indexed assignment of all tokens, or all pages, at once."""
+
+from __future__ import annotations
+
+from tilewise.ops.kv_write.problem import Copy, Write
+
+
+def write(call: Write) -> None:
+    """Tokens into their slots."""
+    page_size = call.k_pages.shape[1]
+    slots, k, v = call.slots, call.k, call.v
+    if int(slots.min()) < 0:
+        used = slots >= 0
+        slots, k, v = slots[used], k[used], v[used]
+    at = (slots // page_size, slots % page_size)
+    call.k_pages[at] = k
+    call.v_pages[at] = v
+
+
+def copy(call: Copy) -> None:
+    """Pages onto others."""
+    source, target = call.pairs[(call.pairs >= 0).all(1)].unbind(1)
+    for pages in (call.k_pages, call.v_pages):
+        pages[target] = pages[source]

@@ -1,0 +1,197 @@
+"""The facts of one call of `kv_write` or `copy_pages`, checked before any work."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError
+from tilewise.core.readback import once_per_version
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_INDEX = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Write:
+    """Tokens k (tokens, heads, head_dim) and v that go to slots of the pages. Implementations read nothing else."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Copy:
+    """Pairs (n, 2) of a page and the page that becomes its copy."""
+
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    pairs: torch.Tensor
+
+
+Call = Write | Copy
+
+
+def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> Write:
+    """The call of `kv_write`; raises InputError."""
+    _check_pages(k_pages, v_pages)
+    for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
+        _check_tensor(name, x, 3, "(tokens, num_heads_kv, head_dim)")
+        if x.shape[1:] != pages.shape[2:]:
+            raise InputError(
+                name,
+                got=f"shape {tuple(x.shape)}",
+                expected=f"(tokens, {pages.shape[2]}, {pages.shape[3]}), as {name}_pages {tuple(pages.shape)}",
+                hint="tokens of a batch lie one after another: flatten (batch, seqlen, heads, dim) with .flatten(0, 1)",
+            )
+        _check_alike(name, x, f"{name}_pages", pages)
+    if v.shape[0] != k.shape[0]:
+        raise InputError("v", got=f"{v.shape[0]} tokens", expected=f"{k.shape[0]}, as k has", hint="one row a token")
+    _check_index("slot_mapping", slots, (k.shape[0],), "(tokens,)", k.device)
+    _check_no_gradient(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
+    call = Write(k, v, k_pages, v_pages, slots)
+    check_values(call)
+    return call
+
+
+def copy_call(k_pages: Any, v_pages: Any, pairs: Any) -> Copy:
+    """The call of `copy_pages`; raises InputError."""
+    _check_pages(k_pages, v_pages)
+    _check_index("pairs", pairs, (None, 2), "(n, 2)", k_pages.device)
+    _check_no_gradient(k_pages=k_pages, v_pages=v_pages)
+    call = Copy(k_pages, v_pages, pairs)
+    check_values(call)
+    return call
+
+
+def check_values(call: Call) -> None:
+    """The checks that need values: on a CPU, and on a GPU with TILEWISE_DEBUG=1, unless they cannot be read now."""
+    if call.k_pages.device.type != "cpu" and os.environ.get("TILEWISE_DEBUG") != "1":
+        return
+    num_pages, page_size = call.k_pages.shape[:2]
+    if isinstance(call, Write):
+        largest, again = _slots(call.slots) or (-1, None)
+        if largest >= num_pages * page_size:
+            raise InputError(
+                "slot_mapping",
+                got=f"slot {largest}",
+                expected=f"below {num_pages * page_size}: {num_pages} pages of {page_size}",
+                hint="a slot is page * page_size + offset; a negative one skips its token",
+            )
+        if again is not None:
+            raise InputError(
+                "slot_mapping", got=f"slot {again} twice", expected="every slot once", hint="give -1 to all but one"
+            )
+        return
+    largest, again = _pairs(call.pairs) or (-1, None)
+    if largest >= num_pages:
+        raise InputError(
+            "pairs", got=f"page {largest}", expected=f"below {num_pages}, the pages", hint="a negative page skips"
+        )
+    if again is not None:
+        raise InputError(
+            "pairs",
+            got=f"page {again} written, and in another pair",
+            expected="pages that are written in one pair only",
+            hint="make one call after another where a page is copied on",
+        )
+
+
+@once_per_version
+def _slots(slots: torch.Tensor) -> tuple[int, int | None]:
+    """The largest slot, and one that comes twice."""
+    values = sorted(slot for slot in slots.tolist() if slot >= 0)
+    again = next((a for a, b in itertools.pairwise(values) if a == b), None)
+    return values[-1] if values else -1, again
+
+
+@once_per_version
+def _pairs(pairs: torch.Tensor) -> tuple[int, int | None]:
+    """The largest page, and one that is written in one pair and read or written in another, or read in its own."""
+    values = [pair for pair in pairs.tolist() if min(pair) >= 0]
+    read, written = {source for source, _ in values}, set()
+    again = None
+    for _, target in values:
+        if target in read or target in written:
+            again = target
+        written.add(target)
+    return max((max(pair) for pair in values), default=-1), again
+
+
+def _check_pages(k_pages: Any, v_pages: Any) -> None:
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        _check_tensor(name, x, 4, "(num_pages, page_size, num_heads_kv, head_dim)")
+        if not x.shape[1]:
+            raise InputError(name, got="pages of 0 tokens", expected="1 or more", hint="see `tilewise.Paged`")
+    if k_pages.shape[:3] != v_pages.shape[:3]:
+        raise InputError(
+            "v_pages",
+            got=f"shape {tuple(v_pages.shape)}",
+            expected=f"{(*k_pages.shape[:3], 'head_dim_v')}, as k_pages has pages, tokens and heads",
+            hint="keys and values of a token lie at the same slot",
+        )
+    _check_alike("v_pages", v_pages, "k_pages", k_pages)
+
+
+def _check_tensor(name: str, x: Any, ndim: int, shape: str) -> None:
+    """Type, rank, dtype and memory of keys, values or pages."""
+    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided:
+        what = "a nested or sparse tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise InputError(name, got=what, expected=f"a dense tensor {shape}", hint="pass keys and values of all heads")
+    if x.ndim != ndim or x.shape[-1] < 1:
+        raise InputError(name, got=f"shape {tuple(x.shape)}", expected=shape, hint="heads come before their dimension")
+    if x.dtype not in DTYPES:
+        raise InputError(name, got=str(x.dtype), expected="float16, bfloat16 or float32", hint="convert it with .to()")
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise InputError(
+            name,
+            got=f"strides {x.stride()}",
+            expected="unit stride in the last dimension",
+            hint="transpose heads and tokens of contiguous rows, or call .contiguous() on k and v",
+        )
+
+
+def _check_alike(name: str, x: torch.Tensor, other: str, y: torch.Tensor) -> None:
+    if x.dtype != y.dtype or x.device != y.device:
+        raise InputError(
+            name,
+            got=f"{x.dtype} on {x.device}",
+            expected=f"{y.dtype} on {y.device}, as {other}",
+            hint=f"use {name}.to({other})",
+        )
+
+
+def _check_index(name: str, x: Any, shape: tuple[int | None, ...], says: str, device: torch.device) -> None:
+    expected = f"a contiguous int32 or int64 tensor {says} on {device}"
+    if not isinstance(x, torch.Tensor):
+        raise InputError(name, got=type(x).__name__, expected=expected, hint="torch.tensor(..., dtype=torch.int64)")
+    fits = x.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, x.shape, strict=True))
+    if not fits:
+        raise InputError(name, got=f"shape {tuple(x.shape)}", expected=f"{expected}: {shape}", hint="one row for each")
+    if x.dtype not in _INDEX or x.device != device or not x.is_contiguous():
+        raise InputError(
+            name,
+            got=f"{x.dtype} on {x.device}, strides {x.stride()}",
+            expected=expected,
+            hint="use .to() and .contiguous()",
+        )
+
+
+def _check_no_gradient(**tensors: torch.Tensor) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if x.requires_grad:
+            raise InputError(
+                name,
+                got="a tensor that takes a gradient",
+                expected="none: what is written into a cache is not differentiated",
+                hint=f"call it under torch.no_grad(), or pass {name}.detach()",
+            )

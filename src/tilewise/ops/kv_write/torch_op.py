@@ -1,0 +1,49 @@
+"""Writes as PyTorch sees them: a plain call in eager mode, inside torch.compile custom operators that change pages."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.ops.kv_write.problem import Call, Copy, Write, check_values
+from tilewise.ops.kv_write.table import ROWS, Row
+
+_BY_NAME = {row.name: row for row in ROWS}
+_PAGES = ("k_pages", "v_pages")
+
+
+def run(row: Row, call: Call) -> None:
+    """The work itself; afterwards autograd knows that the pages are others."""
+    name, index = ("write", call.slots) if isinstance(call, Write) else ("copy", call.pairs)
+    if not index.numel() or not call.k_pages.numel():
+        return
+    row.function(name)(call)
+    counted = [pages for pages in (call.k_pages, call.v_pages) if not pages.is_inference()]
+    torch.autograd.graph.increment_version(counted)
+
+
+def _write(
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slots: torch.Tensor, impl: str
+) -> None:
+    call = Write(k, v, k_pages, v_pages, slots)
+    check_values(call)  # nothing had a value when torch.compile saw the arguments
+    run(_BY_NAME[impl], call)
+
+
+def _copy(k_pages: torch.Tensor, v_pages: torch.Tensor, pairs: torch.Tensor, impl: str) -> None:
+    call = Copy(k_pages, v_pages, pairs)
+    check_values(call)
+    run(_BY_NAME[impl], call)
+
+
+write_operator = torch.library.custom_op("tilewise::kv_write", _write, mutates_args=_PAGES)
+copy_operator = torch.library.custom_op("tilewise::copy_pages", _copy, mutates_args=_PAGES)
+
+
+def compiled_write(row: Row, call: Write) -> None:
+    """Through the custom operator, which torch.compile keeps whole."""
+    write_operator(call.k, call.v, call.k_pages, call.v_pages, call.slots, row.name)
+
+
+def compiled_copy(row: Row, call: Copy) -> None:
+    """Through the custom operator, which torch.compile keeps whole."""
+    copy_operator(call.k_pages, call.v_pages, call.pairs, row.name)

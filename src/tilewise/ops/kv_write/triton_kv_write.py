@@ -1,0 +1,169 @@
+"""Writes on a GPU: a program moves some columns (head and dimension, in a row) of some tokens, or of one page, first of
+the keys and then of the values.
+
+A thread has neighbouring columns, so where dimensions, strides and pointers are multiples of 16 bytes they travel as
+one. Pools are larger than 2**31 elements: whatever is multiplied by a stride is 64 bits wide.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.ops.attention.triton_launch import Plan, Plans, on_device
+from tilewise.ops.kv_write.problem import Copy, Write
+
+_WRITTEN = 1024  # elements of a program's tile (tokens, columns): a decode step has few tokens, and wants programs
+_COPIED = 2048  # columns of a program, of a page
+_WARPS = 4
+_PLANS = Plans()
+
+
+# device functions ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def columns_of(column, stride_h, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Where columns of a row of heads, or of several rows, lie in their row."""
+    RUN: tl.constexpr = 16 if DIM % 16 == 0 else DIM & (0 - DIM)  # columns that lie side by side, whatever DIM is
+    head = tl.max_constancy(column // DIM % HEADS, RUN)
+    into_head = tl.max_contiguous(tl.multiple_of(column % DIM, RUN), RUN)
+    return head.to(tl.int64) * stride_h + into_head
+
+
+@triton.jit
+def write_rows(
+    X, PAGES, stride_xt, stride_xh, stride_pp, stride_ps, stride_ph, token, page, offset, used, column,
+    HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Some columns of k or v into their slots  # [BLOCK_T, BLOCK_C]"""
+    into_x = columns_of(column, stride_xh, HEADS, DIM)
+    into_page = columns_of(column, stride_ph, HEADS, DIM)
+    inside = used[:, None] & (column < HEADS * DIM)[None, :]
+    x = tl.load(X + (token * stride_xt)[:, None] + into_x[None, :], mask=inside)
+    slot = page * stride_pp + offset * stride_ps
+    tl.store(PAGES + slot[:, None] + into_page[None, :], x, mask=inside)
+
+
+@triton.jit
+def copy_columns(
+    PAGES, stride_p, stride_s, stride_h, source, target, column,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a page of k or v, all tokens in a row, onto another page  # [BLOCK_C]"""
+    RUN: tl.constexpr = 16 if DIM % 16 == 0 else DIM & (0 - DIM)
+    token = tl.max_constancy(column // (HEADS * DIM), RUN)
+    in_page = token.to(tl.int64) * stride_s + columns_of(column, stride_h, HEADS, DIM)
+    exists = column < PAGE * HEADS * DIM
+    x = tl.load(PAGES + source * stride_p + in_page, mask=exists)
+    tl.store(PAGES + target * stride_p + in_page, x, mask=exists)
+
+
+# kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def write_tokens(
+    K, V, K_PAGES, V_PAGES, SLOTS, stride_kt, stride_kh, stride_vt, stride_vh, stride_kpp, stride_kps, stride_kph,
+    stride_vpp, stride_vps, stride_vph, tokens,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    # who am I
+    program = tl.program_id(0)
+    token = (program // PARTS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = program % PARTS * BLOCK_C + tl.arange(0, BLOCK_C)
+
+    # where the tokens go
+    slot = tl.load(SLOTS + token, mask=token < tokens, other=-1).to(tl.int64)
+    used = slot >= 0
+    page = slot // PAGE
+    offset = slot % PAGE
+
+    write_rows(
+        K, K_PAGES, stride_kt, stride_kh, stride_kpp, stride_kps, stride_kph, token, page, offset, used, column,
+        HEADS, DIM,
+    )  # fmt: skip
+    write_rows(
+        V, V_PAGES, stride_vt, stride_vh, stride_vpp, stride_vps, stride_vph, token, page, offset, used, column,
+        HEADS, DIM_V,
+    )  # fmt: skip
+
+
+@triton.jit
+def copy_whole_pages(
+    K_PAGES, V_PAGES, PAIRS, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    # who am I
+    program = tl.program_id(0)
+    pair = program // PARTS
+    column = program % PARTS * BLOCK_C + tl.arange(0, BLOCK_C)
+
+    # which pages
+    source = tl.load(PAIRS + 2 * pair).to(tl.int64)
+    target = tl.load(PAIRS + 2 * pair + 1).to(tl.int64)
+
+    if source >= 0 and target >= 0:
+        copy_columns(K_PAGES, stride_kp, stride_ks, stride_kh, source, target, column, PAGE, HEADS, DIM)
+        copy_columns(V_PAGES, stride_vp, stride_vs, stride_vh, source, target, column, PAGE, HEADS, DIM_V)
+
+
+# launches ------------------------------------------------------------------------------------------------------------
+
+
+def write(call: Write) -> None:
+    """Tokens into their slots."""
+    tensors = (call.k, call.v, call.k_pages, call.v_pages, call.slots)
+    key = _key("write", tensors)
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _PLANS.put(key, _write_plan(call))
+    with on_device(call.k):
+        plan.launch(tensors, ())
+
+
+def copy(call: Copy) -> None:
+    """Pages onto others."""
+    tensors = (call.k_pages, call.v_pages, call.pairs)
+    key = _key("copy", tensors)
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _PLANS.put(key, _copy_plan(call))
+    with on_device(call.k_pages):
+        plan.launch(tensors, ())
+
+
+def _key(what: str, tensors: tuple[torch.Tensor, ...]):
+    """Everything that may change which kernel runs or how; None where a pointer would need a variant of its own."""
+    pointers = 0
+    parts: list[object] = [what]
+    for x in tensors:
+        pointers |= x.data_ptr()
+        parts += (x.dtype, x.device, x.shape, x.stride())
+    return None if pointers % 16 else tuple(parts)
+
+
+def _write_plan(call: Write) -> Plan:
+    tokens, heads, dim = call.k.shape
+    dim_v = call.v.shape[2]
+    columns = heads * max(dim, dim_v)
+    block_c = min(_WRITTEN, triton.next_power_of_2(columns))
+    block_t = min(_WRITTEN // block_c, triton.next_power_of_2(tokens))
+    parts = -(-columns // block_c)
+    strides = (
+        *call.k.stride()[:2], *call.v.stride()[:2], *call.k_pages.stride()[:3], *call.v_pages.stride()[:3],
+    )  # fmt: skip
+    constants = (call.k_pages.shape[1], heads, dim, dim_v, parts, block_t, block_c)
+    return Plan(write_tokens, -(-tokens // block_t) * parts, strides, (tokens,), constants, _WARPS, 1)
+
+
+def _copy_plan(call: Copy) -> Plan:
+    _, page_size, heads, dim = call.k_pages.shape
+    dim_v = call.v_pages.shape[3]
+    columns = page_size * heads * max(dim, dim_v)
+    block_c = min(_COPIED, triton.next_power_of_2(columns))
+    parts = -(-columns // block_c)
+    strides = (*call.k_pages.stride()[:3], *call.v_pages.stride()[:3])
+    constants = (page_size, heads, dim, dim_v, parts, block_c)
+    return Plan(copy_whole_pages, call.pairs.shape[0] * parts, strides, (), constants, _WARPS, 1)

@@ -1,0 +1,116 @@
+"""Writing into pages on a GPU: the properties of other tiers, pools beyond 2**31 elements, CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.gpu.matrix import DEVICE
+from tests.gpu.test_attention_runtime import captured
+from tilewise.core.errors import InputError
+from tilewise.kv import KVCache
+from tilewise.testing import writing
+from tilewise.testing.writing import BY_NAME, CASES, Setting, WriteCase
+
+SETTINGS = [Setting("triton", dtype, DEVICE) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+LARGE = [
+    WriteCase("decode", tokens=64, heads=8, head_dim=128, head_dim_v=128, page_size=16, num_pages=500),
+    WriteCase("prefill", tokens=5000, heads=8, head_dim=128, head_dim_v=128, page_size=16, num_pages=400, sliced=True),
+    WriteCase("latent", tokens=700, heads=1, head_dim=512, head_dim_v=64, page_size=64, num_pages=20, memory="HND"),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=repr)
+@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
+def test_writes_where_told(setting: Setting, case: WriteCase) -> None:
+    writing.writes_where_told(setting, case)
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=repr)
+@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
+def test_copies_whole_pages(setting: Setting, case: WriteCase) -> None:
+    writing.copies_whole_pages(setting, case)
+
+
+def test_a_pool_of_more_than_two_to_the_31_elements() -> None:
+    pages, page_size = 140_000, 16
+    pool = [torch.zeros(pages, page_size, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    assert pool[0].numel() > 2**31
+    k, v = (torch.randn(page_size, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    slots = torch.arange((pages - 1) * page_size, pages * page_size, device=DEVICE)
+    tw.kv_write(k, v, *pool, slots)
+    tw.copy_pages(*pool, torch.tensor([[pages - 1, pages - 3]], device=DEVICE))
+    for x, want in zip(pool, (k, v), strict=True):
+        assert torch.equal(x[-1], want)
+        assert torch.equal(x[-3], want)
+        assert not x[-2].any()
+        assert not x[:10].any()
+
+
+def test_a_graph_replays_with_other_slots() -> None:
+    case = replace(BY_NAME["skips"], num_pages=50)
+    held, wanted = (writing.make_memory(case, SETTINGS[0]) for _ in range(2))
+    k, v, slots = writing.make_tokens(case, SETTINGS[0])
+    slots.fill_(-1)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        tw.kv_write(k, v, held.k_pages, held.v_pages, slots)
+        return ()
+
+    graph, _ = captured(step)
+    slots.copy_(torch.arange(case.tokens) * 3)
+    graph.replay()
+    tw.kv_write(k, v, wanted.k_pages, wanted.v_pages, slots)
+    assert all(torch.equal(a, b) for a, b in zip(held.bits, wanted.bits, strict=True))
+
+
+def test_a_step_of_a_cache_waits_for_nothing() -> None:
+    cache = KVCache(2, 100, 16, 8, 128, device=DEVICE)
+    sequences = [cache.new() for _ in range(8)]
+    k = torch.randn(8, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    q = torch.randn(8, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+
+    def step() -> torch.Tensor:
+        batch = cache.extend(sequences, 1)
+        for layer in range(2):
+            batch.write(layer, k, k)
+        return tw.attention(q, *cache.pages(1), layout=batch.layout, mask=tw.causal)
+
+    step()
+    sequences[0] = cache.fork(sequences[1])[0]  # the next step copies a page
+    step()
+    sequences[0] = cache.fork(sequences[1])[0]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_slots_are_checked_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = writing.make_memory(BY_NAME["plain"], SETTINGS[0])
+    k, v, slots = writing.make_tokens(BY_NAME["plain"], SETTINGS[0])
+    monkeypatch.setenv("TILEWISE_DEBUG", "1")
+    with pytest.raises(InputError, match="below 28"):
+        tw.kv_write(k, v, held.k_pages, held.v_pages, slots + 28)
+
+
+def test_inductor_compiles_it_whole() -> None:
+    torch._dynamo.reset()
+    case, setting = BY_NAME["skips"], SETTINGS[2]
+    found = []
+    for compiled in (True, False):
+        held = writing.make_memory(case, setting)
+        k, v, slots = writing.make_tokens(case, setting)
+
+        def step(k: torch.Tensor, v: torch.Tensor, *pages: torch.Tensor) -> None:
+            tw.kv_write(k * 2.0, v + 1.0, *pages, slots)  # noqa: B023
+
+        run = torch.compile(step, fullgraph=True) if compiled else step
+        run(k, v, held.k_pages, held.v_pages)
+        found.append(held.bits)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
