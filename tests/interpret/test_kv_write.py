@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 
+import tilewise as tw
 from tests.interpret.test_twins import broken_copy
+from tilewise.kv import PagePool, pool
 from tilewise.ops.attention import triton_launch
 from tilewise.ops.kv_write import triton_kv_write
 from tilewise.testing import writing
@@ -42,6 +45,20 @@ def test_calls_of_other_sizes_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatc
     for case in (*CASES, *CASES):
         writing.writes_where_told(SETTINGS[1], case)
         writing.copies_whole_pages(SETTINGS[1], case)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_pages_of_a_pool_are_copied_in_all_layers(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch whose rows are layers, which lie further apart than pages do."""
+    monkeypatch.setattr(pool, "copy_pages", functools.partial(tw.copy_pages, impl="triton"))
+    made = PagePool(3, 5, 4, 2, 8, 12, dtype=torch.float16, order=order)
+    before = []
+    for layer in range(3):
+        for x in made.pages(layer):
+            before.append(x.normal_().clone())
+    made.copy(torch.tensor([[1, 3], [1, 0]], dtype=torch.int32))
+    after = [x for layer in range(3) for x in made.pages(layer)]
+    assert all(torch.equal(x, y[[1, 1, 2, 1, 4]]) for x, y in zip(after, before, strict=True))
 
 
 TWINS = [  # all of them stay inside the tensors

@@ -326,6 +326,8 @@ def test_pool(order: str) -> None:
 def test_what_a_pool_refuses() -> None:
     with pytest.raises(InputError, match="order: got 'DHN'"):
         PagePool(1, 1, 1, 1, 1, order="DHN")
+    with pytest.raises(InputError, match=r"dtype: got torch\.float64"):
+        PagePool(1, 1, 1, 1, 1, dtype=torch.float64)
     with pytest.raises(InputError, match="page_size: got 0"):
         PagePool(1, 1, 0, 1, 1)
     with pytest.raises(InputError, match=r"fewer than 2\*\*31 slots"):

@@ -8,6 +8,7 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.ops.kv_write import copy_pages
+from tilewise.ops.kv_write.problem import DTYPES
 
 ORDERS = ("NHD", "HND")
 
@@ -24,7 +25,7 @@ class PagePool:
             (num_pages, page_size, num_heads_kv, head_dim).
 
     Raises:
-        InputError: a size that is not a positive integer, too many slots, or another order.
+        InputError: a size that is not a positive integer, too many slots, another dtype or order.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class PagePool:
                 expected="fewer than 2**31 slots in all",
                 hint="slots travel as int32; make several pools",
             )
+        if dtype not in DTYPES:
+            raise InputError("dtype", got=dtype, expected="float16, bfloat16 or float32", hint="that of k and v")
         if order not in ORDERS:
             raise InputError("order", got=repr(order), expected="'NHD' or 'HND'", hint="how a page lies in memory")
         page = (page_size, num_heads_kv) if order == "NHD" else (num_heads_kv, page_size)
