@@ -1,0 +1,52 @@
+"""FlashInfer's wrappers and functions (package flashinfer), run by tilewise: same names, arguments and conventions.
+
+The log-sum-exp has base 2 and shape (tokens, heads). Layouts NHD and HND, a paged cache as one tensor or as two, any
+page size; a last page of length 0 is a full one. `window_left` W leaves W + 1 keys visible. Workspaces are taken and
+not used, except that they say on which device a plan lies; `plan` never waits for a GPU. Beyond FlashInfer: the CPU,
+float32, any head_dim up to 512, any number of query heads for each key/value head.
+
+Not offered, and refused by name: ROPE_LLAMA, keys and values of 8 bits and fewer, scales that are tensors, `jit_args`,
+multi-item scoring, several queries for each request in a decode wrapper, custom masks or ALiBi with buffers for CUDA
+graphs. What only steers FlashInfer's kernels (`backend`, `use_tensor_cores`, `fixed_split_size`, ...) changes nothing.
+Source: Ye et al., "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving" (2025).
+"""
+
+from __future__ import annotations
+
+from tilewise.adapters.flashinfer.cascade import MultiLevelCascadeAttentionWrapper
+from tilewise.adapters.flashinfer.functions import (
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+    single_decode_with_kv_cache,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from tilewise.adapters.flashinfer.paged import (
+    BatchAttention,
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+)
+from tilewise.adapters.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
+
+__all__ = [
+    "BatchAttention",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "append_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]

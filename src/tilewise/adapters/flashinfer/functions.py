@@ -1,0 +1,237 @@
+"""FlashInfer's functions: one request, states merged, and what fills a paged cache."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from tilewise.adapters.flashinfer.plan import (
+    LOG2_E,
+    Cache,
+    State,
+    check,
+    custom_mask_of,
+    dtype_of,
+    finish,
+    layout_name,
+    natural,
+    number,
+    pool_of,
+    refuse,
+    variant_of,
+)
+from tilewise.core.errors import InputError, UnsupportedError
+
+
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of one token q (heads, dim) over k and v, (tokens, heads_kv, dim) or in layout HND (heads_kv, ...).
+
+    Returns out (heads, dim), with `return_lse` also lse (heads,), base 2.
+    """
+    if not isinstance(q, torch.Tensor) or q.ndim != 2:
+        got = f"shape {tuple(q.shape)}" if isinstance(q, torch.Tensor) else type(q).__name__
+        raise InputError("q", got=got, expected="a tensor (heads, dim)", hint="one token of one request")
+    options = {
+        "pos_encoding_mode": pos_encoding_mode,
+        "window_left": window_left,
+        "logits_soft_cap": logits_soft_cap,
+        "sm_scale": sm_scale,
+    }
+    state = _single(q[None], k, v, kv_layout, (q_scale, k_scale), None, options)
+    found = finish(state, v_scale, None, None, return_lse)
+    return (found[0][0], found[1][0]) if return_lse else found[0]
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: None = None,
+    scale_k: None = None,
+    scale_v: None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Any:
+    """Attention of one request: q (tokens, heads, dim) over k and v, (tokens, heads_kv, dim) or in layout HND.
+
+    `custom_mask` is bool (seqlen_q, seqlen_k) and replaces `causal`; `packed_custom_mask` the same as bits. Returns out
+    (tokens, heads, dim), with `return_lse` also lse (tokens, heads), base 2.
+    """
+    refuse("tensors of scales go with 8-bit inputs", scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+    if not isinstance(q, torch.Tensor) or q.ndim != 3:
+        got = f"shape {tuple(q.shape)}" if isinstance(q, torch.Tensor) else type(q).__name__
+        raise InputError("q", got=got, expected="a tensor (tokens, heads, dim)", hint="of one request")
+    if o_dtype is not None and dtype_of("o_dtype", o_dtype) != q.dtype:
+        raise UnsupportedError("o_dtype", got=str(o_dtype), expected=f"{q.dtype}, as q", hint="convert the output")
+    options = {
+        "causal": causal,
+        "pos_encoding_mode": pos_encoding_mode,
+        "window_left": window_left,
+        "logits_soft_cap": logits_soft_cap,
+        "sm_scale": sm_scale,
+    }
+    state = _single(q, k, v, kv_layout, (), (custom_mask, packed_custom_mask), options)
+    return finish(state, None, None, None, return_lse)
+
+
+single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
+
+
+def _single(
+    q: torch.Tensor, k: Any, v: Any, kv_layout: str, scales: tuple[Any, ...], masks: Any, options: dict[str, Any]
+) -> State:
+    """(o, lse) as tilewise has them for one request, packed."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.ndim != 3:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+            raise InputError(name, got=got, expected="a tensor of rank 3", hint="(tokens, heads, dim) is NHD")
+    if layout_name(kv_layout) == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    custom = None
+    if masks is not None and any(x is not None for x in masks):
+        queries, keys = (torch.tensor([x.shape[0]], device=q.device) for x in (q, k))
+        if masks[0] is not None:
+            shape = (q.shape[0], k.shape[0])
+            check("custom_mask", masks[0], shape, torch.bool, f"bool {shape}")
+        flat = None if masks[0] is None else masks[0].flatten()
+        custom = custom_mask_of(flat, masks[1], queries, keys, q.device)
+    variant = variant_of(
+        q.shape[2], q.shape[1], q.device, queries=q.shape[0], keys=k.shape[0], custom=custom, **options
+    )
+    scale = variant.scale
+    for name, factor in zip(("q_scale", "k_scale"), scales, strict=False):
+        scale *= 1.0 if factor is None else number(name, factor)
+    o, lse = tw.attention_with_lse(q[None], k[None], v[None], mask=variant.mask, score=variant.score, scale=scale)
+    return o[0], lse[0]
+
+
+def merge_state(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor) -> State:
+    """(v, s) of the keys of both states: v (tokens, heads, dim), s (tokens, heads), base 2."""
+    o, lse = tw.merge(_state(v_a, s_a, "a"), _state(v_b, s_b, "b"), dtype=v_a.dtype)
+    return o, lse.mT * LOG2_E
+
+
+def merge_state_in_place(
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
+) -> None:
+    """As `merge_state`, into v and s; with `mask` (tokens,) only where it is true."""
+    merged_v, merged_s = merge_state(v, s, v_other, s_other)
+    if mask is not None:
+        expected = f"a bool tensor ({v.shape[0]},)"
+        check("mask", mask, (v.shape[0],), torch.bool, expected)
+        merged_v, merged_s = torch.where(mask[:, None, None], merged_v, v), torch.where(mask[:, None], merged_s, s)
+    v.copy_(merged_v)
+    s.copy_(merged_s)
+
+
+def merge_states(v: torch.Tensor, s: torch.Tensor) -> State:
+    """(v, s) of all states in v (tokens, states, heads, dim) and s (tokens, states, heads), base 2."""
+    _check_rank("v", v, 4)
+    _check_rank("s", s, 3)
+    lse = natural(s, v).permute(2, 0, 1)  # (states, heads, tokens)
+    o, merged = tw.merge_states(v.transpose(0, 1), lse)
+    return o, merged.mT * LOG2_E
+
+
+def _state(v: torch.Tensor, s: torch.Tensor, which: str) -> State:
+    _check_rank(f"v_{which}", v, 3)
+    _check_rank(f"s_{which}", s, 2)
+    return v, natural(s, v)
+
+
+def _check_rank(name: str, x: Any, rank: int) -> None:
+    if not isinstance(x, torch.Tensor) or x.ndim != rank or not x.is_floating_point():
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        hint = "(tokens, heads, dim) and (tokens, heads); with states, these come second"
+        raise InputError(name, got=got, expected=f"a floating-point tensor of rank {rank}", hint=hint)
+
+
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Tokens of each request, (batch,), as FlashInfer counts them: here a last page of length 0 holds nothing."""
+    return (kv_indptr[1:] - kv_indptr[:-1] - 1).clamp(min=0) * page_size + kv_last_page_len
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Request and position of each of `nnz` new tokens, int32 (nnz,): the new ones of a request are its last ones.
+
+    Rows beyond append_indptr[-1] have request -1 and position 0.
+    """
+    rows = torch.arange(nnz, device=append_indptr.device, dtype=append_indptr.dtype)
+    batch = append_indptr.shape[0] - 1
+    if not batch:
+        return torch.full_like(rows, -1, dtype=torch.int32), torch.zeros_like(rows, dtype=torch.int32)
+    found = torch.searchsorted(append_indptr[1:].contiguous(), rows, right=True)
+    known = found < batch
+    request = found.clamp(max=batch - 1)
+    positions = seq_lens.to(rows.device)[request] - append_indptr[1:][request] + rows
+    return torch.where(known, found, -1).to(torch.int32), torch.where(known, positions, 0).to(torch.int32)
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: Cache,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write new keys and values (tokens, heads_kv, dim) into their requests' pages, in place; request -1 is skipped.
+
+    The page table already has room for them. `kv_last_page_len` is taken and not needed. No wait for a GPU.
+    """
+    pools = pool_of(paged_kv_cache, layout_name(kv_layout))
+    tokens, page_size = batch_indices.shape[0], pools[0].shape[1]
+    for name, x, pool in zip(("append_key", "append_value"), (append_key, append_value), pools, strict=True):
+        expected = f"{pool.dtype} ({tokens}, {pool.shape[2]}, {pool.shape[3]}): as the cache, a row for each index"
+        check(name, x, (tokens, *pool.shape[2:]), pool.dtype, expected)
+    if not tokens or not kv_indices.shape[0]:
+        return
+    # rows to skip write what another row writes, or if there is none what is there already
+    valid = batch_indices >= 0
+    row = torch.where(valid, torch.arange(tokens, device=valid.device), valid.long().argmax())
+    batch, position = batch_indices[row].clamp(min=0).long(), positions[row].clamp(min=0).long()
+    if batch.device.type == "cpu" and bool(
+        (kv_indptr[batch] + position // page_size >= kv_indptr[batch + 1])[valid].any()
+    ):
+        hint = "the page table must have room for the new tokens"
+        raise InputError("positions", got="one behind its request's pages", expected="pages for all", hint=hint)
+    entry = (kv_indptr[batch] + position // page_size).clamp(max=kv_indices.shape[0] - 1)
+    page, slot = kv_indices[entry].long(), position % page_size
+    for x, pool in ((append_key, pools[0]), (append_value, pools[1])):
+        pool[page, slot] = torch.where(valid.any(), x[row], pool[page, slot])

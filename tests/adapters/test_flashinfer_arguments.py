@@ -1,0 +1,182 @@
+"""FlashInfer's arguments: what is refused and by which name, plans that fail, and buffers of CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters.test_flashinfer import DIM, HEADS, QO_HEADS, WORKSPACE, agree, make, planned
+from tilewise.adapters import flashinfer as fi
+from tilewise.core.errors import InputError, UnsupportedError
+
+BATCH = make([(2, 7), (1, 5)])
+SIZES = (QO_HEADS, HEADS, DIM, 5)
+TENSOR = torch.zeros(2, dtype=torch.int32)
+
+REFUSED_IN_PLAN: dict[str, Any] = {
+    "pos_encoding_mode": "ROPE_LLAMA",
+    "q_data_type": "float8_e4m3fn",
+    "kv_data_type": torch.float8_e4m3fn,
+    "o_data_type": "float32",
+    "prefix_len_ptr": TENSOR,
+    "token_pos_in_items_ptr": TENSOR,
+    "token_pos_in_items_len": 3,
+    "max_item_len_ptr": TENSOR,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_PLAN)
+def test_refused_in_plan(name: str) -> None:
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    ragged = fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    options = {name: REFUSED_IN_PLAN[name]}
+    with pytest.raises(UnsupportedError, match=f"^{name}: "):
+        wrapper.plan(BATCH.qo_indptr, *BATCH.pages, *SIZES, **options)
+    with pytest.raises(UnsupportedError, match=f"^{name}: "):
+        ragged.plan(BATCH.qo_indptr, BATCH.kv_indptr, QO_HEADS, HEADS, DIM, **options)
+
+
+REFUSED_IN_RUN: dict[str, Any] = {
+    "kv_cache_sf": TENSOR,
+    "skip_softmax_threshold_scale_factor": 2.0,
+    "k_scale": torch.ones(1),
+    "v_scale": torch.ones(1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_RUN)
+def test_refused_in_run(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^{name}: "):
+        planned(BATCH, 5).run(BATCH.q, BATCH.cache, **{name: REFUSED_IN_RUN[name]})
+
+
+def test_refused_elsewhere() -> None:
+    with pytest.raises(UnsupportedError, match=r"^jit_args: "):
+        fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, jit_args=("name",))
+    with pytest.raises(UnsupportedError, match=r"^args: "):
+        planned(BATCH, 5).run(BATCH.q, BATCH.cache, 1.0)
+    with pytest.raises(UnsupportedError, match=r"^q_len_per_req: got 2"):
+        fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE).plan(*BATCH.pages, *SIZES, q_len_per_req=2)
+    with pytest.raises(UnsupportedError, match=r"^logits_soft_cap: got 3\.0 with ALIBI"):
+        planned(BATCH, 5, pos_encoding_mode="ALIBI", logits_soft_cap=3.0)
+    with pytest.raises(UnsupportedError, match=r"^kv_layout: "):
+        fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, "HND")
+    with pytest.raises(UnsupportedError, match=r"^custom_mask_buf: "):
+        fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, custom_mask_buf=WORKSPACE)
+    with pytest.raises(UnsupportedError, match=r"^scale_q: "):
+        fi.single_prefill_with_kv_cache(BATCH.q, BATCH.k, BATCH.v, torch.ones(1))
+    with pytest.raises(UnsupportedError, match=r"^use_profiler: "):
+        fi.BatchAttention(device="cpu").plan(TENSOR, TENSOR, TENSOR, TENSOR, 1, 1, 1, 1, 1, use_profiler=True)
+    wrapper = fi.MultiLevelCascadeAttentionWrapper(2, WORKSPACE)
+    for options in ({"window_left": 3}, {"pos_encoding_mode": "ALIBI"}):
+        with pytest.raises(UnsupportedError, match=f"^{next(iter(options))}: "):
+            wrapper.plan([], [], [], [], *SIZES, **options)
+
+
+def test_unknown_keywords_raise() -> None:
+    decode, prefill = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE), planned(BATCH, 5)
+    ragged = fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    for call in (
+        lambda: decode.plan(*BATCH.pages, *SIZES, windowleft=3),
+        lambda: prefill.plan(BATCH.qo_indptr, *BATCH.pages, *SIZES, windowleft=3),
+        lambda: ragged.plan(BATCH.qo_indptr, BATCH.kv_indptr, QO_HEADS, HEADS, DIM, windowleft=3),
+        lambda: prefill.run(BATCH.q, BATCH.cache, windowleft=3),
+        lambda: prefill.forward(BATCH.q, BATCH.cache, windowleft=3),
+        lambda: fi.single_prefill_with_kv_cache(BATCH.q, BATCH.k, BATCH.v, windowleft=3),
+    ):
+        with pytest.raises(TypeError, match="windowleft"):
+            call()
+
+
+def test_what_steers_other_kernels_is_taken() -> None:
+    wrapper = planned(
+        BATCH, 5, non_blocking=False, disable_split_kv=True, fixed_split_size=4, rope_theta=1e4, block_tables=TENSOR
+    )
+    agree(wrapper.run(BATCH.q, BATCH.cache, return_lse=True, enable_pdl=True), BATCH)
+
+
+def test_run_before_plan() -> None:
+    for wrapper in (
+        fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE),
+        fi.MultiLevelCascadeAttentionWrapper(1, WORKSPACE),
+    ):
+        with pytest.raises(InputError, match="run before plan; expected a plan"):
+            wrapper.run(BATCH.q, BATCH.cache)
+
+
+first, indices, last = BATCH.pages
+WRONG: dict[str, tuple[dict[int, Any], dict[str, Any], str]] = {
+    "falling indptr": ({1: torch.tensor([0, 3, 2])}, {}, "paged_kv_indptr: got "),
+    "indptr beyond the indices": ({1: first + torch.tensor([0, 0, 1])}, {}, "paged_kv_indptr: got last 4"),
+    "a page too full": ({3: last + 5}, {}, "paged_kv_last_page_len: got "),
+    "one length too few": ({3: last[:1]}, {}, "paged_kv_last_page_len: got "),
+    "requests that differ": ({0: torch.tensor([0, 3])}, {}, "paged_kv_indptr: got "),
+    "heads that do not fit": ({5: 4}, {}, "num_kv_heads: got 4"),
+    "no pages at all": ({7: 0}, {}, "page_size: got 0"),
+    "a list": ({2: [0, 1]}, {}, "paged_kv_indices: got list"),
+    "another window": ({}, {"window_left": 1.5}, "window_left: got 1.5"),
+    "another mode": ({}, {"pos_encoding_mode": "XPOS"}, "pos_encoding_mode: got 'XPOS'"),
+    "a mask too short": ({}, {"custom_mask": torch.ones(18, dtype=torch.bool)}, "custom_mask: got 18 entries"),
+    "a mask of floats": ({}, {"custom_mask": torch.ones(19)}, "custom_mask: got torch.float32"),
+    "a negative soft cap": ({}, {"logits_soft_cap": -1.0}, "logits_soft_cap: got -1.0"),
+    "an unknown type": ({}, {"q_data_type": "real"}, "q_data_type: got 'real'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_plan_that_fails_leaves_the_one_before(name: str) -> None:
+    wrapper = planned(BATCH, 5, causal=True)
+    changes, options, message = WRONG[name]
+    arguments = [BATCH.qo_indptr, *BATCH.pages, *SIZES]
+    for position, value in changes.items():
+        arguments[position] = value
+    with pytest.raises(InputError, match=f"^{message}"):
+        wrapper.plan(*arguments, **options)
+    agree(wrapper.run(BATCH.q, BATCH.cache, return_lse=True), BATCH, causal=True)
+
+
+def test_what_was_not_planned() -> None:
+    wrapper = planned(BATCH, 5)
+    for q, cache, name in (
+        (BATCH.q.half(), BATCH.cache, "q"),
+        (BATCH.q[:, :4], BATCH.cache, "q"),
+        (BATCH.q, BATCH.cache[:, :, :4], "k"),
+        (BATCH.q, BATCH.cache.half(), "k"),
+        (BATCH.q, BATCH.cache[:, 0], "paged_kv_cache"),
+        (BATCH.q, (BATCH.cache, BATCH.cache), "paged_kv_cache"),
+    ):
+        with pytest.raises(InputError, match=f"^{name}: "):
+            wrapper.run(q, cache)
+    with pytest.raises(InputError, match=r"^out: "):
+        wrapper.run(BATCH.q, BATCH.cache, out=torch.empty(1))
+    with pytest.raises(InputError, match=r"^positions: "):
+        fi.append_paged_kv_cache(
+            BATCH.k[:1], BATCH.v[:1], torch.tensor([0]), torch.tensor([10]), BATCH.cache.clone(), indices, first, last
+        )
+
+
+def test_buffers_take_every_plan() -> None:
+    before, after = make([(1, 7), (1, 5)]), make([(1, 12), (1, 0)])
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (3, 9, 2)]
+    wrapper = fi.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers)
+    assert wrapper.is_cuda_graph_enabled
+    kept = None
+    for batch in (before, after):
+        wrapper.plan(*batch.pages, *SIZES, q_data_type="float32")
+        agree(wrapper.run(batch.q, batch.cache, return_lse=True), batch)
+        layout = wrapper._ready().layout
+        assert layout.block_table[0] is buffers[0]
+        assert kept in (None, layout.seqlens_k.data_ptr())
+        kept = layout.seqlens_k.data_ptr()
+    for wrong in (make([(1, 7)]), make([(1, 40), (1, 40)])):
+        with pytest.raises(InputError, match=r"^plan: got .* as the buffer of the CUDA graph has"):
+            wrapper.plan(*wrong.pages, *SIZES, q_data_type="float32")
+    agree(wrapper.run(after.q, after.cache, return_lse=True), after)
+    with pytest.raises(UnsupportedError, match=r"^pos_encoding_mode: got 'ALIBI'"):
+        wrapper.plan(*after.pages, *SIZES, q_data_type="float32", pos_encoding_mode="ALIBI")
+    with pytest.raises(UnsupportedError, match=r"^pos_encoding_mode: got 'ALIBI'"):
+        wrapper.forward(after.q, after.cache, "ALIBI")
+    with pytest.raises(InputError, match=r"^use_cuda_graph: "):
+        fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
