@@ -339,14 +339,14 @@ def test_append_then_attend(layout: str, page_size: int) -> None:
     cache = torch.full_like(batch.cache, torch.nan)
     target = cache if layout == "NHD" else cache.transpose(2, 3).contiguous()
     k, v = (torch.cat([x, torch.full((2, HEADS, DIM), 1e9)]) for x in (batch.k, batch.v))
-    for cut in (slice(0, 9), slice(9, rows)):
+    for cut in (torch.arange(9), torch.tensor([rows - 2, rows - 1, *range(9, rows - 2)])):
         fi.append_paged_kv_cache(k[cut], v[cut], request[cut], position[cut], target, indices, first, last, layout)
     agree(planned(batch, page_size, layout).run(batch.q, target, return_lse=True), batch)
     got = target if layout == "NHD" else target.transpose(2, 3)
     torch.testing.assert_close(got, batch.cache, rtol=0, atol=0, equal_nan=True)
     nobody = torch.full((2,), -1, dtype=torch.int32)
     before = target.clone()
-    fi.append_paged_kv_cache(k[:2], v[:2], nobody, position[:2], target, indices, first, last, layout)
+    fi.append_paged_kv_cache(k[-2:], v[-2:], nobody, position[:2], target, indices, first, last, layout)
     torch.testing.assert_close(target, before, rtol=0, atol=0, equal_nan=True)
 
 

@@ -157,6 +157,25 @@ def test_what_was_not_planned() -> None:
         )
 
 
+def test_plans_and_appends_read_nothing_from_a_gpu() -> None:
+    workspace = torch.empty(1, device="meta")
+    ends, numbers = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (4, 3))
+    table = (ends, torch.zeros(9, dtype=torch.int32, device="meta"), numbers)
+    with pytest.raises(RuntimeError):  # whoever reads a value of these
+        ends[-1].item()
+    fi.BatchDecodeWithPagedKVCacheWrapper(workspace).plan(*table, *SIZES, window_left=4)
+    bits = torch.zeros(7, dtype=torch.uint8, device="meta")
+    for options in ({"causal": True}, {"custom_mask": bits.bool()}, {"packed_custom_mask": bits}):
+        fi.BatchPrefillWithPagedKVCacheWrapper(workspace).plan(ends, *table, *SIZES, **options)
+        ragged = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace)
+        ragged.plan(ends, ends, QO_HEADS, HEADS, DIM, **options)
+    fi.BatchAttention(device="meta").plan(ends, *table, QO_HEADS, HEADS, DIM, DIM, 5)
+    fi.MultiLevelCascadeAttentionWrapper(2, workspace).plan([ends] * 2, *([x] * 2 for x in table), *SIZES)
+    cache, k = (torch.zeros(*shape, HEADS, DIM, device="meta") for shape in ((9, 2, 5), (6,)))
+    request, position = fi.get_batch_indices_positions(ends, numbers, 6)
+    fi.append_paged_kv_cache(k, k, request, position, cache, table[1], ends, numbers)
+
+
 def test_buffers_take_every_plan() -> None:
     before, after = make([(1, 7), (1, 5)]), make([(1, 12), (1, 0)])
     buffers = [torch.zeros(n, dtype=torch.int32) for n in (3, 9, 2)]
