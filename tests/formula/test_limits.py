@@ -11,8 +11,8 @@ import torch
 import tilewise as tw
 from tilewise.formula import as_score
 from tilewise.formula.limits import largest_size, stays_near_zero
-from tilewise.ops.attention.problem import make_call
-from tilewise.ops.attention.triton_launch import call_key
+from tilewise.ops.attention import triton_attention
+from tilewise.ops.attention.problem import Call, make_call
 
 SLOPES = torch.tensor([0.5, 0.25])
 SCORES: dict[str, tuple[Any, float]] = {
@@ -41,8 +41,24 @@ def test_no_score_is_beyond_the_limit(name: str) -> None:
     assert float(values.abs().max()) <= limit
 
 
-def test_numbers_that_matter_to_a_kernel_are_in_its_key() -> None:
-    """The cap is an argument of the kernel, but whether it needs a maximum is not."""
-    keys = [call_key(make_call(*torch.zeros(3, 1, 4, 2, 8), score=tw.softcap(cap))) for cap in (30.0, 50.0, 60.0)]
-    assert keys[0] == keys[1] != keys[2]
-    assert not stays_near_zero(None)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_that_matter_to_a_kernel_decide_who_makes_its_plan(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cap is an argument of the Hopper forward, but whether it needs a maximum is not: plans are kept by maker."""
+    from tilewise.ops.attention import gluon_attention
+
+    made: list[tuple[Any, bool]] = []
+
+    def forward(call: Call, make_plan: Any, *_: Any) -> None:
+        made.append((make_plan, make_plan(call).constants[0].limited.value))
+
+    monkeypatch.setattr(triton_attention, "forward", forward)
+    for score in (None, tw.softcap(30.0), tw.softcap(50.0), tw.softcap(60.0)):
+        call = make_call(*torch.zeros(3, 1, 4, 2, 16, dtype=dtype), score=score)
+        gluon_attention.forward(call)
+        assert made[-1][1] == (stays_near_zero(call.score) and dtype == torch.bfloat16)
+    (none, _), (low, _), (mid, _), (high, _) = made
+    assert none is high
+    assert low is mid
+    assert (low is high) == (dtype == torch.float16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +139,7 @@ def _common(
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Gluon forward."""
-    return triton_attention.forward(call, forward_plan, _reached, _more)
+    return triton_attention.forward(call, _MAKE_PLAN[_limited(call)], _reached, _more)
 
 
 def _more(call: Call, plan: Plan) -> tuple[Any, ...]:
@@ -161,8 +162,8 @@ def _describable(x: torch.Tensor) -> bool:
     return describable(x if x.ndim == 4 else x[None])
 
 
-def forward_plan(call: Call) -> Plan:
-    """The plan of `attention_fwd_sm90`."""
+def forward_plan(call: Call, limited: bool) -> Plan:
+    """The plan of `attention_fwd_sm90`, for exponentials that need no maximum (`_limited`) or for any."""
     mask, score = functions(call, "gluon")
     cfg = config_of("hopper forward", call)
     d, d_v = padded(call.head_dim), padded(call.head_dim_v)
@@ -193,7 +194,7 @@ def forward_plan(call: Call) -> Plan:
                 consumers=consumers,
                 stages=cfg.stages,
                 sinks=call.sink is not None,
-                limited=_limited(call),
+                limited=limited,
                 dropout=call.dropout > 0.0,
                 page=None if call.pages is None else call.k.shape[1],
                 dealt=_dealt(call, mask, slots),
@@ -208,6 +209,10 @@ def forward_plan(call: Call) -> Plan:
         boxes=boxes,
         describe=describe,
     )  # fmt: skip
+
+
+# Plans are kept by their maker: numbers of a formula, which no key of a call has, decide which it is.
+_MAKE_PLAN = {limited: functools.partial(forward_plan, limited=limited) for limited in (False, True)}
 
 
 def config_of(kernel: str, call: Call) -> Config:
@@ -389,7 +394,7 @@ def _linear(call: Call, score: ScoreFunctions | None) -> Any:
 
 def _limited(call: Call) -> bool:
     """Whether a formula keeps scores so near 0 that their exponentials, which bfloat16 holds too, need no maximum."""
-    return stays_near_zero(call.score) and call.q.dtype == torch.bfloat16
+    return call.q.dtype == torch.bfloat16 and stays_near_zero(call.score)
 
 
 def _scale_first(call: Call, score: ScoreFunctions | None) -> bool:

@@ -15,7 +15,6 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.formula.limits import stays_near_zero
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.problem import Call
 
@@ -183,8 +182,8 @@ class Plans:
 
 
 def call_key(call: Call) -> Hashable:
-    """Everything of a call that may change which kernel runs or how; None where pointers or numbers would need a
-    variant of their own.
+    """Everything of a call that may change which kernel runs or how, but for its formula's numbers: a plan that depends
+    on them is kept by its maker too. None where pointers or numbers would need a variant of their own.
     """
     if call.signature is None:
         return None
@@ -203,8 +202,7 @@ def call_key(call: Call) -> Hashable:
     sink = None if call.sink is None else call.sink.dtype
     packed = None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0]
     precision = torch.get_float32_matmul_precision() if call.q.dtype == torch.float32 else None
-    near = stays_near_zero(call.score)
-    return (call.signature, sink, packed, call.dropout > 0.0, call.scale > 0.0, near, call.grad_captured, precision)
+    return (call.signature, sink, packed, call.dropout > 0.0, call.scale > 0.0, call.grad_captured, precision)
 
 
 def _small(bound: Bound) -> bool:
