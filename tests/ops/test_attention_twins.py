@@ -108,7 +108,7 @@ def _another_dropout_mask_backward(patch: pytest.MonkeyPatch) -> None:
         return backward(replace(call, seed=call.seed + 1), *rest)
 
     patch.setattr(cpu, "tiled_backward", reseeded)
-    cpu_row = "tilewise.ops.attention.table._function"
+    cpu_row = "tilewise.core.dispatch._function"
     patch.setattr(cpu_row, lambda module, name: getattr(cpu, name))
 
 

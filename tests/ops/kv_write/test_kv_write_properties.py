@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
+from tilewise.core import dispatch
 from tilewise.ops.kv_write import cpu
 from tilewise.ops.kv_write.problem import Write
 from tilewise.testing import writing
@@ -57,12 +58,9 @@ def test_a_broken_twin_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         call.k_pages[call.slots // call.k_pages.shape[1], 0] = call.k
 
     monkeypatch.setattr(cpu, "write", forgets_the_offset)
-    from tilewise.ops.kv_write import table
-
-    table._function.cache_clear()
+    monkeypatch.setattr(dispatch, "_function", lambda module, name: getattr(cpu, name))
     with pytest.raises(AssertionError):
         writing.writes_where_told(Setting("cpu"), BY_NAME["plain"])
-    table._function.cache_clear()
 
 
 @pytest.mark.parametrize("memory", ["NHD", "HND", "joint"])

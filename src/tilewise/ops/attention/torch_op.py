@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 
+from tilewise.core.dispatch import Row
 from tilewise.core.errors import UnsupportedError
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Pages
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
 from tilewise.ops.attention.problem import Call, check_values, signature_of
-from tilewise.ops.attention.table import ROWS, Row
+from tilewise.ops.attention.table import ROWS
 
 _BY_NAME = {row.name: row for row in ROWS}
 
 
-def run_forward(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse); calls without a query or a key need no kernel."""
     if call.q.numel() == 0 or call.rows_k == 0 or call.v.numel() == 0:
         o, lse = call.new_output().zero_(), call.new_lse().fill_(-torch.inf)
@@ -33,7 +34,7 @@ def run_forward(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_backward(
-    row: Row, call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
+    row: Row[Call], call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
 ) -> Gradients:
     """Gradients of every input that takes one."""
     assert row.backward is not None
@@ -51,7 +52,7 @@ def run_backward(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, row: Row, call: Call, q: Any, k: Any, v: Any, sink: Any, *captured: Any
+        ctx: Any, row: Row[Call], call: Call, q: Any, k: Any, v: Any, sink: Any, *captured: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = run_forward(row, call)
         masking = call.mask.tensors if call.mask is not None else ()
@@ -96,7 +97,7 @@ def _unit_stride(do: torch.Tensor) -> torch.Tensor:
     return do if do.stride(-1) == 1 or do.shape[-1] <= 1 else do.contiguous()
 
 
-def eager(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def eager(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse), connected to autograd where an input takes a gradient."""
     if not call.wants_grad:
         return run_forward(row, call)
@@ -247,7 +248,7 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
 attention_forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def operator_arguments(row: Row, call: Call) -> tuple[Any, ...]:
+def operator_arguments(row: Row[Call], call: Call) -> tuple[Any, ...]:
     """What `tilewise::attention_forward` takes for a call."""
     mask, score = call.mask or Bound("", (), ()), call.score or Bound("", (), ())
     flags = (call.wants_grad, call.deterministic, call.grad_sink, *call.grad_captured)
@@ -260,7 +261,7 @@ def operator_arguments(row: Row, call: Call) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def compiled(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def compiled(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) through the custom operator, which torch.compile keeps whole."""
     result: tuple[torch.Tensor, torch.Tensor] = attention_forward(*operator_arguments(row, call))
     return result

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from tilewise.core.dispatch import capability, interpreting
 from tilewise.core.readback import host_values
 from tilewise.formula.emit import Captured, encoded, number_arguments, tensor_arguments
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.configs import Config, config, padded
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.table import capability, interpreting
 from tilewise.ops.attention.triton_bwd import attention_bwd_keys, attention_bwd_queries
 from tilewise.ops.attention.triton_fwd import attention_fwd
 from tilewise.ops.attention.triton_launch import Plan, describable

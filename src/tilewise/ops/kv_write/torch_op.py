@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from tilewise.core.dispatch import Row
 from tilewise.ops.kv_write.problem import Call, Copy, Write, check_values
-from tilewise.ops.kv_write.table import ROWS, Row
+from tilewise.ops.kv_write.table import ROWS
 
 _BY_NAME = {row.name: row for row in ROWS}
 _PAGES = ("k_pages", "v_pages")
 
 
-def run(row: Row, call: Call) -> None:
+def run(row: Row[Call], call: Call) -> None:
     """The work itself; afterwards autograd knows that the pages are others."""
     name, index = ("write", call.slots) if isinstance(call, Write) else ("copy", call.pairs)
     if not index.numel() or not call.k_pages.numel():
@@ -39,11 +40,11 @@ write_operator = torch.library.custom_op("tilewise::kv_write", _write, mutates_a
 copy_operator = torch.library.custom_op("tilewise::copy_pages", _copy, mutates_args=_PAGES)
 
 
-def compiled_write(row: Row, call: Write) -> None:
+def compiled_write(row: Row[Call], call: Write) -> None:
     """Through the custom operator, which torch.compile keeps whole."""
     write_operator(call.k, call.v, call.k_pages, call.v_pages, call.slots, row.name)
 
 
-def compiled_copy(row: Row, call: Copy) -> None:
+def compiled_copy(row: Row[Call], call: Copy) -> None:
     """Through the custom operator, which torch.compile keeps whole."""
     copy_operator(call.k_pages, call.v_pages, call.pairs, row.name)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from tilewise.core.dispatch import Row
 from tilewise.ops.merge.problem import Call, Form, check_values
-from tilewise.ops.merge.table import ROWS, Row
+from tilewise.ops.merge.table import ROWS
 
 _BY_NAME = {row.name: row for row in ROWS}
 Tensors = list[torch.Tensor]
@@ -22,7 +23,7 @@ def _nothing(call: Call) -> bool:
     return call.o[0].numel() == 0
 
 
-def run_forward(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse)"""
     if _nothing(call):
         return call.new_output().zero_(), call.new_lse().fill_(-torch.inf)
@@ -30,8 +31,9 @@ def run_forward(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return result
 
 
-def run_backward(row: Row, call: Call, do: torch.Tensor, dlse: torch.Tensor) -> tuple[Tensors, Tensors]:
+def run_backward(row: Row[Call], call: Call, do: torch.Tensor, dlse: torch.Tensor) -> tuple[Tensors, Tensors]:
     """Gradients of every o and of every lse: d o_n = w_n do, d lse_n = w_n (dlse + <do, o_n - o>)."""
+    assert row.backward is not None
     if _nothing(call):
         return [torch.zeros_like(x) for x in call.o], [torch.zeros_like(x) for x in call.lse]
     do = do if do.stride(-1) == 1 or do.shape[-1] == 1 else do.contiguous()
@@ -44,7 +46,7 @@ def run_backward(row: Row, call: Call, do: torch.Tensor, dlse: torch.Tensor) -> 
 
 class _Merge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, row: Row, call: Call, *states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, row: Row[Call], call: Call, *states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(*states, call.indptr)
         ctx.row, ctx.form, ctx.dtype = row, call.form, call.dtype
         return run_forward(row, call)
@@ -59,7 +61,7 @@ class _Merge(torch.autograd.Function):
         return None, None, *grads_o, *grads_lse
 
 
-def eager(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def eager(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse), connected to autograd where a state takes a gradient."""
     if not call.wants_grad:
         return run_forward(row, call)
@@ -125,7 +127,7 @@ def _autograd(ctx: Any, do: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]
 merge_forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def compiled(row: Row, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def compiled(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) through the custom operator, which torch.compile keeps whole."""
     result: tuple[torch.Tensor, torch.Tensor] = merge_forward(
         list(call.o), list(call.lse), call.indptr, call.form.value, call.dtype, row.name

@@ -1,0 +1,49 @@
+"""The rows of the CPU."""
+
+from __future__ import annotations
+
+from tilewise.core.dispatch import Need, Row
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.rows.needs import CPU, DENSE, NO_DROPOUT, NO_GRAD_OF_PAGES
+from tilewise.ops.attention.variant import CAUSAL
+
+
+def _plain_or_causal(call: Call) -> str | None:
+    if call.score is not None:
+        return "a score formula"
+    if call.mask is None:
+        return None
+    if call.mask.text != CAUSAL:
+        return "a mask other than causal"
+    return None if call.rows_q == call.rows_k else f"causal with seqlen_q {call.rows_q}, seqlen_k {call.rows_k}"
+
+
+SDPA: Row[Call] = Row(
+    "cpu_sdpa",
+    "tilewise.ops.attention.cpu",
+    (
+        CPU,
+        DENSE,
+        Need("no sink", lambda c: None if c.sink is None else "a sink"),
+        NO_DROPOUT,
+        Need("no mask, or causal on a square, and no score formula", _plain_or_causal),
+        Need(
+            "head_dim_v equal to head_dim",
+            lambda c: None if c.head_dim == c.head_dim_v else f"{c.head_dim}, {c.head_dim_v}",
+        ),
+        # its vectorised maximum loses NaN in rows shorter than a vector
+        Need("seqlen_k of 16 or more", lambda c: None if c.rows_k >= 16 else f"{c.rows_k}"),
+    ),
+    "PyTorch's fused CPU kernel",
+    forward="sdpa_forward",
+    backward="sdpa_backward",
+)
+
+TILED: Row[Call] = Row(
+    "cpu_tiled",
+    "tilewise.ops.attention.cpu",
+    (CPU, NO_GRAD_OF_PAGES),
+    "tiled online softmax in PyTorch",
+    forward="tiled_forward",
+    backward="tiled_backward",
+)

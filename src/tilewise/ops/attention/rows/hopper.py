@@ -1,0 +1,90 @@
+"""The row of the kernels for Hopper."""
+
+from __future__ import annotations
+
+from tilewise.core.dispatch import TRITON, Need, Row, capability, untraced
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.rows.needs import ATOMICS, HALF, NO_GRAD_OF_PAGES
+from tilewise.ops.attention.variant import is_band
+from tilewise.schedule.rule import tile_rule
+
+_QUERIES = 128  # of a tile
+_TILES = 128  # about as many as a Hopper GPU has multiprocessors
+
+
+def _other_pages(call: Call) -> str | None:
+    """What of a paged call boxes of the tensor memory accelerator cannot fetch; None for all others."""
+    if call.pages is None:
+        return None
+    size = call.k.shape[1]
+    if size not in (16, 32, 64) and size % 128:
+        return f"pages of {size}"
+    if min(call.head_dim, call.head_dim_v) <= 32:
+        return f"head dimensions {call.head_dim}, {call.head_dim_v}"
+    return None if call.mask is None or _is_run(call.mask.text) else "another mask"
+
+
+@untraced
+def _is_run(text: str) -> bool:
+    return tile_rule(text).spans is not None
+
+
+def _no_hopper(call: Call) -> str | None:
+    if call.q.device.type != "cuda":
+        return call.q.device.type
+    sm = capability(call.q.device)
+    return None if sm == 90 else f"sm_{sm}"
+
+
+def _few_tiles(call: Call) -> str | None:
+    """Tiles of 128 queries leave more of the GPU idle than those of 64."""
+    sequences = call.batch if not call.packed else 1
+    tiles = -(-call.rows_q // _QUERIES) * sequences * call.num_heads_q
+    return None if tiles >= _TILES else f"{tiles}"
+
+
+def _narrow_window(call: Call) -> str | None:
+    windowed = call.mask is not None and _is_window(call.mask.text)
+    return f"{call.head_dim} and a window" if windowed and call.head_dim <= 64 else None
+
+
+@untraced
+def _is_window(text: str) -> bool:
+    return is_band(text)
+
+
+def _few_rows(call: Call) -> str | None:
+    """Rows of the mean request that share a head's keys, where they are so few that keys should be divided."""
+    if call.pages is None:
+        return None
+    rows = call.rows_q * call.group // (max(call.batch, 1) if call.packed else 1)
+    return None if rows > 64 else f"{rows}"
+
+
+ROW: Row[Call] = Row(
+    "hopper",
+    "tilewise.ops.attention.gluon_attention",
+    (
+        TRITON,
+        Need(
+            "keys in rows, or in pages of 16, 32, 64 or a multiple of 128 tokens under a mask of one run", _other_pages
+        ),
+        NO_GRAD_OF_PAGES,
+        Need("a Hopper GPU (sm_90)", lambda c: _no_hopper(c)),  # found when called: tests replace it
+        HALF,
+        Need(
+            "head dimensions up to 256",
+            lambda c: None if max(c.head_dim, c.head_dim_v) <= 256 else f"{c.head_dim}, {c.head_dim_v}",
+        ),
+        ATOMICS,
+    ),
+    "warp-specialised kernels for Hopper",
+    # where it was slower than the portable kernels (benchmarks/NOTES.md)
+    prefers=(
+        Need(f"{_TILES} tiles of {_QUERIES} queries or more", _few_tiles),
+        Need("head dimensions above 64 for masks that are windows", _narrow_window),
+        Need("more than 64 rows of queries for each key/value head of a paged request", _few_rows),
+        Need("no gradients of captured tensors", lambda c: "some wanted" if any(c.grad_captured) else None),
+    ),
+    backward="backward",
+)

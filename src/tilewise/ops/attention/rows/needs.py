@@ -1,0 +1,24 @@
+"""What several rows of attention need."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.core import dispatch
+from tilewise.core.dispatch import Need
+from tilewise.ops.attention.problem import Call
+
+CPU: Need[Call] = dispatch.on("cpu", lambda c: c.q.device)
+GPU: Need[Call] = dispatch.gpu(lambda c: c.q.device)
+HALF: Need[Call] = dispatch.dtypes(lambda c: c.q.dtype, torch.float16, torch.bfloat16)
+UP_TO_FLOAT32: Need[Call] = dispatch.dtypes(lambda c: c.q.dtype, torch.float16, torch.bfloat16, torch.float32)
+DENSE: Need[Call] = Need("the dense layout", lambda c: "paged" if c.pages else "packed" if c.packed else None)
+NO_GRAD: Need[Call] = Need("no gradient wanted", lambda c: "a gradient wanted" if c.wants_grad else None)
+NO_GRAD_OF_PAGES: Need[Call] = Need(
+    "no gradient wanted of paged keys", lambda c: "one wanted" if c.pages and c.wants_grad else None
+)
+NO_DROPOUT: Need[Call] = Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}")
+ATOMICS: Need[Call] = Need(
+    "deterministic=False, or no captured tensor that takes a gradient (atomics)",
+    lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
+)

@@ -1,0 +1,16 @@
+"""The row of the specification."""
+
+from __future__ import annotations
+
+from tilewise.core.dispatch import NAMED, Need, Row
+from tilewise.core.readback import being_traced
+from tilewise.ops.attention.problem import Call
+
+ROW: Row[Call] = Row(
+    "reference",
+    "tilewise.ops.attention.reference",
+    (Need("no gradient inside torch.compile", lambda c: "one" if c.wants_grad and being_traced() else None),),
+    "float64, every score materialised: the specification",
+    prefers=(NAMED,),
+    backward="backward",
+)

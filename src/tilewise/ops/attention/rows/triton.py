@@ -1,0 +1,42 @@
+"""The rows of the portable kernels for keys in rows."""
+
+from __future__ import annotations
+
+from tilewise.core.dispatch import TRITON, Need, Row
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.rows.needs import ATOMICS, DENSE, GPU, NO_DROPOUT, NO_GRAD, UP_TO_FLOAT32
+
+
+def _few_queries(call: Call) -> str | None:
+    rows = call.rows_q * call.group
+    return None if rows <= 64 else f"{rows} (seqlen_q {call.rows_q} times group {call.group})"
+
+
+DECODE: Row[Call] = Row(
+    "triton_decode",
+    "tilewise.ops.attention.triton_decode",
+    (
+        TRITON,
+        GPU,
+        UP_TO_FLOAT32,
+        DENSE,
+        Need("at most 64 rows of queries for each key/value head", _few_queries),
+        NO_DROPOUT,
+        NO_GRAD,
+    ),
+    "keys split over the GPU, partial results merged by log-sum-exp",
+)
+
+TILED: Row[Call] = Row(
+    "triton",
+    "tilewise.ops.attention.triton_attention",
+    (
+        TRITON,
+        Need("keys that are not paged", lambda c: "paged" if c.pages else None),
+        GPU,
+        UP_TO_FLOAT32,
+        ATOMICS,
+    ),
+    "portable tiled kernels, forward and backward",
+    backward="backward",
+)
