@@ -43,11 +43,13 @@ class Family:
 
 _FORMULA = ("src/tilewise/formula/*.py", "src/tilewise/schedule/*.py", "src/tilewise/core/[pr]*.py")
 _ATTENTION = "src/tilewise/ops/attention/"
+_DISPATCH = "src/tilewise/core/dispatch.py"
 _SHARED = (
+    _DISPATCH,
     "src/tilewise/layouts.py",
     *(
         _ATTENTION + name
-        for name in ("__init__.py", "arguments.py", "problem.py", "table.py", "torch_op.py", "gradient.py")
+        for name in ("__init__.py", "arguments.py", "problem.py", "rows/needs.py", "torch_op.py", "gradient.py")
     ),
 )
 
@@ -55,22 +57,25 @@ _PORTABLE = (
     *_FORMULA,
     *_SHARED,
     *(f"src/tilewise/tiles/{name}.py" for name in ("arithmetic", "dropout", "load", "visit")),
-    *(_ATTENTION + name for name in ("triton_*.py", "configs.py", "variant.py")),
+    *(_ATTENTION + f"triton_{name}.py" for name in ("attention", "bwd", "decode", "fwd", "launch", "lists", "plans")),
+    *(_ATTENTION + name for name in ("configs.py", "variant.py")),
 )
 
-_GPU_TESTS = ("tests/gpu/test_[aps]*.py",)
+_GPU_TESTS = ("tests/gpu/test_[as]*.py",)
+_PAGED_TESTS = ("tests/gpu/test_paged.py",)
+_CI = "interpreted, compiled for sm_80, sm_90, sm_100"
 
 _MERGE = "src/tilewise/ops/merge/"
 _MERGE_SHARED = (
     "src/tilewise/core/[er]*.py",
-    _ATTENTION + "table.py",
+    _DISPATCH,
     *(_MERGE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
 _WRITE = "src/tilewise/ops/kv_write/"
 _WRITE_SHARED = (
     "src/tilewise/core/[er]*.py",
-    _ATTENTION + "table.py",
+    _DISPATCH,
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
@@ -79,21 +84,35 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             name="attention_triton",
-            sources=_PORTABLE,
+            sources=(*_PORTABLE, _ATTENTION + "rows/triton.py"),
             tests=_GPU_TESTS,
-            rows=("triton", "triton_decode", "triton_paged"),
-            ci="interpreted, compiled for sm_80, sm_90, sm_100",
+            rows=("triton", "triton_decode"),
+            ci=_CI,
+        ),
+        Family(
+            name="attention_paged",
+            sources=(
+                *_PORTABLE,
+                *(_ATTENTION + name for name in ("triton_paged.py", "triton_work.py", "rows/paged.py")),
+            ),
+            tests=_PAGED_TESTS,
+            rows=("triton_paged",),
+            ci=_CI,
         ),
         Family(
             name="attention_hopper",
-            sources=(*_PORTABLE, "src/tilewise/tiles/*.py", _ATTENTION + "gluon_*.py"),
-            tests=_GPU_TESTS,
+            sources=(
+                *_PORTABLE,
+                "src/tilewise/tiles/*.py",
+                *(_ATTENTION + name for name in ("gluon_*.py", "rows/hopper.py")),
+            ),
+            tests=(*_GPU_TESTS, *_PAGED_TESTS),
             rows=("hopper",),
             ci="compiled for sm_90",
         ),
         Family(
             name="attention_cpu",
-            sources=(*_FORMULA, *_SHARED, _ATTENTION + "cpu*.py"),
+            sources=(*_FORMULA, *_SHARED, _ATTENTION + "cpu*.py", _ATTENTION + "rows/cpu.py"),
             tests=("tests/ops/*.py",),
             rows=("cpu_sdpa", "cpu_tiled"),
         ),
@@ -107,7 +126,7 @@ FAMILIES: dict[str, Family] = {
             ),
             tests=("tests/gpu/test_merge.py",),
             rows=("triton",),
-            ci="interpreted, compiled for sm_80, sm_90, sm_100",
+            ci=_CI,
             operation="merge",
         ),
         Family(
@@ -122,7 +141,7 @@ FAMILIES: dict[str, Family] = {
             sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _ATTENTION + "triton_launch.py"),
             tests=("tests/gpu/test_kv_write.py",),
             rows=("triton",),
-            ci="interpreted, compiled for sm_80, sm_90, sm_100",
+            ci=_CI,
             operation="kv_write",
         ),
         Family(

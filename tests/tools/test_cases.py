@@ -112,7 +112,12 @@ def test_the_cpu_case_times_forwards_without_gradients(tmp_path: Path, monkeypat
 
 
 def test_sources_are_those_of_the_rows_family() -> None:
-    rows = {"triton": "attention_triton", "hopper": "attention_hopper", "cpu_sdpa": "attention_cpu"}
+    rows = {
+        "triton": "attention_triton",
+        "triton_paged": "attention_paged",
+        "hopper": "attention_hopper",
+        "cpu_sdpa": "attention_cpu",
+    }
     for row, family in rows.items():
         assert contenders.sources_of(f"tilewise.{row}") == FAMILIES[family].hash()
     assert contenders.sources_of("tilewise.hopper.deterministic") == contenders.sources_of("tilewise.hopper")

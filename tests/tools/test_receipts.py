@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ast
+import importlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tilewise.core.dispatch import Row
 from tools import families, gpu_receipt, receipts, support_matrix
 from tools.families import FAMILIES, Family
 from tools.receipts import Receipt
@@ -85,6 +88,47 @@ def test_rows_of_one_name_have_the_family_of_their_operation() -> None:
     assert [family.name for family in found if family] == ["attention_triton", "merge_triton"]
     assert "triton_merge.py" in {path.name for path in FAMILIES["merge_triton"].files()}
     assert "reference.py" not in {path.name for path in FAMILIES["merge_triton"].files()}
+
+
+def _imported(folder: Path, stem: str, seen: set[str]) -> set[str]:
+    """File `stem` of an operation's folder, those there that it imports, and those that they import."""
+    if stem not in seen:
+        seen.add(stem)
+        tree = ast.parse((folder / f"{stem}.py").read_text(encoding="utf-8"))
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+            package, _, last = (node.module or "").rpartition(".")
+            here = f"tilewise.ops.{folder.name}"
+            found = [last] if package == here else [x.name for x in node.names] if node.module == here else []
+            for other in found:
+                _imported(folder, other, seen)
+    return seen
+
+
+def test_a_family_holds_what_its_rows_import() -> None:
+    for operation in support_matrix.OPERATIONS:
+        folder = families.ROOT / "src" / "tilewise" / "ops" / operation
+        for row in support_matrix.rows(operation):
+            family = families.family_of(row.name, operation)
+            imported = _imported(folder, row.module.rpartition(".")[2], set())
+            assert family is None or {folder / f"{stem}.py" for stem in imported} <= set(family.files()), row.name
+
+
+def test_each_row_of_attention_is_declared_in_its_family_and_in_no_other() -> None:
+    declared = {}
+    for path in sorted((families.ROOT / "src/tilewise/ops/attention/rows").glob("[!_]*.py")):
+        module = importlib.import_module(f"tilewise.ops.attention.rows.{path.stem}")
+        for row in (value for value in vars(module).values() if isinstance(value, Row)):
+            found = families.family_of(row.name)
+            holding = [family.name for family in FAMILIES.values() if path in family.files()]
+            declared[row.name] = holding == ([found.name] if found else [])
+    assert declared == {row.name: True for row in support_matrix.rows("attention")}
+
+
+def test_kernels_for_pages_leave_what_others_vouch_for() -> None:
+    for name in ("attention_triton", "attention_hopper"):
+        files = {path.name for path in FAMILIES[name].files()}
+        assert not files & {"triton_paged.py", "triton_work.py", "paged.py", "table.py"}
+    assert not [path for path in FAMILIES["attention_triton"].files() if path.name.startswith(("gluon", "hopper"))]
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
