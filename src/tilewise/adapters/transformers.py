@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import tilewise as tw
-from tilewise.adapters import flex
+from tilewise.adapters import flex, transformers_continuous
 from tilewise.adapters.axes import autocast, broadcast_load, check_tensors, raw_index, raw_mask, seqlen_first
 from tilewise.adapters.sdpa import additive
 from tilewise.core.errors import FormulaError, InputError, MissingExtraError, UnsupportedError
@@ -26,7 +26,8 @@ __all__ = ["attention_forward", "attention_mask", "register"]
 
 
 def register(name: str = "tilewise") -> None:
-    """Make `attn_implementation=name` known to transformers, for every model that uses its attention interface.
+    """Make `attn_implementation=name` known to transformers, for every model that uses its attention interface, and
+    to its continuous batching.
 
     Raises:
         MissingExtraError: transformers is not installed, or its masks are still described by `cache_position`.
@@ -42,6 +43,7 @@ def register(name: str = "tilewise") -> None:
         raise MissingExtraError("transformers", got="an older version", expected=expected, hint=hint)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
+    transformers_continuous.admit(name, attention_forward)
 
 
 class _Mask(flex.BlockMask):
@@ -183,16 +185,16 @@ def attention_forward(
         s_aux: (num_heads_q,) attention sinks.
         sliding_window: counts where `attention_mask` is None or 2-D; other masks contain it.
         kwargs: `position_bias` (1 or batch, num_heads_q, seqlen_q, seqlen_k) is added to the scores; `cu_seq_lens_q`
-            and `cu_seq_lens_k` separate packed sequences.
+            and `cu_seq_lens_k` separate packed sequences; `cache`, with what continuous batching passes beside it
+            (see `transformers_continuous.attend`), is written to and read, and then causality and windows are its.
 
     Returns:
         (batch, seqlen_q, num_heads_q, head_dim_v), and None for the weights, which are never built.
 
     Raises:
-        UnsupportedError: a paged cache (continuous batching), or a model that selects keys or sinks for each query.
+        UnsupportedError: a model that selects keys or sinks for each query; or, beside a paged cache, a mask or a
+            position bias.
     """
-    if kwargs.get("cache") is not None:
-        raise UnsupportedError("cache", got="a paged cache", expected="none", hint="generate() without paging works")
     for name in ("indices", "block_indices", "sinks"):  # what ignoring would change the result
         if kwargs.get(name) is not None:
             raise UnsupportedError(name, got="a tensor", expected="None", hint="use attn_implementation='eager'")
@@ -201,6 +203,13 @@ def attention_forward(
     sizes = (query.shape[-2], key.shape[-2])
     shift = sizes[1] - sizes[0]
     score = None if not softcap else tw.softcap(softcap)
+    if kwargs.get("cache") is not None:
+        for name, given in (("attention_mask", attention_mask), ("position_bias", kwargs.get("position_bias"))):
+            if isinstance(given, torch.Tensor):  # its places are not those of the keys in a cache
+                raise UnsupportedError(name, got="a tensor", expected="None", hint="generate() without paging works")
+        options = {"score": score, "sink": s_aux, "scale": scaling, "dropout": dropout}
+        layer_idx: Any = module.layer_idx
+        return transformers_continuous.attend(layer_idx, query, key, value, kwargs, sliding_window, **options)[None], None
     if isinstance(attention_mask, TorchBlockMask):
         mask = flex.mask_of(attention_mask, *sizes)
     elif attention_mask is None or _rank(attention_mask) == 2:
