@@ -208,8 +208,8 @@ def attention_forward(
             if isinstance(given, torch.Tensor):  # its places are not those of the keys in a cache
                 raise UnsupportedError(name, got="a tensor", expected="None", hint="generate() without paging works")
         options = {"score": score, "sink": s_aux, "scale": scaling, "dropout": dropout}
-        layer_idx: Any = module.layer_idx
-        return transformers_continuous.attend(layer_idx, query, key, value, kwargs, sliding_window, **options)[None], None
+        o = transformers_continuous.attend(module, query, key, value, kwargs, sliding_window, **options)
+        return o[None], None
     if isinstance(attention_mask, TorchBlockMask):
         mask = flex.mask_of(attention_mask, *sizes)
     elif attention_mask is None or _rank(attention_mask) == 2:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 import tilewise as tw
+from tilewise.adapters.axes import seqlen_first
 from tilewise.core.errors import UnsupportedError
 
 _admitted: set[str] = set()
@@ -48,7 +49,7 @@ def _keep_admitted() -> None:
 # tracing would copy the cache, which changes in place under several views
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
-    layer_idx: int,
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -59,7 +60,7 @@ def attend(
     """Write a step's keys and values into the cache, and attend to all that its requests may see.
 
     Args:
-        layer_idx: the layer's number in the cache.
+        module: the layer; `layer_idx` is its number in the cache.
         query: (1, num_heads_q, rows, head_dim), all requests' new tokens end to end, then rows that only pad.
         key, value: (1, num_heads_kv, rows, head_dim).
         step: transformers' own `cache`, `cu_seq_lens_q` (requests + 1,), `cu_seq_lens_k` likewise (of each kind of
@@ -71,8 +72,10 @@ def attend(
         (rows, num_heads_q, head_dim); 0 in rows that only pad.
 
     Raises:
-        UnsupportedError: another kind of cache, or a block table.
+        UnsupportedError: another kind of cache, a block table, or sliding windows in a transformers too old for them.
     """
+    cache: Any = step["cache"]
+    layer = _layer(cache, module)
     if step.get("block_table") is not None:
         raise UnsupportedError(
             "block_table",
@@ -80,16 +83,14 @@ def attend(
             expected="read_index and write_index",
             hint="ContinuousBatchingConfig(max_blocks_per_request=0)",
         )
-    cache = step["cache"]
-    layer = _layer(cache, layer_idx)
     reads, writes = (step[name][layer.group] for name in ("read_index", "write_index"))
     cu_q, cu_k = step["cu_seq_lens_q"], step["cu_seq_lens_k"]
     if isinstance(cu_k, Mapping):
         cu_k = cu_k["full_attention" if layer.ring is None else "sliding_attention"]
     cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
-    update = functools.partial(_update, cache, key, value, layer_idx, step)
+    update = functools.partial(_update, cache, key, value, module, step)
     mask = _visible(sliding_window if layer.ring is None else layer.ring)
-    q = query[0].transpose(0, 1)
+    q = seqlen_first(query)[0]
 
     if not reads.numel():  # every request is new, so its keys are all in this step
         k, v = update(read=False)
@@ -109,27 +110,36 @@ def attend(
 
 
 class _Layer(NamedTuple):
-    """Where one layer's keys and values are: its group's number, the tokens that a ring keeps (None: all are kept), what
-    stands in `read_index` for a token not yet written to a ring, and the rows themselves (tokens, heads, dim).
+    """Where one layer's keys and values are: its group's number, the tokens that a ring keeps (None: all are kept),
+    what stands in `read_index` for a token not yet written to a ring, and the rows themselves (tokens, heads, dim).
     """
 
     group: int
     ring: int | None
-    sentinel: int
+    sentinel: int | None
     rows: tuple[torch.Tensor, torch.Tensor] | None
 
 
-def _layer(cache: Any, layer_idx: int) -> _Layer:
+def _layer(cache: Any, module: Any) -> _Layer:
     if hasattr(cache, "layer_to_allocator"):  # since 5.18
-        allocator = cache.layer_to_allocator[layer_idx]
-        rows = getattr(allocator, "_kv_token_views", {}).get(layer_idx)
+        allocator = cache.layer_to_allocator[module.layer_idx]
+        rows = getattr(allocator, "_kv_token_views", {}).get(module.layer_idx)
         ring = getattr(allocator, "sliding_window", None)
-        return _Layer(allocator.index, ring, getattr(allocator, "sentinel_index", -1), rows)
+        return _Layer(allocator.index, ring, allocator.sentinel_index, rows)
     if hasattr(cache, "layer_index_to_group_indices"):
-        group, place = cache.layer_index_to_group_indices[layer_idx]
-        ring = cache.sliding_windows[layer_idx]
+        group, place = cache.layer_index_to_group_indices[module.layer_idx]
+        window = cache.sliding_windows[module.layer_idx]
+        ring = None if window == 1 else window
+        sentinel = getattr(cache, "sentinel_index", None)
+        if ring is not None and sentinel is None:  # 5.4 reads the wrong rows of a ring, whatever attends to them
+            raise UnsupportedError(
+                "sliding_window",
+                got="continuous batching of an older transformers",
+                expected="transformers >= 5.17",
+                hint="pip install -U transformers",
+            )
         rows = (cache.key_cache[place], cache.value_cache[place])
-        return _Layer(group, None if ring == 1 else ring, getattr(cache, "sentinel_index", -1), rows)
+        return _Layer(group, ring, sentinel, rows)
     raise UnsupportedError(
         "cache",
         got=type(cache).__name__,
@@ -139,22 +149,24 @@ def _layer(cache: Any, layer_idx: int) -> _Layer:
 
 
 def _update(
-    cache: Any, key: torch.Tensor, value: torch.Tensor, layer_idx: int, step: Mapping[str, Any], *, read: bool
+    cache: Any, key: torch.Tensor, value: torch.Tensor, module: Any, step: Mapping[str, Any], *, read: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The cache's own `update`; what it returns as (tokens, heads, dim): all that is read, or else the new tokens."""
     reads = step["read_index"] if read else [index[:0] for index in step["read_index"]]
-    if _takes_kwargs(type(cache)):
-        k, v = cache.update(key, value, layer_idx, {**step, "read_index": reads})
+    if _takes_step(cache.update.__func__):
+        k, v = cache.update(key, value, module.layer_idx, {**step, "read_index": reads})
     else:
-        k, v = cache.update(key, value, layer_idx, reads, step["write_index"])
+        k, v = cache.update(key, value, module.layer_idx, reads, step["write_index"])
     if not read:
         k, v = key, value
-    return tuple(x[0].transpose(0, 1) if x.ndim == 4 else x for x in (k, v))  # type: ignore[return-value]
+    k, v = (seqlen_first(x)[0] if x.ndim == 4 else x for x in (k, v))
+    return k, v
 
 
 @functools.cache
-def _takes_kwargs(cache: type) -> bool:
-    return "kwargs" in inspect.signature(cache.update).parameters  # type: ignore[attr-defined]
+def _takes_step(update: Callable[..., Any]) -> bool:
+    """Since 5.19 the cache's `update` has the whole step as one argument."""
+    return "kwargs" in inspect.signature(update).parameters
 
 
 @functools.cache
