@@ -1,7 +1,9 @@
-"""What the adapters share: PyTorch's order of dimensions, and formulas over a query's own index."""
+"""What the adapters share: PyTorch's order of dimensions, formulas over a query's own index, windows and distances."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,3 +63,49 @@ def broadcast_load(table: torch.Tensor, b: Expr, h: Expr, q: Expr, k: Expr) -> A
     """`table[b, h, q, k]` of a tensor of rank 4 whose dimensions of extent 1 are shared."""
     index = (x if extent != 1 else 0 for x, extent in zip((b, h, q, k), table.shape, strict=True))
     return table[tuple(index)]
+
+
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """The tensor with its last dimension contiguous, copied where it is not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def window_mask(causal: bool, window_size: Any) -> tw.Mask | None:
+    """FlashAttention's `causal` and `window_size` (left, right), both inclusive; a negative side, or None, is no limit.
+
+    Raises InputError unless `window_size` is a pair of integers or None.
+    """
+    sides = window_size if isinstance(window_size, (tuple, list)) else ()
+    if len(sides) != 2 or not all(side is None or isinstance(side, int) for side in sides):
+        raise InputError(
+            "window_size", got=repr(window_size), expected="(left, right), integers", hint="-1 is no limit"
+        )
+    left, right = (None if side is None or side < 0 else int(side) for side in sides)
+    right = 0 if causal else right
+    if left is None:
+        return None if right is None else tw.causal if right == 0 else tw.window(None, right)
+    return tw.window(left + 1, right)
+
+
+def distance_score(softcap: Any, alibi_slopes: Any, batch: int, heads: int) -> tw.Score | None:
+    """FlashAttention's `softcap`, then ALiBi with slopes (heads,) or (batch, heads).
+
+    Raises InputError unless `softcap` is None or a finite number >= 0, and the slopes are such a tensor or None.
+    """
+    softcap = 0.0 if softcap is None else softcap
+    number = isinstance(softcap, (int, float, numbers.Real)) and not isinstance(softcap, bool)
+    if not number or not 0.0 <= softcap < math.inf:
+        hint = "None turns it off too"
+        raise InputError("softcap", got=repr(softcap), expected="0 for none, or a finite number > 0", hint=hint)
+    score = tw.softcap(softcap) if softcap else None
+    if alibi_slopes is None:
+        return score
+    hint, expected = "a slope for each query head, float32", f"a tensor {(heads,)} or {(batch, heads)}"
+    if not isinstance(alibi_slopes, torch.Tensor) or not alibi_slopes.is_floating_point():
+        got = alibi_slopes.dtype if isinstance(alibi_slopes, torch.Tensor) else type(alibi_slopes).__name__
+        raise InputError("alibi_slopes", got=got, expected=expected, hint=hint)
+    # extent by extent: under torch.compile a symbolic size equals none of a tuple's
+    of_batch = alibi_slopes.ndim == 1 or (alibi_slopes.ndim == 2 and alibi_slopes.shape[0] == batch)
+    if not of_batch or alibi_slopes.shape[-1] != heads:
+        raise InputError("alibi_slopes", got=tuple(alibi_slopes.shape), expected=expected, hint=hint)
+    return tw.alibi(alibi_slopes) if score is None else score >> tw.alibi(alibi_slopes)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.adapters.axes import check_tensors
+from tilewise.adapters.axes import check_tensors, distance_score, unit_stride, window_mask
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.philox import keep_mask
 from tilewise.layouts import Packed
@@ -202,40 +202,6 @@ def _split(name: str, packed: torch.Tensor, parts: int, rank: int) -> tuple[torc
     return packed.unbind(-3)
 
 
-def _mask(causal: bool, window_size: tuple[int | None, int | None]) -> tw.Mask | None:
-    """Both bounds of `window_size` are inclusive; a negative one, or None, is no limit."""
-    left, right = (None if side is None or side < 0 else int(side) for side in window_size)
-    right = 0 if causal else right
-    if left is None:
-        return None if right is None else tw.causal if right == 0 else tw.window(None, right)
-    return tw.window(left + 1, right)
-
-
-def _score(softcap: float | None, alibi_slopes: torch.Tensor | None, batch: int, heads: int) -> tw.Score | None:
-    softcap = 0.0 if softcap is None else softcap
-    number = isinstance(softcap, (int, float, numbers.Real)) and not isinstance(softcap, bool)
-    if not number or not 0.0 <= softcap < math.inf:
-        hint = "None turns it off too"
-        raise InputError("softcap", got=repr(softcap), expected="0 for none, or a finite number > 0", hint=hint)
-    score = tw.softcap(softcap) if softcap else None
-    if alibi_slopes is None:
-        return score
-    hint, expected = "a slope for each query head, float32", f"a tensor {(heads,)} or {(batch, heads)}"
-    if not isinstance(alibi_slopes, torch.Tensor) or not alibi_slopes.is_floating_point():
-        got = alibi_slopes.dtype if isinstance(alibi_slopes, torch.Tensor) else type(alibi_slopes).__name__
-        raise InputError("alibi_slopes", got=got, expected=expected, hint=hint)
-    # extent by extent: under torch.compile a symbolic size equals none of a tuple's
-    of_batch = alibi_slopes.ndim == 1 or (alibi_slopes.ndim == 2 and alibi_slopes.shape[0] == batch)
-    if not of_batch or alibi_slopes.shape[-1] != heads:
-        raise InputError("alibi_slopes", got=tuple(alibi_slopes.shape), expected=expected, hint=hint)
-    return tw.alibi(alibi_slopes) if score is None else score >> tw.alibi(alibi_slopes)
-
-
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """As the package does."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _check_lengths(**cu_seqlens: Any) -> None:
     """Raise InputError unless each is a tensor of rank 1; `attention` looks at the rest."""
     hint = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)"
@@ -260,11 +226,7 @@ def _attention(
     max_seqlens: tuple[Any, Any] = (0, 0),
 ) -> Result:
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
-    sides = window_size if isinstance(window_size, (tuple, list)) else ()
-    if len(sides) != 2 or not all(side is None or isinstance(side, int) for side in sides):
-        raise InputError(
-            "window_size", got=repr(window_size), expected="(left, right), integers", hint="-1 is no limit"
-        )
+    mask = window_mask(causal, window_size)
     if layout is None:
         hint = "flash_attn_varlen_func takes (total, heads, dim)"
         check_tensors("(batch, seqlen, heads, dim)", (4,), hint, q=q, k=k, v=v)
@@ -274,9 +236,9 @@ def _attention(
         check_tensors("(total, heads, dim)", (3,), hint, q=q, k=k, v=v)
     if return_attn_probs:
         max_seqlens = (_extent("max_seqlen_q", max_seqlens[0]), _extent("max_seqlen_k", max_seqlens[1]))
-    q, k, v = (_unit_stride(x) for x in (q, k, v))
+    q, k, v = (unit_stride(x) for x in (q, k, v))
     batch = layout.batch if layout is not None else q.shape[0]
-    mask, score = _mask(causal, window_size), _score(softcap, alibi_slopes, batch, q.shape[-2])
+    score = distance_score(softcap, alibi_slopes, batch, q.shape[-2])
     seed = None
     if return_attn_probs and dropout_p:  # drawn here so that S_dmask shows the same pattern
         seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=q.device)
