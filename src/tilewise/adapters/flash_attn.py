@@ -21,9 +21,10 @@ import torch
 
 import tilewise as tw
 from tilewise.adapters.axes import check_tensors, distance_score, unit_stride, window_mask
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.adapters.kv_cache import CacheCall, attend
+from tilewise.core.errors import InputError
 from tilewise.core.philox import keep_mask
-from tilewise.layouts import Packed
+from tilewise.layouts import Packed, Paged
 
 __all__ = [
     "flash_attn_func",
@@ -32,6 +33,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -133,22 +135,19 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, num_heads_q, head_dim).
-        k, v: (total_k, num_heads_kv, head_dim and head_dim_v).
+        k, v: (total_k, num_heads_kv, head_dim and head_dim_v), or with `block_table` pages of any size, (num_blocks,
+            page_size, num_heads_kv, ...), forward only.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), cumulative lengths from 0 to the totals.
         max_seqlen_q, max_seqlen_k: accepted, int or tensor; only S_dmask needs them.
-        block_table: paged keys, not offered here: UnsupportedError.
+        block_table: int32 (batch, max_pages), the pages of each sequence.
 
     Returns:
         out (total_q, num_heads_q, head_dim_v); softmax_lse (num_heads_q, total_q); S_dmask (batch, num_heads_q,
         max_seqlen_q, max_seqlen_k), 0 beyond a sequence's lengths.
     """
-    if block_table is not None:
-        raise UnsupportedError(
-            "block_table", got="a table", expected="None", hint="gather the pages into k and v first"
-        )
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     layout = Packed(cu_seqlens_q, cu_seqlens_k)
-    return _attention(q, k, v, layout, options, (max_seqlen_q, max_seqlen_k))
+    return _attention(q, k, v, layout, options, (max_seqlen_q, max_seqlen_k), block_table)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -193,6 +192,66 @@ def flash_attn_varlen_qkvpacked_func(
     return _attention(q, k, v, Packed(cu_seqlens), options, (max_seqlen, max_seqlen))
 
 
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Write new keys and values into a cache, in place, and attend to all that is there then. No gradients.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim); the last query stands at the last key.
+        k_cache, v_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim and head_dim_v), or with `block_table`
+            (num_blocks, page_size, num_heads_kv, ...) of any page size; unit stride in the last dimension.
+        k, v: (batch, seqlen_new, num_heads_kv, ...), written at tokens cache_seqlens and following of each request.
+        rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), by which the first rotary_dim dimensions of new keys and of
+            queries are rotated: token t of the cache by row t. Query i stands at cache_seqlens + i if `causal` or with
+            a window, else all queries at cache_seqlens. Only with k and v.
+        cache_seqlens: tokens already in the cache, those of the left padding included: an int, or int32 (batch,); None
+            is a full cache.
+        cache_batch_idx: int32 (batch,), the row of the cache of each request; default 0, 1, 2, ...
+        cache_leftpad: int32 (batch,), the first token of each request that is there; whatever lies before is not read.
+        block_table: int32 (batch, max_pages), the pages of each request; what lies behind its last one is not read.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
+        rotary_interleaved: rotate dimensions 0 and 1, 2 and 3, ...; else 0 and rotary_dim / 2, 1 and the next, ...
+        num_splits: changes nothing; 0 or more.
+        return_softmax_lse: return (out, softmax_lse).
+
+    Returns:
+        out (batch, seqlen_q, num_heads_q, head_dim_v); softmax_lse (batch, num_heads_q, seqlen_q), float32 (float64 for
+        float64 input), natural logarithm, +inf for a row that sees no key.
+
+    Raises:
+        InputError: an argument is wrong. UnsupportedError: 8 bits, or left padding in a cache whose rows are no whole
+        number of tokens apart. Both before any write; values are checked on a CPU only, where no token may be written
+        twice, and on a GPU with TILEWISE_DEBUG=1.
+    """
+    call = CacheCall(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        block_table=block_table, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes, num_splits=num_splits,
+    )  # fmt: skip
+    o, lse = attend(call)
+    return (o, torch.where(lse == -torch.inf, torch.inf, lse)) if return_softmax_lse else o
+
+
 def _split(name: str, packed: torch.Tensor, parts: int, rank: int) -> tuple[torch.Tensor, ...]:
     if not isinstance(packed, torch.Tensor) or packed.ndim != rank or packed.shape[-3] != parts:
         got = f"shape {tuple(packed.shape)}" if isinstance(packed, torch.Tensor) else type(packed).__name__
@@ -224,6 +283,7 @@ def _attention(
     layout: Packed | None,
     options: tuple[Any, ...],
     max_seqlens: tuple[Any, Any] = (0, 0),
+    block_table: torch.Tensor | None = None,
 ) -> Result:
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
     mask = window_mask(causal, window_size)
@@ -233,7 +293,15 @@ def _attention(
     else:
         _check_lengths(cu_seqlens_q=layout.cu_seqlens_q, cu_seqlens_k=layout.keys)
         hint = "flash_attn_func takes (batch, seqlen, heads, dim)"
-        check_tensors("(total, heads, dim)", (3,), hint, q=q, k=k, v=v)
+        check_tensors("(total, heads, dim)", (3,), hint, q=q)
+        if block_table is None:
+            check_tensors("(total, heads, dim)", (3,), hint, k=k, v=v)
+        else:
+            check_tensors("(batch, max_pages)", (2,), "a row for each sequence", block_table=block_table)
+            check_tensors("(num_blocks, page_size, heads, dim)", (4,), "pages of block_table", k=k, v=v)
+            if block_table.shape[0] != layout.batch:
+                got, expected = f"{block_table.shape[0]} rows", f"{layout.batch}, as cu_seqlens_q"
+                raise InputError("block_table", got=got, expected=expected, hint="a row for each sequence")
     if return_attn_probs:
         max_seqlens = (_extent("max_seqlen_q", max_seqlens[0]), _extent("max_seqlen_k", max_seqlens[1]))
     q, k, v = (unit_stride(x) for x in (q, k, v))
@@ -242,13 +310,16 @@ def _attention(
     seed = None
     if return_attn_probs and dropout_p:  # drawn here so that S_dmask shows the same pattern
         seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=q.device)
+    paged: Packed | Paged | None = layout
+    if layout is not None and block_table is not None:
+        paged = Paged(block_table, layout.keys.diff(), layout.cu_seqlens_q)
     o, lse = tw.attention_with_lse(
         q,
         k,
         v,
         mask=mask,
         score=score,
-        layout=layout,
+        layout=paged,
         scale=softmax_scale,
         dropout=dropout_p,
         seed=seed,
@@ -257,9 +328,17 @@ def _attention(
     if not return_attn_probs:
         return o
     with torch.no_grad():
+        if layout is not None and block_table is not None:
+            k = _gathered(k, block_table, layout.keys.diff().tolist())
         scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
         probs = _probabilities((q, k, lse), layout, mask, score, scale, (dropout_p, seed), max_seqlens)
     return o, torch.where(lse == -torch.inf, torch.inf, lse), probs
+
+
+def _gathered(k: torch.Tensor, block_table: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Keys out of their pages, packed."""
+    tables = [row[: -(-n // k.shape[1])].long() for row, n in zip(block_table, lengths, strict=True)]
+    return torch.cat([k[row].flatten(0, 1)[:n] for row, n in zip(tables, lengths, strict=True)])
 
 
 def _probabilities(
