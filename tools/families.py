@@ -61,6 +61,8 @@ _PORTABLE = (
     *(_ATTENTION + name for name in ("configs.py", "variant.py")),
 )
 
+_PAGED = tuple(_ATTENTION + name for name in ("triton_paged.py", "triton_work.py"))
+
 _GPU_TESTS = ("tests/gpu/test_[as]*.py",)
 _PAGED_TESTS = ("tests/gpu/test_paged.py",)
 _CI = "interpreted, compiled for sm_80, sm_90, sm_100"
@@ -91,20 +93,29 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="attention_paged",
-            sources=(
-                *_PORTABLE,
-                *(_ATTENTION + name for name in ("triton_paged.py", "triton_work.py", "rows/paged.py")),
-            ),
+            sources=(*_PORTABLE, *_PAGED, _ATTENTION + "rows/paged.py"),
             tests=_PAGED_TESTS,
             rows=("triton_paged",),
             ci=_CI,
+        ),
+        Family(
+            name="attention_decode_hopper",
+            sources=(
+                *_PORTABLE,
+                *_PAGED,
+                *(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "hopper")),
+                *(_ATTENTION + name for name in ("gluon_decode.py", "gluon_sm90_decode.py", "rows/decode.py")),
+            ),
+            tests=_PAGED_TESTS,
+            rows=("hopper_decode",),
+            ci="compiled for sm_90",
         ),
         Family(
             name="attention_hopper",
             sources=(
                 *_PORTABLE,
                 "src/tilewise/tiles/*.py",
-                *(_ATTENTION + name for name in ("gluon_*.py", "rows/hopper.py")),
+                *(_ATTENTION + name for name in ("gluon_attention.py", "gluon_sm90_[bfprs]*.py", "rows/hopper.py")),
             ),
             tests=(*_GPU_TESTS, *_PAGED_TESTS),
             rows=("hopper",),

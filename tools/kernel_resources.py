@@ -91,7 +91,7 @@ class Variant:
 
     def call(self) -> Call:
         arguments = FORMULAS[self.formula]()
-        if self.row == "triton_paged" or self.formula == "pages":
+        if self.row in ("triton_paged", "hopper_decode") or self.formula == "pages":
             return self._paged(arguments)
         lead = (SEQLEN,) if "layout" in arguments else (2, LONG if self.row == "hopper" else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
@@ -170,6 +170,9 @@ def variants() -> Iterator[Variant]:
         ):
             quick = head_dim == 128 or formula == "causal"
             yield Variant(90, "hopper", "bf16", head_dim, formula, quick)
+        for dtype, formula in (("bf16", "plain"), ("bf16", "softcap"), ("bf16", "packed"), ("fp16", "window")):
+            quick = head_dim == 128 and formula in ("plain", "packed")
+            yield Variant(90, "hopper_decode", dtype, head_dim, formula, quick)
 
 
 def as_entry(found: Resources) -> dict[str, int]:

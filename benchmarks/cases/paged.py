@@ -1,7 +1,7 @@
 """Questions `decode` and `prefill_paged`: keys and values in pages, bf16, 32 heads on 8 of 128.
 
 Decoding, one new token for each request: 16 x 8k, 64 x 4k, 128 x 1k and 1 x 128k tokens, of equal, uniform and Zipf
-lengths, in pages of 16 and of 1. Contenders: our paged row, with plan and merge; cuDNN through SDPA over contiguous
+lengths, in pages of 16 and of 1. Contenders: our paged rows, with plan and merge; cuDNN through SDPA over contiguous
 keys of equal length, the most that a paged one could reach; FlashInfer's decode over the same pages where `flashinfer`
 imports (its plan, made on the host, is not in its time). Each is replayed from a CUDA graph where there is a GPU,
 FlashInfer called. GB/s count the keys and values of all tokens once.
@@ -104,9 +104,11 @@ def contenders(batch: Batch, given: Tensors, flashinfer: Any) -> dict[str, Calla
     """Who decodes this batch; each gives o (batch, 1, heads, dim)."""
     q, pool, layout = given.q, given.pool, given.layout
     device = q.device.type
-    row = "triton_paged" if device == "cuda" else "cpu_tiled"
     k, v = pool[:, 0], pool[:, 1]
-    found = {f"tilewise.{row}": graphed(lambda: tw.attention(q, k, v, layout=layout, impl=row), device)}
+    found = {
+        f"tilewise.{row}": graphed(lambda row=row: tw.attention(q, k, v, layout=layout, impl=row), device)  # type: ignore[misc]
+        for row in (("hopper_decode", "triton_paged") if device == "cuda" else ("cpu_tiled",))
+    }
     if batch.mix == "equal":
         shape = (2, len(batch.lengths), batch.lengths[0], *pool.shape[3:])
         dense = torch.randn(shape, device=q.device).to(q.dtype)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import triton  # noqa: F401  # before the environment is changed: Triton reads it when functions are decorated
 
-from tilewise.ops.attention.rows import hopper
+from tilewise.ops.attention.rows import needs
 from tilewise.testing.case import Case
 from tilewise.testing.matrix import Check, property_matrix, runnable
 from tilewise.testing.properties import Setting
@@ -25,7 +25,7 @@ def _as_if_there_was_a_gpu(build: Callable[[], T]) -> T:
     """The interpreter's CPU tensors satisfy every need of the Triton rows; no kernel is imported meanwhile."""
     with (
         mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
-        mock.patch.object(hopper, "_no_hopper", return_value=None),
+        mock.patch.object(needs, "_no_hopper", return_value=None),
     ):
         return build()
 

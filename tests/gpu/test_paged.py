@@ -20,6 +20,7 @@ from tilewise.testing.properties import Setting
 IMPL = "triton_paged"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAGED_CASES = [case for case in CPU_CASES if case.memory == "dense" and not case.dropout]
+FORMULAS = [case for case in PAGED_CASES if (case.mask or case.score) and "undefined" not in case.name]
 LARGE = [
     Case("decode", batch=9, seqlen_q=1, seqlen_k=3000, heads_q=32, heads_kv=8, head_dim=128, head_dim_v=128),
     Case("decode_window", batch=5, seqlen_q=1, seqlen_k=3000, heads_q=8, heads_kv=8, head_dim=64, head_dim_v=64,
@@ -43,21 +44,57 @@ def test_pages_hold_the_keys(case: Case) -> None:
     properties.pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, (1, 16, 7)[len(case.name) % 3])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page_size", [1, 5, 16, 64, 256])
+@pytest.mark.parametrize(("page_size", "dtype"), [(1, torch.bfloat16), (5, torch.float16), (64, torch.float32)])
 @pytest.mark.parametrize("case", LARGE, ids=repr)
 def test_large_cases(case: Case, page_size: int, dtype: torch.dtype) -> None:
     properties.pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, page_size, flat=page_size in (5, 64))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("page_size", [16, 32, 128, 384])
+@pytest.mark.parametrize(
+    ("impl", "page_size", "dtype"),
+    [("hopper", 16, torch.float16), ("hopper", 32, torch.bfloat16), ("hopper", 384, torch.bfloat16),
+     ("hopper_decode", 1, torch.bfloat16), ("hopper_decode", 5, torch.float16), ("hopper_decode", 64, torch.bfloat16)],
+)  # fmt: skip
 @pytest.mark.parametrize("case", [case for case in LARGE if case.head_dim <= 256], ids=repr)
-def test_large_cases_on_hopper(case: Case, page_size: int, dtype: torch.dtype) -> None:
-    properties.pages_hold_the_keys(Setting("hopper", dtype, DEVICE), case, page_size, flat=page_size in (32, 384))
+def test_large_cases_on_hopper(case: Case, impl: str, page_size: int, dtype: torch.dtype) -> None:
+    properties.pages_hold_the_keys(Setting(impl, dtype, DEVICE), case, page_size, flat=page_size in (5, 64, 384))
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("case", FORMULAS, ids=repr)
+def test_formulas_on_hopper(case: Case) -> None:
+    wide = case.with_(head_dim=80, head_dim_v=96)
+    properties.pages_hold_the_keys(Setting("hopper_decode", torch.float16, DEVICE), wide, 7)
+
+
+@pytest.mark.parametrize("group", [1, 2, 8, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_groups_and_shares_on_hopper(head_dim: int, group: int) -> None:
+    """Empty requests, ones of a key, shares of one tile and ones that are divided further."""
+    short = tuple((1, n) for n in (0, 1, 127, 128, 129, 0, 1000))
+    long = ((1, 40_000), (1, 150_000), (2, 3))
+    for packed in (short, long):
+        case = Case("groups", packed=packed, heads_q=2 * group, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim)
+        properties.pages_hold_the_keys(Setting("hopper_decode", torch.bfloat16, DEVICE), case, 16)
+
+
+def test_keys_that_copies_of_16_bytes_cannot_reach() -> None:
+    """Other strides are refused, and what starts elsewhere is read by the portable kernel."""
+    q, pool, layout = _decode([500, 1, 700])
+    want = tw.attention(q, *pool, layout=layout, impl="triton_paged")
+    for start in (1, 4):
+        moved = [
+            torch.empty(x.numel() + 8, dtype=x.dtype, device=DEVICE)[start:][: x.numel()].view(x.shape) for x in pool
+        ]
+        for x, like in zip(moved, pool, strict=True):
+            x.copy_(like)
+        torch.testing.assert_close(tw.attention(q, *moved, layout=layout, impl="hopper_decode"), want, rtol=0, atol=0)
+    apart = [torch.zeros(*x.shape[:2], 8, 136, dtype=x.dtype, device=DEVICE)[..., :128].copy_(x) for x in pool]
+    with pytest.raises(tw.UnsupportedError, match="multiples of 16 elements"):
+        tw.attention(q, *apart, layout=layout, impl="hopper_decode")
+    torch.testing.assert_close(tw.attention(q, *apart, layout=layout), want, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
 @pytest.mark.parametrize("mask", [None, causal, window(100)], ids=["full", "causal", "window"])
 def test_lengths_around_pages_on_hopper(mask: Any, head_dim: int) -> None:
     """What lies behind the last key of a page is NaN, in K and in V."""
@@ -65,7 +102,8 @@ def test_lengths_around_pages_on_hopper(mask: Any, head_dim: int) -> None:
     packed = tuple((max(0, n - 40), n) for n in ends)
     case = Case("ends", packed=packed, heads_q=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
     for page_size in (16, 64, 256):
-        properties.pages_hold_the_keys(Setting("hopper", torch.bfloat16, DEVICE), case, page_size)
+        for impl in ("hopper", "hopper_decode"):
+            properties.pages_hold_the_keys(Setting(impl, torch.bfloat16, DEVICE), case, page_size)
 
 
 def _decode(

@@ -8,13 +8,23 @@ import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.ops.attention import triton_launch, triton_paged
 from tilewise.ops.attention.problem import make_call
-from tilewise.ops.attention.triton_work import SHARE, UNIT, owner_of
+from tilewise.ops.attention.triton_work import (
+    LOOK,
+    UNIT,
+    piece_at,
+    piece_of_turn,
+    piece_start,
+    program_start,
+    row_pieces,
+    tile_at,
+)
 from tilewise.schedule.worklist import WorkList
 from tilewise.testing import properties
 from tilewise.testing.case import Case
@@ -117,7 +127,7 @@ def test_the_device_plans_as_the_host(
     def spy(plan: Any, pointers: tuple[Any, ...], *rest: Any) -> None:
         launch(plan, pointers, *rest)
         if plan.kernel is triton_paged.plan_work:
-            left.update(units=pointers[2], shares=pointers[3])
+            left.update(units=pointers[2], before=pointers[3])
 
     launch = triton_launch.Plan.launch
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -134,18 +144,60 @@ def test_the_device_plans_as_the_host(
     units = left["units"].view(-1, UNIT.value).numpy()[: len(work.request)]
     for column, want in enumerate((work.request, work.tile, work.begin, work.count)):
         assert np.array_equal(units[:, column], want), f"column {column} of the units"
-    shares = left["shares"].view(-1, SHARE.value).numpy()
-    assert np.array_equal(shares[:, 0], work.starts)
+    count = triton_paged._PROGRAMS_PER_SM * multiprocessors
+    found = torch.empty(count + 1, 4, dtype=torch.int32)
+    shares[(count + 1,)](found, left["before"], left["units"], len(left["before"]) - 1, count, 2)
+    assert np.array_equal(found[:, 0].numpy(), work.starts)
+    busy = work.starts < work.work
     for column, want in enumerate(work.places(work.starts), 1):
-        assert np.array_equal(shares[:, column], want), f"column {column} of the shares"
+        assert np.array_equal(found[:, column].numpy()[busy], want[busy]), f"column {column} of the shares"
 
 
 @triton.jit
-def owner_but_one(position, programs, work):
-    return owner_of(position, programs, work) + 1
+def shares(FOUND, BEFORE, UNITS, slots, programs, HEADS_KV: tl.constexpr):
+    p = tl.program_id(0)
+    start = program_start(p, programs, tl.load(BEFORE + slots) * HEADS_KV)
+    unit, head, tile = tile_at(start, BEFORE, UNITS, slots, tl.arange(0, LOOK), HEADS_KV)
+    tl.store(FOUND + 4 * p, start)
+    tl.store(FOUND + 4 * p + 1, unit)
+    tl.store(FOUND + 4 * p + 2, head)
+    tl.store(FOUND + 4 * p + 3, tile)
+
+
+@triton.jit
+def pieces_and_owners(STARTS, OWNERS, TURNS, programs, rounds, work, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.store(STARTS + n, piece_start(n, programs, rounds, work))
+    tl.store(OWNERS + n, piece_at(n, programs, rounds, work))
+    tl.store(TURNS + n, piece_of_turn(n, programs, rounds))
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs=st.integers(1, 40), rounds=st.integers(1, 4), work=st.integers(1, 1000))
+def test_pieces_make_up_the_line(programs: int, rounds: int, work: int) -> None:
+    starts, owners, turns = torch.empty(3, 1024, dtype=torch.int32)
+    pieces_and_owners[(1,)](starts, owners, turns, programs, rounds, work, 1024)
+    ends = starts[: programs * rounds + 1].tolist()
+    assert (ends[0], ends[-1]) == (0, work)
+    assert ends == sorted(ends)
+    for position, piece in enumerate(owners[:work].tolist()):
+        assert ends[piece] <= position < ends[piece + 1]
+    assert sorted(turns[: programs * rounds].tolist()) == list(range(programs * rounds))
+    if work >= 8 * 2**rounds * programs:  # pieces of large shares
+        sizes = np.diff(ends).reshape(programs, rounds)
+        assert sizes.min() > 0
+        assert (np.diff(sizes, axis=1)[:, :-1] <= 0).all(), "the last takes what is left"
+        assert rounds == 1 or (sizes[:, 0] >= 7 * sizes.sum(1) // 8).all()
+        assert turns[:programs].tolist() == list(range(0, programs * rounds, rounds))
+
+
+@triton.jit
+def but_the_first(row_start, count, programs, rounds, work):
+    first, last = row_pieces(row_start, count, programs, rounds, work)
+    return first + 1, last + 1
 
 
 def test_a_merge_that_forgets_the_first_part_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_paged, "owner_of", owner_but_one)
+    monkeypatch.setattr(triton_paged, "row_pieces", but_the_first)
     with pytest.raises(AssertionError):
         properties.pages_hold_the_keys(PAGED, CASES["one_query_long"], 16)

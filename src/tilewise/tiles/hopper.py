@@ -140,11 +140,13 @@ def message_board(NUMBERS: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def post(numbers, at, board):
-    """Write the `at`-th message. What one role works out costs the others, who read it, no registers."""
+def post(numbers, at, board, WARPS: gl.constexpr = 1):
+    """Write the `at`-th message, as a role of so many warps. What one role works out costs the others, who read it, no
+    registers.
+    """
     posts, full, empty = board
     NUMBERS: gl.constexpr = posts.shape[0] // POSTS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     place, phase = ring_turn(at, POSTS)
     mbarrier.wait(empty.index(place), phase ^ 1)
     for n in gl.static_range(NUMBERS):

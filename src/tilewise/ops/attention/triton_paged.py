@@ -6,6 +6,11 @@ All queries of a group share a head's keys, so a tile has rows of queries and he
 r % GROUP of the group.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -21,35 +26,25 @@ from tilewise.ops.attention.triton_plans import (
     multiprocessors,
     strides_of,
 )
-from tilewise.ops.attention.triton_work import SHARE, UNIT, owner_of, plan_work
+from tilewise.ops.attention.triton_work import (
+    LOOK,
+    UNIT,
+    next_tile,
+    plan_work,
+    program_start,
+    row_pieces,
+    rows_of_unit,
+    tile_at,
+    unit_of,
+)
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.visit import call_once, row_ends
 
 _PROGRAMS_PER_SM = 2
 _CHUNK = 1024  # slots that the plan looks at at a time
 _PLANS = Plans()
-MERGED = tl.constexpr(16)  # rows that are merged at a time
-
-
-@triton.jit
-def unit_of(UNITS, unit):
-    """(request, tile, first key tile, their number, keys, queries, first row of q) of a unit."""
-    at = UNITS + unit * UNIT
-    return (
-        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 5), tl.load(at + 6),
-        tl.load(at + 7),
-    )  # fmt: skip
-
-
-@triton.jit
-def rows_of_unit(unit, hk, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(which rows are there, their query, head and position) of a unit's tile for a key/value head, [BLOCK_R]."""
-    _b, tile, _begin, _count, keys, queries, _start = unit
-    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    in_r = r < queries * GROUP
-    r = tl.maximum(tl.minimum(r, queries * GROUP - 1), 0)
-    m = r // GROUP
-    return in_r, m, hk * GROUP + r % GROUP, m + keys - queries
+PARTS = tl.constexpr(8)  # partial results of a row that are read at a time
+MERGED = tl.constexpr(4)  # rows that are merged at a time
 
 
 @triton.jit
@@ -66,7 +61,7 @@ def pages_of(TABLE, FIRST, stride_t, b, start, keys, PAGE: tl.constexpr, BLOCK_N
 @triton.jit
 def load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
                  BLOCK_R: tl.constexpr):  # fmt: skip
-    in_r, m, h, _i = rows_of_unit(unit, hk, GROUP, BLOCK_R)
+    in_r, m, h, _i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
     row = unit[0].to(tl.int64) * stride_qb + (unit[6] + m).to(tl.int64) * stride_qs + h * stride_qh
     return tl.load(Q + row[:, None] + offs_d[None, :], mask=in_r[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
 
@@ -81,6 +76,7 @@ def store_rows(O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, 
     if SINK is not None:
         sink = tl.load(SINK + h).to(tl.float32)
         new = tl.maximum(top, sink)
+        new = tl.where(new == float("-inf"), 0.0, new)
         alpha = tl.math.exp2((top - new) * LOG2E)
         l = l * alpha + tl.math.exp2((sink - new) * LOG2E)
         o = o * alpha[:, None]
@@ -111,49 +107,48 @@ def store_part(O_PART, LSE_PART, slot, l, top, o):
 
 @triton.jit
 def merge_row(
-    O, LSE, SINK, O_PART, LSE_PART, DONE, stride_ob, stride_os, stride_oh, unit, hk, begin, end, rows_q,
+    O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, begin, end, rows_q,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Fold the parts of a row of tiles that program `begin` began and program `end` ended, in order. Programs wait for
-    those before them only, which started earlier.
-    """
-    for p in range(begin, end):
-        while tl.atomic_add(DONE + p, 0, sem="acquire") == 0:
-            pass
-    tl.debug_barrier()
+    """Fold the parts of a row of tiles that the programs `begin` to `end` left, in order."""
     offs_dv = tl.arange(0, BLOCK_DV)
-    for first in range(0, BLOCK_R, MERGED):
+    offs_p = tl.arange(0, PARTS)
+    rows = tl.minimum(unit[5] * GROUP - unit[1] * BLOCK_R, BLOCK_R)
+    for first in range(0, rows, MERGED):
         offs_r = first + tl.arange(0, MERGED)
         r = unit[1] * BLOCK_R + offs_r
-        in_r = r < unit[5] * GROUP
-        r = tl.maximum(tl.minimum(r, unit[5] * GROUP - 1), 0)
+        in_r, m, h, _i = rows_of_unit(unit, hk, r, GROUP)
         top = tl.full([MERGED], float("-inf"), tl.float32)
         total = tl.zeros([MERGED], tl.float32)
         acc = tl.zeros([MERGED, BLOCK_DV], tl.float32)
-        for p in range(begin, end + 1):
-            at = tl.where(p == begin, 2 * p + 1, 2 * p).to(tl.int64) * BLOCK_R + offs_r
-            lse = tl.load(LSE_PART + at, cache_modifier=".cg")
-            o = tl.load(O_PART + at[:, None] * BLOCK_DV + offs_dv[None, :], cache_modifier=".cg")  # [MERGED, DV]
-            new = tl.maximum(top, lse)
+        for at in range(begin, end + 1, PARTS):
+            those = at + offs_p
+            slots = tl.where(those == begin, 2 * those + 1, 2 * those)
+            row = slots.to(tl.int64)[:, None] * BLOCK_R + offs_r[None, :]
+            there = (those <= end)[:, None] & in_r[None, :]
+            lse = tl.load(LSE_PART + row, mask=there, other=float("-inf"), cache_modifier=".cg")  # [PARTS, MERGED]
+            to = row[:, :, None] * BLOCK_DV + offs_dv[None, None, :]
+            o = tl.load(O_PART + to, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+            new = tl.maximum(top, tl.max(lse, 0))
             safe = tl.where(new == float("-inf"), 0.0, new)
-            weight = tl.math.exp2((lse - safe) * LOG2E)
+            weight = tl.math.exp2((lse - safe[None, :]) * LOG2E)
             alpha = tl.math.exp2((top - safe) * LOG2E)
-            total = total * alpha + weight
-            acc = acc * alpha[:, None] + o * weight[:, None]
+            total = total * alpha + tl.sum(weight, 0)
+            acc = acc * alpha[:, None] + tl.sum(o * weight[:, :, None], 0)
             top = new
         store_rows(
-            O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, r // GROUP, hk * GROUP + r % GROUP, acc, total,
-            top, rows_q, HEADS, HEAD_DIM_V, PACKED,
+            O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, total, top, rows_q, HEADS,
+            HEAD_DIM_V, PACKED,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride_t", "rows_q", "programs", "mask_nums", "score_nums"])
+@triton.jit(do_not_specialize=["stride_t", "rows_q", "slots", "programs", "mask_nums", "score_nums"])
 def attention_work(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, SHARES, DONE, TABLE, FIRST,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, programs,
-    scale,
+    stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
+    programs, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
     PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
@@ -166,11 +161,13 @@ def attention_work(
     # who am I: one share of the work
     HEADS_KV: tl.constexpr = HEADS // GROUP
     p = tl.program_id(0)
-    lo = tl.load(SHARES + p * SHARE)
-    u = tl.load(SHARES + p * SHARE + 1)
-    hk = tl.load(SHARES + p * SHARE + 2)
-    t = tl.load(SHARES + p * SHARE + 3)
-    hi = tl.load(SHARES + (p + 1) * SHARE)
+    work = tl.load(BEFORE + slots) * HEADS_KV
+    lo = program_start(p, programs, work)
+    hi = program_start(p + 1, programs, work)
+    first_u, first_hk, first_t = tile_at(lo, BEFORE, UNITS, slots, tl.arange(0, LOOK), HEADS_KV)
+    u = first_u
+    hk = first_hk
+    t = first_t
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
 
@@ -188,7 +185,7 @@ def attention_work(
         b = unit[0]
         keys = unit[4]
         coming = unit_of(UNITS, u + 1)
-        in_r, m, h, offs_i = rows_of_unit(unit, hk, GROUP, BLOCK_R)
+        in_r, m, h, offs_i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
         offs_n = (unit[2] + t) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_k = offs_n < keys
         offs_j = tl.maximum(tl.minimum(offs_n, keys - 1), 0)
@@ -201,16 +198,7 @@ def attention_work(
 
         # where the next tile is, and its pages
         last = t + 1 == unit[3]
-        t = tl.where(last, 0, t + 1)
-        next_hk = tl.where(last, hk + 1, hk)
-        move = next_hk == HEADS_KV
-        next_hk = tl.where(move, 0, next_hk)
-        u = tl.where(move, u + 1, u)
-        after = (
-            tl.where(move, coming[0], unit[0]), tl.where(move, coming[1], unit[1]), tl.where(move, coming[2], unit[2]),
-            tl.where(move, coming[3], unit[3]), tl.where(move, coming[4], unit[4]), tl.where(move, coming[5], unit[5]),
-            tl.where(move, coming[6], unit[6]),
-        )  # fmt: skip
+        u, next_hk, t, after = next_tile(u, hk, t, unit, coming, HEADS_KV)
         pages = pages_of(TABLE, FIRST, stride_t, after[0], (after[2] + t) * BLOCK_N, after[4], PAGE, BLOCK_N)
 
         # scores
@@ -251,75 +239,121 @@ def attention_work(
         unit = after
         hk = next_hk
 
-    # epilogue: the row that others go on with, then the one that others began
+    # epilogue: the row that others go on with; then whoever left the last part of a row merges it
     if t > 0:
         store_part(O_PART, LSE_PART, 2 * p + 1 - begun.to(tl.int32), l_i, m_i, acc)
     tl.debug_barrier()
-    tl.atomic_xchg(DONE + p, 1, sem="release")
-    t0 = tl.load(SHARES + p * SHARE + 3)
-    unit = unit_of(UNITS, tl.load(SHARES + p * SHARE + 1))
-    if (hi > lo) & (t0 > 0) & (lo - t0 + unit[3] <= hi):
-        work = tl.load(SHARES + programs * SHARE)
-        merge_row(
-            O, LSE, SINK, O_PART, LSE_PART, DONE, stride_ob, stride_os, stride_oh, unit,
-            tl.load(SHARES + p * SHARE + 2), owner_of(lo - t0, programs, work), p, rows_q, HEADS, GROUP, HEAD_DIM_V,
-            PACKED, BLOCK_R, BLOCK_DV,
-        )  # fmt: skip
+    for side in range(2):  # the row that others began and that ended here, the row that others go on with
+        unit = unit_of(UNITS, tl.where(side == 0, first_u, u))
+        head = tl.where(side == 0, first_hk, hk)
+        start = tl.where(side == 0, lo - first_t, hi - t)
+        ended = (side == 0) & (first_t > 0) & (start + unit[3] <= hi)
+        if (hi > lo) & (ended | (side == 1) & (t > 0)):
+            begin, end = row_pieces(start, unit[3], programs, 1, work)
+            if tl.atomic_add(ARRIVED + begin, 1, sem="acq_rel") == end - begin:
+                tl.debug_barrier()
+                merge_row(
+                    O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, head, begin, end, rows_q,
+                    HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV,
+                )  # fmt: skip
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a paged call: the plan, then all tiles."""
+    return planned_forward(call, _PLANS, _plans)
+
+
+def planned_forward(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a paged call by the plans of its kind, which `make` makes."""
     assert call.pages is not None
     key = call_key(call)
-    plan, tiles, slots, programs, block_r = _PLANS.get(key) or _PLANS.put(key, _plans(call))
+    work, tiles = plans.get(key) or plans.put(key, make(call))
     o, lse = call.new_output(), call.new_lse()
-    device = call.q.device
-    units = torch.empty((slots + 2) * UNIT.value, dtype=torch.int32, device=device)
-    shares = torch.empty((programs + 1) * SHARE.value, dtype=torch.int32, device=device)
-    done = torch.empty(programs, dtype=torch.int32, device=device)
-    o_part = torch.empty((2 * programs * block_r, padded(call.head_dim_v)), dtype=torch.float32, device=device)
-    lse_part = torch.empty(2 * programs * block_r, dtype=torch.float32, device=device)
-    table, first, seqlens = call.pages
+    table, first, _seqlens = call.pages
     with on_device(call.q):
-        plan.launch((call.cu_seqlens_q, seqlens, units, shares, done), bound_arguments(call.mask))
-        pointers = (call.q, call.k, call.v, call.sink, o, lse, o_part, lse_part, units, shares, done, table, first)
+        planned = work.launch(call)
+        pointers = (call.q, call.k, call.v, call.sink, o, lse, *work.parts(call), *planned, table, first)
         tiles.launch(pointers, formula_arguments(call), (call.scale,))
     return o, lse
 
 
-def _plans(call: Call) -> tuple[Plan, Plan, int, int, int]:
-    """The plans of both kernels, slots for units, programs, and rows of a tile."""
+@dataclass(frozen=True)
+class Work:
+    """The plan of who does which tile, and how large what it writes is."""
+
+    plan: Plan
+    slots: int  # for units
+    pieces: int
+    rows: int  # of a partial result
+
+    def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(units, tiles before them, counters of parts) of this call."""
+        assert call.pages is not None
+        device = call.q.device
+        units = torch.empty((self.slots + 2) * UNIT.value, dtype=torch.int32, device=device)
+        before = torch.empty(self.slots + 1, dtype=torch.int32, device=device)
+        arrived = torch.empty(self.pieces + 1, dtype=torch.int32, device=device)
+        self.plan.launch((call.cu_seqlens_q, call.pages.seqlens, units, before, arrived), bound_arguments(call.mask))
+        return units, before, arrived
+
+    def parts(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for two partial results of o and lse for each piece."""
+        device = call.q.device
+        count = 2 * self.pieces * self.rows
+        o_part = torch.empty((count, padded(call.head_dim_v)), dtype=torch.float32, device=device)
+        return o_part, torch.empty(count, dtype=torch.float32, device=device)
+
+
+Planned = tuple[Work, Plan]  # who does what, and the kernel that does it
+
+
+def work_of(call: Call, block_r: int, block_n: int, pieces: int, rows: int, early: bool = False) -> Work:
+    """The plan for tiles of so many rows and keys; `rows` of each may be there."""
+    mask, _score = functions(call)
+    side = mask and mask.queries
+    of_request = call.rows_q * call.group
+    slots = of_request // block_r + call.batch if call.packed else -(-of_request // block_r) * call.batch
+    steps = max(slots + 2, call.batch).bit_length() + 1
+    plan = Plan(
+        plan_work, 1, (), (call.batch, call.rows_q, slots, pieces),
+        (call.packed, call.num_heads_q, call.group, mask is not None and mask.by_head, side and side.tiles, block_r,
+         block_n, min(_CHUNK, triton.next_power_of_2(slots)), triton.next_power_of_2(pieces + 1), steps, early), 8, 1,
+    )  # fmt: skip
+    return Work(plan, slots, pieces, rows)
+
+
+def strides_of_pages(call: Call) -> tuple[int, ...]:
+    """Of q, k, v, o and the block table, as the kernels take them."""
     assert call.pages is not None
+    stride_t = call.pages.table.stride(0) if call.pages.first is None else 0
+    strides_o = strides_of(call.new_output())
+    return (*strides_of(call.q), *call.k.stride()[:3], *call.v.stride()[:3], *strides_o, stride_t)
+
+
+def _plans(call: Call) -> Planned:
     mask, score = functions(call)
     block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
     block_r, block_n = _tile(call)
-    rows = call.rows_q * call.group
-    slots = rows // block_r + call.batch if call.packed else -(-rows // block_r) * call.batch
     programs = _PROGRAMS_PER_SM * multiprocessors(call.q.device)
     warps = 8 if max(block_d, block_dv) > 256 else 4
     side = mask and mask.queries
-    steps = max(slots + 2, call.batch).bit_length() + 1
-    plan = Plan(
-        plan_work, 1, (), (call.batch, call.rows_q, slots, programs),
-        (call.packed, call.num_heads_q, call.group, mask is not None and mask.by_head, side and side.tiles, block_r,
-         block_n, min(_CHUNK, triton.next_power_of_2(slots)), triton.next_power_of_2(programs + 1), steps), 8, 1,
-    )  # fmt: skip
-    sizes = (call.num_heads_q, call.group)
-    strides_o = strides_of(call.new_output())
-    stride_t = call.pages.table.stride(0) if call.pages.first is None else 0
-    strides = (*strides_of(call.q), *call.k.stride()[:3], *call.v.stride()[:3], *strides_o, stride_t)
+    work = work_of(call, block_r, block_n, programs, block_r)
     tiles = Plan(
-        attention_work, programs, strides, (call.rows_q, programs),
-        (*sizes, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n, block_d, block_dv,
-         side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
-         score and score.queries.apply, matmul_precision(call)), warps, 4 if block_d <= 128 else 2,
+        attention_work, programs, strides_of_pages(call), (call.rows_q, work.slots, programs),
+        (call.num_heads_q, call.group, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n,
+         block_d, block_dv, side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
+         score and score.queries.apply, matmul_precision(call)), warps, 2,
     )  # fmt: skip
-    return plan, tiles, slots, programs, block_r
+    return work, tiles
+
+
+def rows_of_tile(call: Call) -> int:
+    """For the mean request, up to 8,192 values of o."""
+    rows = -(-call.rows_q // max(call.batch, 1) if call.packed else call.rows_q) * call.group
+    most = max(16, min(64, 8192 // padded(max(call.head_dim, call.head_dim_v))))
+    return max(16, min(most, triton.next_power_of_2(rows)))
 
 
 def _tile(call: Call) -> tuple[int, int]:
-    """Rows and keys of a tile: 16 KB of keys; rows for the mean request, up to 8,192 values of o."""
-    rows = -(-call.rows_q // max(call.batch, 1) if call.packed else call.rows_q) * call.group
-    block_n = max(16, min(64, 16384 // (padded(call.head_dim) * call.q.element_size())))
-    most = max(16, min(64, 8192 // padded(max(call.head_dim, call.head_dim_v))))
-    return max(16, min(most, triton.next_power_of_2(rows))), block_n
+    """Rows of a tile, and 32 KB of keys."""
+    return rows_of_tile(call), max(16, min(128, 32768 // (padded(call.head_dim) * call.q.element_size())))

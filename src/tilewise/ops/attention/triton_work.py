@@ -1,10 +1,10 @@
 """Who does which tile of a paged call: an even split of all tiles, planned on the device.
 
 A *unit* is a tile of one request's queries, with the run of key tiles that any of its rows sees, and at least one. All
-units' tiles, head by head, make one line of W positions; of P programs the p-th takes those from p W / P to
-(p + 1) W / P, whatever the lengths. So a row of tiles may be cut between neighbours, whose partial results merge by
-their log-sum-exp, in order (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). `schedule.worklist` is
-the same on the host.
+units' tiles, head by head, make one line of W positions. Of P programs the p-th has the positions from p W / P to
+(p + 1) W / P, whatever the lengths, as one *piece*, or as several of which others may take the last. A row of tiles
+that pieces cut leaves a part in each of them, and whoever leaves the last one merges them by their log-sum-exp, in
+order (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). `schedule.worklist` is the same on the host.
 """
 
 import triton
@@ -12,11 +12,10 @@ import triton.language as tl
 
 from tilewise.tiles.visit import span_tiles
 
-UNIT = tl.constexpr(
-    8
-)  # numbers of a unit: request, tile, first key tile, their number, those before, lengths, first row
-SHARE = tl.constexpr(4)  # numbers of a program's share: first position, and its unit, head and tile
+UNIT = tl.constexpr(8)  # numbers of a unit: request, tile, first key tile, their number, keys, queries, first row
 FIELD = tl.constexpr(2**40)  # a unit, in numbers that count units above tiles
+LARGE = tl.constexpr(96)  # positions of a share that is divided into several pieces
+LOOK = tl.constexpr(1024)  # units that are looked through at a time
 
 
 @triton.jit
@@ -46,16 +45,20 @@ def slot_of(slots, CU_Q, batch, seqlen_q, PACKED: tl.constexpr, GROUP: tl.conste
     return low, tile, queries, start
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "slots", "programs", "mask_nums"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "slots", "pieces", "mask_nums"])
 def plan_work(
-    CU_Q, SEQLENS, UNITS, SHARES, DONE, mask_args, mask_nums, batch, seqlen_q, slots, programs,
+    CU_Q, SEQLENS, UNITS, BEFORE, ARRIVED, mask_args, mask_nums, batch, seqlen_q, slots, pieces,
     PACKED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, BY_HEAD: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SHARES_OF: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the units that there are, one behind the other, and the programs' shares, of which none is done. One
-    program.
+    """Write the units that there are, one behind the other, how many tiles are before each, behind the last one all,
+    and zeros to the counters. One program.
     """
-    HEADS_KV: tl.constexpr = HEADS // GROUP
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    counters = tl.arange(0, PIECES)
+    tl.store(ARRIVED + counters, 0, mask=counters <= pieces)
     before = tl.zeros([], tl.int64)  # tiles, and units above
     for first in range(0, slots, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -81,54 +84,125 @@ def plan_work(
         both = count.to(tl.int64) + there.to(tl.int64) * FIELD
         upto = tl.cumsum(both, 0) + before
         unit = (upto // FIELD).to(tl.int32) - 1
-        tiles_before = (upto % FIELD).to(tl.int32) - count
         to = UNITS + unit * UNIT
         tl.store(to, b, mask=there)
         tl.store(to + 1, tile, mask=there)
         tl.store(to + 2, begin, mask=there)
         tl.store(to + 3, count, mask=there)
-        tl.store(to + 4, tiles_before, mask=there)
-        tl.store(to + 5, keys, mask=there)
-        tl.store(to + 6, queries, mask=there)
-        tl.store(to + 7, start, mask=there)
+        tl.store(to + 4, keys, mask=there)
+        tl.store(to + 5, queries, mask=there)
+        tl.store(to + 6, start, mask=there)
+        tl.store(BEFORE + unit, (upto % FIELD).to(tl.int32) - count, mask=there)
         before += tl.sum(both, 0)
     units = (before // FIELD).to(tl.int32)
-    tiles = (before % FIELD).to(tl.int32)
-    for behind in range(2):  # units behind the last, at which programs look but do not work
+    for first in range(units, slots + 2, CHUNK):  # behind the last, where programs look but do not work
+        at = first + tl.arange(0, CHUNK)
+        tl.store(BEFORE + at, (before % FIELD).to(tl.int32), mask=at <= slots)
         for n in tl.static_range(UNIT):
-            tl.store(UNITS + (units + behind) * UNIT + n, tiles if n == 4 else (1 if n == 3 else 0))
-    tl.debug_barrier()
-
-    work = tiles * HEADS_KV
-    p = tl.arange(0, SHARES_OF)
-    first = share_start(p, programs, work)
-    low = 0 * p
-    high = low + units + 1
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        tiles_before = tl.load(UNITS + middle * UNIT + 4)
-        more = high - low > 1
-        low = tl.where(more & (tiles_before * HEADS_KV <= first), middle, low)
-        high = tl.where(more & (tiles_before * HEADS_KV > first), middle, high)
-    count = tl.load(UNITS + low * UNIT + 3)
-    rest = first - tl.load(UNITS + low * UNIT + 4) * HEADS_KV
-    to = SHARES + p * SHARE
-    tl.store(to, first, mask=p <= programs)
-    tl.store(to + 1, low, mask=p <= programs)
-    tl.store(to + 2, rest // count, mask=p <= programs)
-    tl.store(to + 3, rest % count, mask=p <= programs)
-    tl.store(DONE + p, 0, mask=p < programs)
+            tl.store(UNITS + at * UNIT + n, 1 if n == 3 else 0, mask=at < slots + 2)
 
 
 @triton.jit
-def share_start(p, programs, work):
-    """The first position of program p; where there are more programs than positions, the last ones have none."""
+def piece_of_turn(turn, programs, rounds):
+    """The piece that is taken in a turn: the first of each program, then the second of each, and so on."""
+    return turn % programs * rounds + turn // programs
+
+
+@triton.jit
+def rounds_of(programs, work, MOST: tl.constexpr):
+    """Of how many pieces a program's share is: small ones are not worth taking (benchmarks/NOTES.md)."""
+    return tl.where(work // tl.maximum(programs, 1) >= LARGE, MOST, 1)
+
+
+@triton.jit
+def piece_start(piece, programs, rounds, work):
+    """The first position of a piece.
+
+    Programs have alike many positions, where there are more of them the last ones none. Of a program's pieces the first
+    is most of them, and each next one half of the rest: whoever is early takes more of these, and all end together.
+    """
+    p = piece // rounds
+    first = program_start(p, programs, work)
+    return first + piece_before(piece % rounds, rounds, program_start(p + 1, programs, work) - first)
+
+
+@triton.jit
+def program_start(p, programs, work):
     busy = tl.minimum(programs, work)
     return tl.where(p < busy, (p.to(tl.int64) * work // tl.maximum(busy, 1)).to(tl.int32), work)
 
 
 @triton.jit
-def owner_of(position, programs, work):
-    """The program whose share holds a position."""
+def piece_before(round, rounds, count):
+    """How many of a program's `count` positions are before its piece of a round."""
+    return tl.where(round == 0, 0, tl.where(round == rounds, count, count - (count // 8 >> tl.maximum(round - 1, 0))))
+
+
+@triton.jit
+def piece_at(position, programs, rounds, work):
+    """The piece that holds a position."""
     busy = tl.minimum(programs, work)
-    return (((position + 1).to(tl.int64) * busy - 1) // work).to(tl.int32)
+    p = (((position + 1).to(tl.int64) * busy - 1) // work).to(tl.int32)
+    first = program_start(p, programs, work)
+    count = program_start(p + 1, programs, work) - first
+    round = 0 * position
+    for n in range(1, rounds):
+        round += (position - first >= piece_before(n, rounds, count)).to(tl.int32)
+    return p * rounds + round
+
+
+@triton.jit
+def row_pieces(row_start, count, programs, rounds, work):
+    """The first and the last piece that hold some of a row of `count` tiles."""
+    return piece_at(row_start, programs, rounds, work), piece_at(row_start + count - 1, programs, rounds, work)
+
+
+@triton.jit
+def tile_at(position, BEFORE, UNITS, slots, look, HEADS_KV: tl.constexpr):
+    """(unit, head, tile of its run) at a position; `look` is 0 .. LOOK - 1."""
+    unit = position * 0 - 1
+    for first in range(0, slots + 1, LOOK):
+        before = tl.load(BEFORE + first + look, mask=first + look <= slots, other=2**27)
+        unit += tl.sum((before * HEADS_KV <= position).to(tl.int32), 0)
+    unit = tl.minimum(unit, slots)
+    rest = position - tl.load(BEFORE + unit) * HEADS_KV
+    count = tl.maximum(tl.load(UNITS + unit * UNIT + 3), 1)
+    return unit, rest // count, rest % count
+
+
+@triton.jit
+def unit_of(UNITS, unit):
+    """(request, tile, first key tile, their number, keys, queries, first row of q) of a unit."""
+    at = UNITS + unit * UNIT
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
+        tl.load(at + 6),
+    )  # fmt: skip
+
+
+@triton.jit
+def next_tile(u, hk, t, unit, coming, HEADS_KV: tl.constexpr):
+    """(unit, head, tile) behind this one, and what the unit is; `coming` is the next one."""
+    last = t + 1 == unit[3]
+    t = tl.where(last, 0, t + 1)
+    hk = tl.where(last, hk + 1, hk)
+    move = hk == HEADS_KV
+    hk = tl.where(move, 0, hk)
+    u = tl.where(move, u + 1, u)
+    after = (
+        tl.where(move, coming[0], unit[0]), tl.where(move, coming[1], unit[1]), tl.where(move, coming[2], unit[2]),
+        tl.where(move, coming[3], unit[3]), tl.where(move, coming[4], unit[4]), tl.where(move, coming[5], unit[5]),
+        tl.where(move, coming[6], unit[6]),
+    )  # fmt: skip
+    return u, hk, t, after
+
+
+@triton.jit
+def rows_of_unit(unit, hk, r, GROUP: tl.constexpr):
+    """(which rows r of a unit are there, their query, head and position) for a key/value head."""
+    keys = unit[4]
+    queries = unit[5]
+    in_r = r < queries * GROUP
+    r = tl.maximum(tl.minimum(r, queries * GROUP - 1), 0)
+    m = r // GROUP
+    return in_r, m, hk * GROUP + r % GROUP, m + keys - queries

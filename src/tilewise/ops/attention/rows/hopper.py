@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tilewise.core.dispatch import TRITON, Need, Row, capability, untraced
+from tilewise.core.dispatch import TRITON, Need, Row, untraced
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ATOMICS, HALF, NO_GRAD_OF_PAGES
+from tilewise.ops.attention.rows.needs import ATOMICS, HALF, HOPPER, NO_GRAD_OF_PAGES
 from tilewise.ops.attention.variant import is_band
 from tilewise.schedule.rule import tile_rule
 
@@ -27,13 +27,6 @@ def _other_pages(call: Call) -> str | None:
 @untraced
 def _is_run(text: str) -> bool:
     return tile_rule(text).spans is not None
-
-
-def _no_hopper(call: Call) -> str | None:
-    if call.q.device.type != "cuda":
-        return call.q.device.type
-    sm = capability(call.q.device)
-    return None if sm == 90 else f"sm_{sm}"
 
 
 def _few_tiles(call: Call) -> str | None:
@@ -70,7 +63,7 @@ ROW: Row[Call] = Row(
             "keys in rows, or in pages of 16, 32, 64 or a multiple of 128 tokens under a mask of one run", _other_pages
         ),
         NO_GRAD_OF_PAGES,
-        Need("a Hopper GPU (sm_90)", lambda c: _no_hopper(c)),  # found when called: tests replace it
+        HOPPER,
         HALF,
         Need(
             "head dimensions up to 256",

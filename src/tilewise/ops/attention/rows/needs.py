@@ -12,6 +12,8 @@ CPU: Need[Call] = dispatch.on("cpu", lambda c: c.q.device)
 GPU: Need[Call] = dispatch.gpu(lambda c: c.q.device)
 HALF: Need[Call] = dispatch.dtypes(lambda c: c.q.dtype, torch.float16, torch.bfloat16)
 UP_TO_FLOAT32: Need[Call] = dispatch.dtypes(lambda c: c.q.dtype, torch.float16, torch.bfloat16, torch.float32)
+HOPPER: Need[Call] = Need("a Hopper GPU (sm_90)", lambda c: _no_hopper(c))  # found when called: tests replace it
+PAGED: Need[Call] = Need("paged keys", lambda c: None if c.pages else "keys that are not paged")
 DENSE: Need[Call] = Need("the dense layout", lambda c: "paged" if c.pages else "packed" if c.packed else None)
 NO_GRAD: Need[Call] = Need("no gradient wanted", lambda c: "a gradient wanted" if c.wants_grad else None)
 NO_GRAD_OF_PAGES: Need[Call] = Need(
@@ -22,3 +24,10 @@ ATOMICS: Need[Call] = Need(
     "deterministic=False, or no captured tensor that takes a gradient (atomics)",
     lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
 )
+
+
+def _no_hopper(call: Call) -> str | None:
+    if call.q.device.type != "cuda":
+        return call.q.device.type
+    sm = dispatch.capability(call.q.device)
+    return None if sm == 90 else f"sm_{sm}"

@@ -1,0 +1,35 @@
+"""The row of the kernel for few queries over pages on Hopper."""
+
+from __future__ import annotations
+
+from tilewise.core.dispatch import TRITON, Need, Row
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.rows.needs import HALF, HOPPER, NO_DROPOUT, NO_GRAD, PAGED
+
+
+def _other_dims(call: Call) -> str | None:
+    dims = (call.head_dim, call.head_dim_v)
+    return None if all(32 < d <= 256 and d % 16 == 0 for d in dims) else f"{dims[0]}, {dims[1]}"
+
+
+def _rows_apart(call: Call) -> str | None:
+    """A stride that copies of 16 bytes cannot follow."""
+    strides = [x.stride(n) for x in (call.q, call.k, call.v) for n in range(x.ndim - 1)]
+    return next((f"a stride of {stride}" for stride in strides if stride % 16), None)
+
+
+ROW: Row[Call] = Row(
+    "hopper_decode",
+    "tilewise.ops.attention.gluon_decode",
+    (
+        TRITON,
+        HOPPER,
+        HALF,
+        PAGED,
+        Need("head dimensions of 48 to 256, multiples of 16", _other_dims),
+        Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
+        NO_DROPOUT,
+        NO_GRAD,
+    ),
+    "few queries over pages on Hopper: keys are the rows of both products, pieces of work are dealt out",
+)
