@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core import readback
+from tilewise.core.errors import FormulaError, InputError, UnsupportedError
+from tilewise.ops.attention import problem
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CPU_CASES
@@ -161,3 +163,29 @@ def test_refused_pools() -> None:
     ):
         with pytest.raises(InputError, match=message):
             tw.attention(q, pool, pool, layout=tw.Paged(TABLE, LENGTHS))
+
+
+def test_indices_that_shapes_prove_read_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths of requests are looked at only where the largest that there is room for would leave a tensor."""
+    pool = torch.randn(2, 6, 4, 2, 8)
+    layout = tw.Paged(torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([9, 5], dtype=torch.int32))
+    q = torch.randn(2, 1, 4, 8)
+    looked = []
+
+    def spy(x: torch.Tensor) -> Any:
+        looked.append(x)
+        return readback.host_values(x)
+
+    monkeypatch.setattr(problem, "host_values", spy)
+    slopes, enough, few, too_few = torch.rand(4), torch.rand(12), torch.rand(9), torch.rand(8)
+    for _ in range(2):
+        problem.make_call(q, *pool, layout=layout, mask=tw.causal, score=tw.alibi(slopes))
+        problem.make_call(q, *pool, layout=layout, score=lambda s, b, h, i, j: s + enough[j])
+    assert not looked
+    for n in (1, 2):
+        problem.make_call(q, *pool, layout=layout, score=lambda s, b, h, i, j: s + few[j])
+        assert len(looked) == n, "each time: lengths may change"
+    with pytest.raises(FormulaError, match="reaches 0 to 8"):
+        problem.make_call(q, *pool, layout=layout, score=lambda s, b, h, i, j: s + too_few[j])
+    with pytest.raises(FormulaError, match="reaches 0 to 3"):
+        problem.make_call(q, *pool, layout=layout, score=tw.alibi(slopes[:3]))

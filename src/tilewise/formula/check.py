@@ -53,13 +53,35 @@ def prove(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> None:
 
     Where an index or a divisor is itself read from a tensor, that tensor's values are looked at (once a version).
     """
+    given = _given(bound, what, sizes)
+    if given is not None:
+        _check(*given)
+
+
+def provable(bound: Bound, sizes: tuple[int, int, int, int]) -> bool:
+    """Whether `prove` would raise nothing."""
+    given = _given(bound, "", sizes)
+    return given is None or _holds(*given)
+
+
+def _given(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> tuple[Any, ...] | None:
+    """What `_check` judges; None where nothing is to be judged, or cannot be now."""
     if being_traced() or not to_be_proved(bound):
-        return
+        return None
     slots = {table.slot for table in _entering(bound.text)}
     ranges = tuple(host_range(t) if slot in slots else (0, 0) for slot, t in enumerate(bound.tensors))
     if None in ranges:
-        return
-    _check(bound.text, tuple(bound.numbers), tuple(t.shape for t in bound.tensors), ranges, what, sizes)
+        return None
+    return bound.text, tuple(bound.numbers), tuple(t.shape for t in bound.tensors), ranges, what, sizes
+
+
+@functools.lru_cache(maxsize=4096)
+def _holds(*given: Any) -> bool:
+    try:
+        _check(*given)
+    except FormulaError:
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.core.readback import being_traced, host_values
-from tilewise.formula.check import prove, reads_values, to_be_proved
+from tilewise.formula.check import provable, prove, reads_values, to_be_proved
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Packed, Paged, Pages, check_packing, check_pages, tables_of
@@ -139,7 +139,8 @@ def make_call(
     signature = signature_of(q, k, v, bound_mask, bound_score, cu_seqlens_q is not None, pages)
     unproved = not being_traced() and (to_be_proved(bound_mask) or to_be_proved(bound_score))
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if unproved else None
-    checked = signature is not None and (signature, numbers) in _checked
+    key = (signature, numbers, cu_seqlens_q is not None and cu_seqlens_q.shape[0])
+    checked = signature is not None and key in _checked
     if not checked:
         check_tensors(q, k, v, layout)
         check_shapes(q, k, v, layout)
@@ -176,19 +177,16 @@ def make_call(
         pages,
     )
     if not checked:
-        if unproved:
-            _indices(call)
         formulas = [bound.text for bound in (bound_mask, bound_score) if bound is not None]
-        if signature is not None and not (
-            unproved and (call.packed or pages is not None or any(map(reads_values, formulas)))
-        ):
+        for_all = not unproved or (_indices(call) and not any(map(reads_values, formulas)))
+        if signature is not None and for_all:
             if len(_checked) > 4096:
                 _checked.clear()
-            _checked.add((signature, numbers))
+            _checked.add(key)
     return call
 
 
-_checked: set[Any] = set()  # signatures and numbers of calls whose tensors were found in order
+_checked: set[Any] = set()  # signatures, numbers and batch sizes of calls whose tensors were found in order
 
 
 def signature_of(
@@ -236,20 +234,27 @@ def check_values(call: Call) -> None:
         _indices(call)
 
 
-def _indices(call: Call) -> None:
-    """Raise FormulaError if a captured tensor could be read outside (packed lengths count where they can be read)."""
-    found = _lengths(call)
-    if found is None:
-        return
-    lengths = found
-    lengths = [(rows_q, rows_k) for rows_q, rows_k in lengths if rows_q and rows_k]
-    if not lengths:
-        return
-    first = min(rows_k - rows_q for rows_q, rows_k in lengths)  # the position of the first query
-    sizes = (call.batch, call.num_heads_q, first, max(rows_k for _, rows_k in lengths))
+def _indices(call: Call) -> bool:
+    """Raise FormulaError if a captured tensor could be read outside. Whether shapes alone say that none can; else the
+    lengths of packed sequences and of requests count, where they can be read.
+    """
+    if not (call.batch and call.rows_q and call.rows_k):
+        return True
+    lengths: list[tuple[int, int]] = []
+    first = call.rows_k - call.rows_q  # the position of the first query
+    if call.packed or call.pages is not None:
+        widest = (call.batch, call.num_heads_q, -call.rows_q, call.rows_k)
+        if all(provable(bound, widest) for bound in (call.mask, call.score) if bound is not None):
+            return True
+        lengths = [(rows_q, rows_k) for rows_q, rows_k in _lengths(call) or () if rows_q and rows_k]
+        if not lengths:
+            return False
+        first = min(rows_k - rows_q for rows_q, rows_k in lengths)
+    sizes = (call.batch, call.num_heads_q, first, max(rows_k for _, rows_k in lengths) if lengths else call.rows_k)
     for what, bound in (("mask", call.mask), ("score", call.score)):
         if bound is not None:
             prove(bound, what, sizes)
+    return not lengths
 
 
 def _lengths(call: Call) -> list[tuple[int, int]] | None:
