@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,15 @@ class Outcomes:
         }
 
 
-def gpu_families() -> list[Family]:
-    """Families that the gpu tier proves."""
-    return [family for family in FAMILIES.values() if any(test.startswith("tests/gpu") for test in family.tests)]
+def gpu_families(names: Sequence[str] = ()) -> list[Family]:
+    """Families that the gpu tier proves, or those of them that are named."""
+    found = [family for family in FAMILIES.values() if any(test.startswith("tests/gpu") for test in family.tests)]
+    return [family for family in found if family.name in names] if names else found
+
+
+def tests_of(chosen: Sequence[Family]) -> list[str]:
+    """The files that hold their tests."""
+    return sorted({str(path) for family in chosen for pattern in family.tests for path in ROOT.glob(pattern)})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,16 +61,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--workers", default="4", help="pytest-xdist processes: they share the GPU and compile in parallel"
     )
+    names = [family.name for family in gpu_families()]
+    parser.add_argument("--families", nargs="*", choices=names, default=[], help="only these; all if none is named")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no GPU: a receipt can only be written on a machine where PyTorch sees one", file=sys.stderr)
         return 2
     environment = current("cuda")
-    before = {family.name: family.hash() for family in gpu_families()}
+    chosen = gpu_families(given.families)
+    before = {family.name: family.hash() for family in chosen}
     outcomes = Outcomes()
     options = ["-n", given.workers, "--dist", "loadgroup", "-q"]
-    status = pytest.main([str(ROOT / "tests" / "gpu"), *options], plugins=[outcomes])
-    for family in gpu_families():
+    status = pytest.main([*tests_of(chosen), *options], plugins=[outcomes])
+    for family in chosen:
         if family.hash() != before[family.name]:
             print(f"{family.name}: its sources changed while the tests ran, no receipt", file=sys.stderr)
             return 3

@@ -157,3 +157,10 @@ def test_outcomes_count_a_broken_setup_as_a_failure_and_only_the_familys_files(m
     mine = Family("mine", (), (here,), ())
     assert outcomes.of(mine) == {"passed": 1, "failed": 1, "skipped": 1}
     assert sum(outcomes.by_file.values(), Counter())["failed"] == 2
+
+
+def test_the_gpu_tier_runs_all_files_of_the_families_that_are_named() -> None:
+    every = gpu_receipt.tests_of(gpu_receipt.gpu_families())
+    assert {Path(path) for path in every} == set((families.ROOT / "tests" / "gpu").glob("test_*.py"))
+    some = gpu_receipt.gpu_families(["merge_triton", "kv_write_triton"])
+    assert [Path(path).name for path in gpu_receipt.tests_of(some)] == ["test_kv_write.py", "test_merge.py"]
