@@ -19,8 +19,9 @@ from tilewise.testing.properties import Setting
 
 IMPL = "triton_paged"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# a sample of formulas: the other GPU tests and the interpreter have them all
 PAGED_CASES = [case for case in CPU_CASES if case.memory == "dense" and not case.dropout]
-FORMULAS = [case for case in PAGED_CASES if (case.mask or case.score) and "undefined" not in case.name]
+FORMULAS = [case for case in PAGED_CASES if (case.mask or case.score) and "undefined" not in case.name][::3]
 LARGE = [
     Case("decode", batch=9, seqlen_q=1, seqlen_k=3000, heads_q=32, heads_kv=8, head_dim=128, head_dim_v=128),
     Case("decode_window", batch=5, seqlen_q=1, seqlen_k=3000, heads_q=8, heads_kv=8, head_dim=64, head_dim_v=64,
@@ -36,7 +37,7 @@ LARGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PAGED_CASES, ids=repr)
+@pytest.mark.parametrize("case", PAGED_CASES[::2], ids=repr)
 def test_pages_hold_the_keys(case: Case) -> None:
     dtype = DTYPES[sum(map(ord, case.name)) % len(DTYPES)]
     if "undefined" in case.name:
