@@ -155,10 +155,10 @@ def post(numbers, at, board, WARPS: gl.constexpr = 1):
 
 
 @gluon.jit
-def post_last(at, board):
+def post_last(at, board, WARPS: gl.constexpr = 1):
     """The message after which there is none: zeros."""
     END: gl.constexpr = (0,) * (board[0].shape[0] // POSTS)
-    post(END, at, board)
+    post(END, at, board, WARPS)
 
 
 @gluon.jit

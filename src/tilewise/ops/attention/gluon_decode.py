@@ -19,7 +19,7 @@ from tilewise.ops.attention.triton_plans import functions, multiprocessors
 _PLANS = Plans()
 _SHARED = 220 * 1024  # bytes for tiles
 _ROUNDS = 3  # pieces of a large share: most of it first, then half of the rest each
-_REGISTERS = 200  # of a thread that fetches
+_REGISTERS = {16: (160, 128), 32: (168, 144), 64: (152, 120)}  # by rows of a tile, of a thread that fetches, and of one that merges
 _MERGED = 512  # values of o that are merged at a time
 
 
@@ -42,6 +42,7 @@ class Fixed(NamedTuple):
     rows_of_part: int
     merged: int  # rows of a part that are merged at a time
     registers: int
+    registers_of_merge: int
     rows: Any
     mask_once: Any
     visible: Any
@@ -71,7 +72,7 @@ def _plans(call: Call) -> Planned:
     fixed = Fixed(
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed,
         call.sink is not None, block_r, block_n, block_d, block_dv, stages, _ROUNDS, rows,
-        min(rows, _MERGED // block_dv), _REGISTERS, side and side.rows, side and side.once, side and side.visible,
+        min(rows, _MERGED // block_dv), *_REGISTERS[block_r], side and side.rows, side and side.once, side and side.visible,
         score and score.queries.once, score and score.queries.apply,
     )  # fmt: skip
     fixed = Fixed(*(gl.constexpr(x) if isinstance(x, int) else x for x in fixed))

@@ -29,10 +29,12 @@ from tilewise.ops.attention.triton_work import (
 )
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import barrier, copy_async
-from tilewise.tiles.hopper import message_board, post, posted, product_layout, ring_turn, take
+from tilewise.tiles.hopper import message_board, post, post_last, posted, product_layout, ring_turn, take
 from tilewise.tiles.visit import call_once, row_ends
 
 PIECE = gl.constexpr(6)  # numbers of a message: tiles, first position, unit, head, first tile, piece
+LEFT = gl.constexpr(5)  # numbers of another: 1, unit, head, the position of a row's first tile, piece
+ONCE = gl.constexpr(False)
 PARTS = gl.constexpr(8)  # partial results that are read at a time
 
 
@@ -69,11 +71,12 @@ def page_rows(TABLE, FIRST, stride_t, b, tokens, keys, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def gather(pool, rows, mask, at, ring, full, empty):
+def gather(pool, rows, mask, at, ring, full, empty, ONCE: gl.constexpr):
     """Copy the rows of one tile into the ring's place for the `at`-th, once that is free."""
     stage, phase = ring_turn(at, ring.shape[0])
     mbarrier.wait(empty.index(stage), phase ^ 1)
-    copy_async(ring.index(stage), pool + rows, mask=mask)
+    POLICY: gl.constexpr = "evict_first" if ONCE else ""
+    copy_async(ring.index(stage), pool + rows, mask=mask, eviction_policy=POLICY)
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
@@ -88,7 +91,7 @@ def gather_queries(Q, strides, unit, hk, at, ring, full, empty, fixed):
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
     row = unit[0].to(gl.int64) * strides[0] + (unit[6] + m).to(gl.int64) * strides[1] + h * strides[2]
     mask = in_r[:, None] & (offs_d < fixed.head_dim)[None, :]
-    gather(Q, row[:, None] + offs_d[None, :], mask, at, ring, full, empty)
+    gather(Q, row[:, None] + offs_d[None, :], mask, at, ring, full, empty, False)
 
 
 @gluon.jit
@@ -99,7 +102,7 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     Q, K, V, TABLE, FIRST, stride_t = inputs
     strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh = strides
     UNITS, TURNS = work[0], work[2]
-    q_ring, k_ring, v_ring, _, board = memory
+    q_ring, k_ring, v_ring, _, board, _ = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     BLOCK_N: gl.constexpr = k_ring.shape[1]
     D: gl.constexpr = k_ring.shape[2]
@@ -122,14 +125,18 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     tokens = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=K_ROWS)
     pages = page_rows(TABLE, FIRST, stride_t, unit[0], tokens, unit[4], fixed.page)
     after = unit
-    known = 0  # whether the next piece is
+    turn = 0
+    known = 0  # of the next piece: nothing, its turn, all
     while left > 0:
-        if (left <= 2) & (known == 0):
-            piece = find_piece(gl.num_programs(0) + take(TURNS), work, fixed)
+        if (left <= 3) & (known == 0):
+            turn = gl.num_programs(0) + take(TURNS)
+            known = 1
+        if (left <= 2) & (known == 1):
+            piece = find_piece(turn, work, fixed)
             post(piece, posts, board, 4)
             posts += 1
             after = unit_of(UNITS, piece[2])
-            known = 1
+            known = 2
         coming = unit_of(UNITS, u + 1)
         here = pages.to(gl.int64)
         k_rows = here * stride_kp + (tokens % fixed.page) * stride_ks + hk * stride_kh
@@ -149,10 +156,10 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         pages = page_rows(TABLE, FIRST, stride_t, unit[0], tokens, unit[4], fixed.page)
 
         mask = in_k[:, None] & (offs_d < fixed.head_dim)[None, :]
-        gather(K, k_rows[:, None] + offs_d[None, :], mask, n, k_ring, k_full, k_empty)
+        gather(K, k_rows[:, None] + offs_d[None, :], mask, n, k_ring, k_full, k_empty, ONCE)
         v_rows = gl.convert_layout(v_rows, V_ROWS)
         mask = gl.convert_layout(in_k, V_ROWS)[:, None] & (offs_dv < fixed.head_dim_v)[None, :]
-        gather(V, v_rows[:, None] + offs_dv[None, :], mask, n, v_ring, v_full, v_empty)
+        gather(V, v_rows[:, None] + offs_dv[None, :], mask, n, v_ring, v_full, v_empty, ONCE)
         if starts:
             gather_queries(Q, strides_q, unit, hk, rows, q_ring, q_full, q_empty, fixed)
             rows += 1
@@ -240,17 +247,21 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
 
 
 @gluon.jit
-def leave_and_merge(outputs, parts, strides, work, unit, hk, row_start, piece, r, o, l, top, rows_q, fixed):
-    """Leave what a piece has of a row of tiles, and if all others of the row have left theirs, merge them."""
-    ARRIVED, tiles, rounds = work[2] + 1, work[4], work[5]
-    D_V: gl.constexpr = o.shape[0]
-    first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
-    leave_part(parts, 2 * piece + (piece == first).to(gl.int32), r, o, l, top, fixed)
-    barrier()
-    if gl.atomic_add(ARRIVED + first, 1, sem="acq_rel") == last - first:
-        barrier()
-        for first_row in range(0, fixed.rows_of_part, fixed.merged):
-            merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, D_V, fixed)
+def merge(outputs, parts, strides, work, memory, rows_q, D_V: gl.constexpr, fixed):
+    """The warps that merge: they are told of each part that is left, count it, and fold the row whose last it is."""
+    UNITS, ARRIVED, tiles, rounds = work[0], work[2] + 1, work[4], work[5]
+    board = memory[5]
+    at = 0
+    more, u, hk, row_start, _piece = posted(0, board, 4)
+    while more > 0:
+        unit = unit_of(UNITS, u)
+        first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
+        if gl.atomic_add(ARRIVED + first, 1, sem="acq_rel") == last - first:
+            barrier()
+            for first_row in range(0, fixed.rows_of_part, fixed.merged):
+                merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, D_V, fixed)
+        at += 1
+        more, u, hk, row_start, _piece = posted(at, board, 4)
 
 
 @gluon.jit
@@ -280,9 +291,9 @@ def scores_of(s, unit, hk, r, offs_n, formula, scale, fixed):
 
 @gluon.jit
 def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fixed):
-    """The warpgroup that computes: tile after tile of each piece, and merges of the rows that pieces have cut."""
+    """The warpgroup that computes, tile after tile of each piece."""
     UNITS = work[0]
-    q_ring, k_ring, v_ring, p_tile, board = memory
+    q_ring, k_ring, v_ring, p_tile, board, left = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     scale, rows_q = scalars
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -297,6 +308,7 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
     done = 0
     row = 0
     at = 0
+    parted = 0
     count, lo, u, hk, t, piece = posted(0, board, 4)
     while count > 0:
         unit = unit_of(UNITS, u)
@@ -340,9 +352,10 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
                 if whole:
                     end_row(outputs, strides_o, unit, hk, unit[1] * BLOCK_R + r, acc, l_i, m_i, rows_q, 0, fixed)
                 else:
-                    leave_and_merge(
-                        outputs, parts, strides_o, work, unit, hk, row_start, piece, r, acc, l_i, m_i, rows_q, fixed
-                    )
+                    leave_part(parts, 2 * piece + (row_start >= lo).to(gl.int32), r, acc, l_i, m_i, fixed)
+                    barrier()
+                    post((1, u, hk, row_start, piece), parted, left, 4)
+                    parted += 1
                 m_i = gl.full([BLOCK_R], float("-inf"), gl.float32, layout=ROW)
                 l_i = gl.zeros([BLOCK_R], gl.float32, layout=ROW)
                 acc = gl.zeros([D_V, BLOCK_R], gl.float32, layout=LAYOUT)
@@ -356,6 +369,7 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
         done += count
         at += 1
         count, lo, u, hk, t, piece = posted(at, board, 4)
+    post_last(parted, left, 4)
 
 
 @gluon.jit(do_not_specialize=["stride_t", "rows_q", "slots", "mask_nums", "score_nums"])
@@ -392,7 +406,7 @@ def attention_decode_sm90(
         mbarrier.init(k_empty.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=1)
     fence_async_shared()
-    memory = (q_ring, k_ring, v_ring, p_tile, board)
+    memory = (q_ring, k_ring, v_ring, p_tile, board, message_board(LEFT, 1))
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     tl.extra.cuda.gdc_wait()  # for the plan
     tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
@@ -408,7 +422,8 @@ def attention_decode_sm90(
         [
             (compute, (outputs, parts, strides_o, work, memory, bars, formula, (scale, rows_q), fixed)),
             (fetch, (inputs, strides, work, memory, bars, fixed)),
+            (merge, (outputs, parts, strides_o, work, memory, rows_q, fixed.block_dv, fixed)),
         ],
-        [4],
-        [fixed.registers],
+        [4, 4],
+        [fixed.registers, fixed.registers_of_merge],
     )
