@@ -22,7 +22,7 @@ import torch
 import tilewise as tw
 from benchmarks.cases import Options
 from benchmarks.cases.exact_grid import zipf_lengths
-from benchmarks.contenders import SDPA_BACKENDS, sdpa, sources_of
+from benchmarks.contenders import SDPA_BACKENDS, sdpa, sources_of, tilewise
 from benchmarks.environment import current, version
 from benchmarks.records import Writer
 from benchmarks.reference import relative_error
@@ -116,6 +116,9 @@ def contenders(batch: Batch, given: Tensors, flashinfer: Any) -> dict[str, Calla
             if name != "fa2":
                 call = sdpa(backend, False)
                 found[f"{name}.contiguous"] = graphed(lambda call=call: call(q, dense[0], dense[1]), device)  # type: ignore[misc]
+        for row in ("hopper_decode", "triton_decode") if device == "cuda" else ():
+            call = tilewise(row)
+            found[f"tilewise.{row}.contiguous"] = graphed(lambda call=call: call(q, dense[0], dense[1]), device)  # type: ignore[misc]
     if flashinfer is not None:
         found["flashinfer"] = _flashinfer(flashinfer, batch, given)
     return found

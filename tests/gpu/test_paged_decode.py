@@ -10,6 +10,7 @@ import torch
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tests.gpu.paging import PAGED_CASES, UP_TO_256, decoding
+from tests.gpu.test_attention_runtime import captured
 from tilewise.core.errors import UnsupportedError
 from tilewise.ops.attention import gluon_decode
 from tilewise.ops.attention.triton_launch import Plans
@@ -31,6 +32,29 @@ FORMULAS = [
 @pytest.mark.parametrize("case", UP_TO_256, ids=repr)
 def test_large_cases(case: Case, page_size: int, dtype: torch.dtype) -> None:
     properties.pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, page_size, flat=page_size == 5)
+
+
+@pytest.mark.parametrize("case", [case for case in UP_TO_256 if not case.packed], ids=repr)
+def test_keys_in_rows(case: Case) -> None:
+    """The dense layout is read as pages of which each batch element has one."""
+    properties.equals_reference(Setting(IMPL, torch.bfloat16, DEVICE), case)
+    properties.memory_does_not_matter(Setting(IMPL, torch.float16, DEVICE), case)
+
+
+def test_keys_in_rows_that_grow() -> None:
+    """Other lengths compile nothing, and a graph keeps what it was captured with."""
+    q = torch.randn(3, 1, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+    cache = torch.randn(2, 3, 700, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    for length in (1, 300, 301, 302, 700):
+        k, v = cache[:, :, :length]
+        found = tw.attention(q, k, v, impl=IMPL)
+        torch.testing.assert_close(found, tw.attention(q, k, v, impl="reference"), rtol=2e-2, atol=2e-3)
+    graph, result = captured(lambda: tw.attention(q, *cache[:, :, :699], impl=IMPL))
+    tw.attention(q, *cache[:, :, :699], impl=IMPL)
+    q.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, tw.attention(q, *cache[:, :, :699], impl=IMPL))
 
 
 @pytest.mark.parametrize("case", FORMULAS, ids=repr)
