@@ -49,7 +49,15 @@ _SHARED = (
     "src/tilewise/layouts.py",
     *(
         _ATTENTION + name
-        for name in ("__init__.py", "arguments.py", "problem.py", "rows/needs.py", "torch_op.py", "gradient.py")
+        for name in (
+            "__init__.py",
+            "arguments.py",
+            "problem.py",
+            "rows/needs.py",
+            "torch_op.py",
+            "planned.py",
+            "gradient.py",
+        )
     ),
 )
 

@@ -22,13 +22,15 @@ from tilewise.formula.library import (
     window,
 )
 from tilewise.layouts import Dense, Packed, Paged
-from tilewise.ops.attention import Explanation, attention, attention_with_lse, why
+from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why
+from tilewise.ops.attention.planned import AttentionPlan
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionPlan",
     "Dense",
     "Explanation",
     "Mask",
@@ -52,6 +54,7 @@ __all__ = [
     "merge",
     "merge_states",
     "neighborhood",
+    "plan",
     "prefix",
     "relative_bias",
     "score",

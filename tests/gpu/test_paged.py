@@ -82,6 +82,62 @@ def test_one_graph_serves_other_lengths_and_pages() -> None:
             torch.testing.assert_close(results[0][r : r + 1], want, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("impl", ["triton_paged", "hopper_decode"])
+def test_one_plan_serves_all_layers_of_a_graph(impl: str) -> None:
+    """Planned once in each replay, and run in three layers, for lengths whose shares are one piece or several."""
+    generator = torch.Generator().manual_seed(0)
+    pools = [[torch.randn(9000, 16, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)] for _ in range(3)]
+    table = torch.zeros(8, 8192, dtype=torch.int32, device=DEVICE)
+    seqlens = torch.ones(8, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(8, 1, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+    arguments: dict[str, Any] = {"layout": tw.Paged(table, seqlens), "mask": tw.causal, "impl": impl}
+    plan = tw.plan(q, *pools[0], **arguments)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        plan.update()
+        return tuple(plan.run(q, *pool) for pool in pools)
+
+    graph, results = captured(step)
+    uneven = [[120_000, 0, 500, 1000, 17, 0, 0, 0], [30_000, 1, 8000, 900, 128, 0, 1, 131_072]]
+    for lengths in ([1024] * 8, uneven[0], [1] * 8, uneven[1]):
+        table.copy_(torch.randint(9000, table.shape, generator=generator))
+        seqlens.copy_(torch.tensor(lengths))
+        q.normal_()
+        for _ in range(2):
+            graph.replay()
+            assert plan._prepared._memory.arrived.eq(0).all()  # type: ignore[union-attr, attr-defined]
+            assert all(map(torch.equal, results, (tw.attention(q, *pool, **arguments) for pool in pools)))
+
+
+@pytest.mark.parametrize("impl", ["triton_paged", "hopper_decode"])
+def test_many_runs_of_one_plan_give_the_same_bits(impl: str) -> None:
+    q, pool, layout = _decode([100_000, 1, 7000, 0, 63, 64, 65])
+    plan = tw.plan(q, *pool, layout=layout, impl=impl)
+    want = tw.attention_with_lse(q, *pool, layout=layout, impl=impl)
+    for _ in range(500):
+        assert all(map(torch.equal, want, plan.run_with_lse(q, *pool)))
+
+
+@pytest.mark.parametrize("impl", ["hopper", "hopper_decode", "triton_paged"])
+def test_a_run_is_a_call(impl: str) -> None:
+    for case in LARGE:
+        if case.name in ("verify", "chunk", "mixed"):
+            properties.a_run_is_a_call(Setting(impl, torch.bfloat16, DEVICE), case, 16)
+
+
+def test_plans_wait_for_nothing() -> None:
+    q, pool, layout = _decode([100, 200])
+    tw.plan(q, *pool, layout=layout).run(q, *pool)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan = tw.plan(q, *pool, layout=layout)
+        plan.update()
+        plan.run(q, *pool)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_pool_of_more_than_two_to_the_31_elements() -> None:
     pages, page_size = 140_000, 16
     pool = [torch.empty(pages, page_size, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]

@@ -39,6 +39,7 @@ class Row(Generic[C]):
     prefers: tuple[Need[C], ...] = ()
     forward: str = "forward"
     backward: str | None = None
+    plan: str | None = None  # what several calls share, where that is worth making once
 
     def first_unmet(self, call: C) -> str | None:
         """None if this row can run the call, else the first need that fails and what was found."""

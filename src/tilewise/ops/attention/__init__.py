@@ -1,7 +1,7 @@
 """Attention: one operation, its arguments, and who computes it.
 
 A call is checked and collected (`problem`), matched to an implementation (`table`), and run through PyTorch's autograd
-or as a custom operator (`torch_op`).
+or as a custom operator (`torch_op`), or planned once for several (`planned`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from tilewise.core.readback import being_traced
 from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
+from tilewise.ops.attention.planned import AttentionPlan, refuse_gradients
 from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
@@ -117,6 +118,41 @@ def attention(
         q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout, seed=seed,
         deterministic=deterministic, impl=impl,
     )[0]  # fmt: skip
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    sink: torch.Tensor | None = None,
+    layout: Dense | Packed | Paged | None = None,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> AttentionPlan:
+    """Plan attention once, for all layers of a model: `plan(q, k, v, ...).run(q, k, v)` is `attention(q, k, v, ...)`.
+
+    What implementations of the paged layout work out on the GPU for a batch's lengths (who does which tile) is then
+    made once, and kept with the memory that they need: a run launches one kernel and allocates its results alone. Where
+    there is nothing to plan, a run is a plain call. Not differentiable. In a region of `torch.compile` runs plan anew.
+
+    Args:
+        q, k, v, sink: examples: runs take tensors of the same shapes, strides, dtypes and device. Keys that do not
+            lie there yet may be written between plan and run.
+        mask, score, layout, scale: as `attention` takes them, and fixed. What the layout's tensors hold may change in
+            place: pages at any time; after lengths have changed, call `update` or plan anew. Both may be captured in a
+            CUDA graph.
+        impl: name of an implementation; None picks the first that can.
+
+    Raises:
+        InputError, FormulaError: an argument is wrong.
+        UnsupportedError: as `attention` raises it, or a gradient is wanted.
+    """
+    call = make_call(q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale)
+    refuse_gradients(call.wants_grad)
+    return AttentionPlan(call, choose(call, impl))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.gluon_sm90_decode import attention_decode_sm90
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_launch import Plan, Plans
-from tilewise.ops.attention.triton_paged import Planned, Work, rows_of_tile, strides_of_pages, work_of
+from tilewise.ops.attention.triton_paged import Planned, PlannedCalls, Work, rows_of_tile, strides_of_pages, work_of
 from tilewise.ops.attention.triton_plans import functions, multiprocessors
 
 _PLANS = Plans()
@@ -60,12 +60,23 @@ class Fixed(NamedTuple):
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a call: the plan, then all tiles. Keys that do not start at 16 bytes, portable kernels read."""
-    if (call.k.data_ptr() | call.v.data_ptr()) % 16:
+    if _starts_elsewhere(call):
         return triton_paged.forward(call) if call.pages is not None else _split(call)
     if call.pages is None:
         call = copy.copy(call)
         call.pages = _rows_as_pages(call)
     return triton_paged.planned_forward(call, _PLANS, _plans)
+
+
+def plan(call: Call) -> PlannedCalls | None:
+    """The plan that calls of one kind share; none for keys in rows, whose lengths are all alike."""
+    if call.pages is None:
+        return None
+    return triton_paged.plan(call) if _starts_elsewhere(call) else PlannedCalls(call, _PLANS, _plans)
+
+
+def _starts_elsewhere(call: Call) -> bool:
+    return (call.k.data_ptr() | call.v.data_ptr()) % 16 != 0
 
 
 def _split(call: Call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,6 +39,16 @@ PARTS = gl.constexpr(8)  # partial results that are read at a time
 
 
 @gluon.jit
+def next_turn(TURNS, turns):
+    """The next turn that nobody has taken. Each program takes them until one is beyond the last, so as many are taken
+    as there are: who takes the last sets the counter back for the next run of the plan.
+    """
+    taken = take(TURNS)
+    gl.store(TURNS, 0, mask=taken == turns - 1)
+    return gl.num_programs(0) + taken
+
+
+@gluon.jit
 def find_piece(turn, work, fixed):
     """(tiles, first position, unit, head, first tile, piece): of a turn, or where that is empty of the next one that
     nobody has taken and is not; no tiles where all are taken.
@@ -58,7 +68,7 @@ def find_piece(turn, work, fixed):
         count = piece_start(piece + 1, programs, rounds, tiles) - lo
         looking = count == 0
         if looking:
-            turn = programs + take(TURNS)
+            turn = next_turn(TURNS, turns)
             looking = turn < turns
     u, hk, t = tile_at(lo, BEFORE, UNITS, slots, gl.arange(0, LOOK, layout=ALL), HEADS_KV)
     return count, lo, u, hk, t, piece
@@ -129,7 +139,7 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     known = 0  # of the next piece: nothing, its turn, all
     while left > 0:
         if (left <= 3) & (known == 0):
-            turn = gl.num_programs(0) + take(TURNS)
+            turn = next_turn(TURNS, gl.num_programs(0) * work[5])
             known = 1
         if (left <= 2) & (known == 1):
             piece = find_piece(turn, work, fixed)
@@ -257,6 +267,7 @@ def merge(outputs, parts, strides, work, memory, rows_q, D_V: gl.constexpr, fixe
         unit = unit_of(UNITS, u)
         first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
         if gl.atomic_add(ARRIVED + first, 1, sem="acq_rel") == last - first:
+            gl.store(ARRIVED + first, 0)  # for the next run of the plan
             barrier()
             for first_row in range(0, fixed.rows_of_part, fixed.merged):
                 merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, D_V, fixed)

@@ -22,9 +22,14 @@ from tilewise.ops.attention.table import ROWS
 _BY_NAME = {row.name: row for row in ROWS}
 
 
+def is_empty(call: Call) -> bool:
+    """Whether there is no query, or no key."""
+    return call.q.numel() == 0 or call.rows_k == 0 or call.v.numel() == 0
+
+
 def run_forward(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse); calls without a query or a key need no kernel."""
-    if call.q.numel() == 0 or call.rows_k == 0 or call.v.numel() == 0:
+    if is_empty(call):
         o, lse = call.new_output().zero_(), call.new_lse().fill_(-torch.inf)
         if call.sink is not None:
             lse.copy_(call.sink.detach().to(lse.dtype).view((-1, 1)).expand_as(lse))
@@ -38,7 +43,7 @@ def run_backward(
 ) -> Gradients:
     """Gradients of every input that takes one."""
     assert row.backward is not None
-    if call.q.numel() == 0 or call.rows_k == 0 or call.v.numel() == 0:
+    if is_empty(call):
         delta = torch.zeros_like(lse) if dlse is None else -dlse
         dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
         return Gradients(dq, dk, dv, sink_gradient(call, lse, delta), captured_buffers(call))

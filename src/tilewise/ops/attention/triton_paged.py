@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -251,6 +252,7 @@ def attention_work(
         if (hi > lo) & (ended | (side == 1) & (t > 0)):
             begin, end = row_pieces(start, unit[3], programs, 1, work)
             if tl.atomic_add(ARRIVED + begin, 1, sem="acq_rel") == end - begin:
+                tl.store(ARRIVED + begin, 0)  # for the next run of the plan
                 tl.debug_barrier()
                 merge_row(
                     O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, head, begin, end, rows_q,
@@ -263,18 +265,65 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return planned_forward(call, _PLANS, _plans)
 
 
+def plan(call: Call) -> PlannedCalls:
+    """The plan that calls of one kind share."""
+    return PlannedCalls(call, _PLANS, _plans)
+
+
 def planned_forward(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a paged call by the plans of its kind, which `make` makes."""
-    assert call.pages is not None
-    key = call_key(call)
-    work, tiles = plans.get(key) or plans.put(key, make(call))
-    o, lse = call.new_output(), call.new_lse()
-    table, first, _seqlens = call.pages
+    work, tiles = _known(call, plans, make)
     with on_device(call.q):
-        planned = work.launch(call)
-        pointers = (call.q, call.k, call.v, call.sink, o, lse, *work.parts(call), *planned, table, first)
-        tiles.launch(pointers, formula_arguments(call), (call.scale,))
+        memory = work.memory(call)
+        work.launch(call, memory)
+        return _run(call, tiles, memory)
+
+
+class PlannedCalls:
+    """Calls that differ in q, k, v and the sink: planned once, in memory that each run leaves as it found it. Runs
+    follow one another in one stream.
+    """
+
+    def __init__(self, call: Call, plans: Plans, make: Callable[[Call], Planned]) -> None:
+        self._plans, self._make = plans, make
+        self._work, _ = _known(call, plans, make)
+        self._memory = self._work.memory(call)
+        self.update(call)
+
+    def update(self, call: Call) -> None:
+        """Plan for the lengths that the call's layout holds now."""
+        with on_device(call.q):
+            self._work.launch(call, self._memory)
+
+    def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, lse): one kernel."""
+        _, tiles = _known(call, self._plans, self._make)
+        with on_device(call.q):
+            return _run(call, tiles, self._memory)
+
+
+def _known(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> Planned:
+    key = call_key(call)
+    planned: Planned = plans.get(key) or plans.put(key, make(call))
+    return planned
+
+
+def _run(call: Call, tiles: Plan, memory: Memory) -> tuple[torch.Tensor, torch.Tensor]:
+    assert call.pages is not None
+    o, lse = call.new_output(), call.new_lse()
+    pointers = (call.q, call.k, call.v, call.sink, o, lse, *memory, call.pages.table, call.pages.first)
+    tiles.launch(pointers, formula_arguments(call), (call.scale,))
     return o, lse
+
+
+class Memory(NamedTuple):
+    """What kernels leave for one another."""
+
+    o_part: torch.Tensor  # two partial results of each piece
+    lse_part: torch.Tensor
+    units: torch.Tensor
+    before: torch.Tensor  # tiles before each unit
+    arrived: torch.Tensor  # counters of parts, and of pieces that are dealt out; 0 between runs
 
 
 @dataclass(frozen=True)
@@ -286,22 +335,22 @@ class Work:
     pieces: int
     rows: int  # of a partial result
 
-    def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(units, tiles before them, counters of parts) of this call."""
-        assert call.pages is not None
+    def memory(self, call: Call) -> Memory:
         device = call.q.device
-        units = torch.empty((self.slots + 2) * UNIT.value, dtype=torch.int32, device=device)
-        before = torch.empty(self.slots + 1, dtype=torch.int32, device=device)
-        arrived = torch.empty(self.pieces + 1, dtype=torch.int32, device=device)
-        self.plan.launch((call.cu_seqlens_q, call.pages.seqlens, units, before, arrived), bound_arguments(call.mask))
-        return units, before, arrived
+        parts = 2 * self.pieces * self.rows
+        return Memory(
+            torch.empty((parts, padded(call.head_dim_v)), dtype=torch.float32, device=device),
+            torch.empty(parts, dtype=torch.float32, device=device),
+            torch.empty((self.slots + 2) * UNIT.value, dtype=torch.int32, device=device),
+            torch.empty(self.slots + 1, dtype=torch.int32, device=device),
+            torch.empty(self.pieces + 1, dtype=torch.int32, device=device),
+        )
 
-    def parts(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for two partial results of o and lse for each piece."""
-        device = call.q.device
-        count = 2 * self.pieces * self.rows
-        o_part = torch.empty((count, padded(call.head_dim_v)), dtype=torch.float32, device=device)
-        return o_part, torch.empty(count, dtype=torch.float32, device=device)
+    def launch(self, call: Call, memory: Memory) -> None:
+        """Plan for the lengths that a call's layout holds, and set its counters to 0."""
+        assert call.pages is not None
+        lengths = (call.cu_seqlens_q, call.pages.seqlens)
+        self.plan.launch((*lengths, memory.units, memory.before, memory.arrived), bound_arguments(call.mask))
 
 
 Planned = tuple[Work, Plan]  # who does what, and the kernel that does it

@@ -45,4 +45,5 @@ ROW: Row[Call] = Row(
         NO_GRAD,
     ),
     "few queries on Hopper, over pages or rows: keys are the rows of both products, pieces of work are dealt out",
+    plan="plan",
 )

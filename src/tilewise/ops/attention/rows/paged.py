@@ -11,4 +11,5 @@ ROW: Row[Call] = Row(
     "tilewise.ops.attention.triton_paged",
     (TRITON, GPU, UP_TO_FLOAT32, PAGED, NO_DROPOUT, NO_GRAD),
     "all requests' tiles divided evenly among programs, gathered through the block table",
+    plan="plan",
 )
