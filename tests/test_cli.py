@@ -222,10 +222,11 @@ def test_why_passes_every_circumstance_on(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tilewise, "why", why)
     call("why", "--device", "cpu", code=1)
     assert (seen["sink"], seen["dropout"], seen["deterministic"], seen["requires_grad"]) == (None, 0.0, False, True)
-    every = [f"--with={name}" for name in ("sink", "dropout", "deterministic", "no-grad")]
+    every = [f"--with={name}" for name in ("sink", "dropout", "deterministic", "batch-invariant", "no-grad")]
     assert data("why", "--device", "cpu", *every, code=1)["chosen"] is None
     assert seen["sink"].shape == (8,)
     assert (seen["dropout"] > 0, seen["deterministic"], seen["requires_grad"]) == (True, True, False)
+    assert seen["batch_invariant"]
 
 
 def test_errors_of_the_library_end_with_2() -> None:

@@ -48,6 +48,7 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "dropout": lambda: {"mask": tw.causal, "dropout": 0.1, "seed": 0},
     "repeats": lambda: {"mask": tw.causal, "deterministic": True},
     "pages": lambda: {"mask": tw.causal, "layout": _packed()},
+    "invariant": lambda: {"mask": tw.causal, "batch_invariant": True},
 }
 PAGES, PAGE_SIZE = 64, 16
 STATES: dict[str, Callable[[int, torch.dtype], MergeCall]] = {
@@ -136,7 +137,7 @@ def variants() -> Iterator[Variant]:
     """Every variant: each configuration row of each kernel is reached by several."""
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256, 512)):
         portable = tuple(
-            formula for formula in FORMULAS if formula not in ("slopes", "repeats", "pages")
+            formula for formula in FORMULAS if formula not in ("slopes", "repeats", "pages", "invariant")
         )  # kernels of others
         by_dtype = {"bf16": portable, "fp16": ("plain",), "fp32": ("causal", "alibi")}
         for dtype, formulas in by_dtype.items():
@@ -146,8 +147,9 @@ def variants() -> Iterator[Variant]:
         for dtype, formula in (("bf16", "causal"), ("bf16", "alibi"), ("fp32", "causal")):
             quick = head_dim == 128 and formula == "causal"
             yield Variant(sm, "triton_decode", dtype, head_dim, formula, quick)
-        for dtype, formula in (("bf16", "plain"), ("bf16", "window"), ("bf16", "packed"), ("fp32", "causal")):
-            quick = head_dim == 128 and (formula == "plain" or (formula == "packed" and sm == 90))
+        for formula in ("plain", "window", "packed", "causal", "invariant"):
+            dtype = "fp32" if formula == "causal" else "bf16"
+            quick = head_dim == 128 and (formula == "plain" or (formula in ("packed", "invariant") and sm == 90))
             yield Variant(sm, "triton_paged", dtype, head_dim, formula, quick)
     for sm, states in itertools.product(ARCHITECTURES, STATES):
         for dtype, head_dim in (("bf16", 128), ("bf16", 40), ("bf16", 512), ("fp32", 128)):

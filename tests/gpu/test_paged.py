@@ -9,7 +9,7 @@ import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tests.gpu.paging import DTYPES, LARGE, PAGED_CASES, decoding
 from tests.gpu.test_attention_runtime import captured
-from tilewise.testing import properties
+from tilewise.testing import properties, serving
 from tilewise.testing.case import Case
 from tilewise.testing.properties import Setting
 
@@ -122,7 +122,45 @@ def test_many_runs_of_one_plan_give_the_same_bits(impl: str) -> None:
 def test_a_run_is_a_call(impl: str) -> None:
     for case in LARGE:
         if case.name in ("verify", "chunk", "mixed"):
-            properties.a_run_is_a_call(Setting(impl, torch.bfloat16, DEVICE), case, 16)
+            serving.a_run_is_a_call(Setting(impl, torch.bfloat16, DEVICE), case, 16)
+
+
+@pytest.mark.parametrize("mine", [(1, 30_000), (5, 2500), (700, 3000)])
+def test_other_requests_change_nothing(mine: tuple[int, int]) -> None:
+    """Alone, first, in the middle and last, with pages of other sizes; by default they do change some bits."""
+    case = Case("mine", packed=(mine,), heads_q=8, heads_kv=2, head_dim=128, head_dim_v=128, mask=causal, sink=True)
+    others = [(1, 70_000), (300, 4097), (0, 9), (1, 1), (1, 0), *[(1, 2048)] * 40]
+    setting = Setting(IMPL, torch.bfloat16, DEVICE)
+    alone = serving.among_others(setting, case, [], 0, 16, batch_invariant=True)
+    for place, page_size in ((0, 16), (3, 1), (len(others), 128)):
+        got = serving.among_others(setting, case, others, place, page_size, batch_invariant=True)
+        properties.same_bits(got, alone, f"place {place}, pages of {page_size}")
+    alone, got = (serving.among_others(setting, case, batch, 0, 16) for batch in ([], others))
+    with pytest.raises(AssertionError, match="differs"):
+        properties.same_bits(got, alone, "by default")
+
+
+def test_a_replayed_graph_changes_nothing() -> None:
+    """Planned and run in two layers of a graph, with other requests in each replay."""
+    generator = torch.Generator().manual_seed(0)
+    pool = [torch.randn(2000, 16, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    table = torch.randint(2000, (8, 2000), generator=generator).int().to(DEVICE)
+    seqlens = torch.ones(8, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(8, 1, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+    arguments: dict[str, Any] = {"mask": tw.causal, "batch_invariant": True}
+    plan = tw.plan(q, *pool, layout=tw.Paged(table, seqlens), **arguments)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        plan.update()
+        return plan.run(q, *pool), plan.run(-q, *pool)
+
+    graph, results = captured(step)
+    one = tw.Paged(table[5:6].clone(), torch.tensor([20_000], dtype=torch.int32, device=DEVICE))
+    want = [tw.attention(x, *pool, layout=one, **arguments) for x in (q[5:6], -q[5:6])]
+    for lengths in ([20_000] * 8, [1, 0, 32_000, 17, 5000, 20_000, 0, 3], [0] * 5 + [20_000, 0, 0]):
+        seqlens.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert all(torch.equal(x[5:6], y) for x, y in zip(results, want, strict=True))
 
 
 def test_plans_wait_for_nothing() -> None:

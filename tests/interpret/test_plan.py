@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tilewise.core.errors import InputError
 from tilewise.ops.attention import triton_launch, triton_paged
-from tilewise.testing import properties
+from tilewise.testing import serving
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, INTERPRETER_CASES
 from tilewise.testing.cases import causal as causal_of
@@ -34,12 +34,12 @@ def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CASES_OF_PAGES, ids=repr)
 def test_a_run_is_a_call(case: Case) -> None:
-    properties.a_run_is_a_call(Setting("triton_paged"), case, 5)
+    serving.a_run_is_a_call(Setting("triton_paged"), case, 5)
 
 
 def test_rows_without_a_plan_are_called() -> None:
     for impl, name in (("triton", "causal"), ("triton", "packed_causal"), ("triton_decode", "one_query")):
-        properties.a_run_is_a_call(Setting(impl), CASES[name], None)
+        serving.a_run_is_a_call(Setting(impl), CASES[name], None)
 
 
 def _uneven() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tw.Paged]:

@@ -9,7 +9,7 @@ import torch
 
 import tilewise as tw
 from tilewise.core.errors import InputError, UnsupportedError
-from tilewise.testing import properties
+from tilewise.testing import serving
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CPU_CASES
 from tilewise.testing.properties import Setting
@@ -31,9 +31,9 @@ def tensors(seed: int = 0, heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, 
 def test_a_run_is_a_call(case: Case, impl: str) -> None:
     """In every layout, by name and without."""
     for page_size in (None, 5) if case.packed or case.group > 1 else (None,):
-        properties.a_run_is_a_call(Setting(impl), case, page_size, named=impl == "reference")
+        serving.a_run_is_a_call(Setting(impl), case, page_size, named=impl == "reference")
     if impl == "cpu_tiled":
-        properties.a_run_is_a_call(Setting(impl), case, None)
+        serving.a_run_is_a_call(Setting(impl), case, None)
 
 
 def test_a_plan_names_its_implementation() -> None:

@@ -19,6 +19,7 @@ class Extra(str, Enum):
     sink = "sink"
     dropout = "dropout"
     deterministic = "deterministic"
+    batch_invariant = "batch-invariant"
     no_grad = "no-grad"
 
 
@@ -80,6 +81,7 @@ def why(
         layout=layout,
         dropout=0.1 if Extra.dropout in wanted else 0.0,
         deterministic=Extra.deterministic in wanted,
+        batch_invariant=Extra.batch_invariant in wanted,
     )
     if as_json:
         names = ("name", "summary", "verdict")

@@ -284,32 +284,16 @@ def packed_equals_padded(setting: Setting, case: Case) -> None:
     within(got, expectation(case, setting.dtype, setting.device))
 
 
-def pages_hold_the_keys(setting: Setting, case: Case, page_size: int = 16, flat: bool = False) -> None:
+def pages_hold_the_keys(
+    setting: Setting, case: Case, page_size: int = 16, flat: bool = False, **arguments: Any
+) -> None:
     """Keys in pages of a pool, in any order, with NaN in all slots of nobody, give what the keys in rows do."""
     inputs = make_inputs(case, setting.dtype, setting.device)
     pool = paged(inputs, page_size, flat=flat)
     with torch.no_grad():
-        arguments = inputs.arguments() | {"layout": pool.layout}
+        arguments = inputs.arguments() | {"layout": pool.layout} | arguments
         o, lse = tw.attention_with_lse(inputs.q, pool.k, pool.v, impl=setting.impl, **arguments)
     within({"o": o, "lse": lse}, expectation(case, setting.dtype, setting.device))
-
-
-def a_run_is_a_call(setting: Setting, case: Case, page_size: int | None = 16, *, named: bool = True) -> None:
-    """Each of several runs of one plan gives the bits of a call: with the keys in pages, or, without `page_size`, where
-    the case has them; without `named`, by the implementation that a call finds.
-    """
-    inputs = make_inputs(case, setting.dtype, setting.device)
-    k, v, arguments = inputs.k, inputs.v, inputs.arguments() | {"impl": setting.impl if named else None}
-    del arguments["dropout"]
-    if page_size is not None:
-        k, v, arguments["layout"] = paged(inputs, page_size)
-    with torch.no_grad():
-        plan = tw.plan(torch.zeros_like(inputs.q), k, v, **arguments)
-        for sign in (1, -1):
-            q = sign * inputs.q
-            got = plan.run_with_lse(q, k, v, sink=arguments.get("sink"))
-            want = tw.attention_with_lse(q, k, v, **arguments)
-            same_bits(dict(zip(("o", "lse"), got, strict=True)), dict(zip(("o", "lse"), want, strict=True)), "a call")
 
 
 def last_queries_stand_at_the_last_keys(setting: Setting, case: Case, count: int = 5) -> None:

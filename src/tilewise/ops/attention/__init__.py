@@ -37,6 +37,7 @@ def attention_with_lse(
     dropout: float = 0.0,
     seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attention`, with the log-sum-exp of each row's scores.
@@ -57,6 +58,7 @@ def attention_with_lse(
         dropout=dropout,
         seed=seed,
         deterministic=deterministic,
+        batch_invariant=batch_invariant,
     )
     row = choose(call, impl)
     traced = call.signature is None and being_traced()
@@ -76,6 +78,7 @@ def attention(
     dropout: float = 0.0,
     seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
     """softmax(score(scale * q k^T) where mask) v, forward and backward, without a seqlen_q x seqlen_k tensor.
@@ -102,6 +105,10 @@ def attention(
         seed: integer, or int64 tensor of one element on the device of q, that fixes the dropout mask; drawn from
             PyTorch's generator when None.
         deterministic: refuse anything whose bits could differ between runs.
+        batch_invariant: give a request the same bits whatever shares its batch, wherever in the batch it stands, and
+            whatever the page size; on a GPU, over pages alone. Keys are then divided at multiples of 2,048 and nowhere
+            else, and tiles are of four queries, so that many queries take longer. Partial results take memory that
+            grows with the tokens that one request's pages can hold: `block_table` should be no wider than it must.
         impl: name of an implementation (`tilewise.why` lists them); None picks the first that can.
 
     Returns:
@@ -116,7 +123,7 @@ def attention(
     """
     return attention_with_lse(
         q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout, seed=seed,
-        deterministic=deterministic, impl=impl,
+        deterministic=deterministic, batch_invariant=batch_invariant, impl=impl,
     )[0]  # fmt: skip
 
 
@@ -130,6 +137,7 @@ def plan(
     sink: torch.Tensor | None = None,
     layout: Dense | Packed | Paged | None = None,
     scale: float | None = None,
+    batch_invariant: bool = False,
     impl: str | None = None,
 ) -> AttentionPlan:
     """Plan attention once, for all layers of a model: `plan(q, k, v, ...).run(q, k, v)` is `attention(q, k, v, ...)`.
@@ -141,16 +149,18 @@ def plan(
     Args:
         q, k, v, sink: examples: runs take tensors of the same shapes, strides, dtypes and device. Keys that do not
             lie there yet may be written between plan and run.
-        mask, score, layout, scale: as `attention` takes them, and fixed. What the layout's tensors hold may change in
-            place: pages at any time; after lengths have changed, call `update` or plan anew. Both may be captured in a
-            CUDA graph.
+        mask, score, layout, scale, batch_invariant: as `attention` takes them, and fixed. What the layout's tensors
+            hold may change in place: pages at any time; after lengths have changed, call `update` or plan anew. Both
+            may be captured in a CUDA graph.
         impl: name of an implementation; None picks the first that can.
 
     Raises:
         InputError, FormulaError: an argument is wrong.
         UnsupportedError: as `attention` raises it, or a gradient is wanted.
     """
-    call = make_call(q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale)
+    call = make_call(
+        q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, batch_invariant=batch_invariant
+    )
     refuse_gradients(call.wants_grad)
     return AttentionPlan(call, choose(call, impl))
 

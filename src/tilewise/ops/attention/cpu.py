@@ -69,7 +69,7 @@ def tiled_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiled online softmax for any formula, head dimension and layout."""
     o, lse = call.new_output(), call.new_lse()
     with _full_precision():
-        for part, rows, _ in _parts(call):
+        for part, rows, _ in _parts(call, apart=call.batch_invariant):
             o_part, lse_part = o, lse
             if rows is not None:
                 o_part, lse_part = (o[None, rows], lse[None, :, rows]) if call.packed else (o[rows], lse[rows])
@@ -102,9 +102,9 @@ def _full_precision() -> torch.autocast:
     return torch.autocast("cpu", enabled=False)
 
 
-def _parts(call: Call) -> Iterator[tuple[Call, slice | None, slice | None]]:
-    """The call itself, or one dense call of batch 1 for each packed sequence or paged request, with its rows of q (or
-    of the batch) and of k; formulas see its batch index as `b`.
+def _parts(call: Call, apart: bool = False) -> Iterator[tuple[Call, slice | None, slice | None]]:
+    """The call itself, or one dense call of batch 1 for each packed sequence or paged request (`apart`, for each
+    element of a dense batch too), with its rows of q (or of the batch) and of k; formulas see its batch index as `b`.
     """
     if call.pages is not None:
         for part, rows in requests(call):
@@ -112,12 +112,18 @@ def _parts(call: Call) -> Iterator[tuple[Call, slice | None, slice | None]]:
                 yield part, rows, None
         return
     if not call.packed:
-        if call.batch and call.rows_q:
+        if apart:
+            for b in range(call.batch if call.rows_q else 0):
+                k, v = call.k[b : b + 1].clone(), call.v[b : b + 1].clone()
+                yield replace(call, q=call.q[b : b + 1], k=k, v=v, first_batch=b), slice(b, b + 1), None
+        elif call.batch and call.rows_q:
             yield call, None, None
         return
     for b, rows, keys in sequences(call):
         if rows.stop > rows.start:
             q, k, v = call.q[None, rows], call.k[None, keys], call.v[None, keys]
+            if apart:  # products of libraries may depend on where memory starts
+                k, v = k.clone(), v.clone()
             yield replace(call, q=q, k=k, v=v, cu_seqlens_q=None, cu_seqlens_k=None, first_batch=b), rows, keys
 
 

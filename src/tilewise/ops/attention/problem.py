@@ -60,6 +60,7 @@ class Call:
     grad_captured: tuple[bool, ...] = ()  # by slot of the score's tensors
     signature: Signature | None = None  # None where sizes are symbolic
     pages: Pages | None = None
+    batch_invariant: bool = False  # whether other requests must not change the bits of one
     first_batch: int = 0  # what `b` is for the first batch element (one sequence taken out of a packed call)
 
     @property
@@ -128,6 +129,7 @@ def make_call(
     dropout: Any = 0.0,
     seed: Any = None,
     deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> Call:
     """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
     layout = layout_of(layout)
@@ -175,6 +177,7 @@ def make_call(
         grad_captured,
         signature,
         pages,
+        batch_invariant,
     )
     if not checked:
         formulas = [bound.text for bound in (bound_mask, bound_score) if bound is not None]

@@ -30,6 +30,7 @@ from tilewise.ops.attention.triton_plans import (
 from tilewise.ops.attention.triton_work import (
     LOOK,
     UNIT,
+    chunks_of,
     next_tile,
     plan_work,
     program_start,
@@ -42,7 +43,8 @@ from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.visit import call_once, row_ends
 
 _PROGRAMS_PER_SM = 2
-_CHUNK = 1024  # slots that the plan looks at at a time
+_AT_ONCE = 1024  # slots that the plan looks at at a time
+CHUNK_KEYS = 2048  # of a chunk, where results must not depend on the batch
 _PLANS = Plans()
 PARTS = tl.constexpr(8)  # partial results of a row that are read at a time
 MERGED = tl.constexpr(4)  # rows that are merged at a time
@@ -110,9 +112,11 @@ def store_part(O_PART, LSE_PART, slot, l, top, o):
 def merge_row(
     O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, begin, end, rows_q,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the parts of a row of tiles that the programs `begin` to `end` left, in order."""
+    """Fold the parts of a row of tiles that the programs `begin` to `end` left, in order; those of chunks are in the
+    slots `begin` to `end`.
+    """
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_p = tl.arange(0, PARTS)
     rows = tl.minimum(unit[5] * GROUP - unit[1] * BLOCK_R, BLOCK_R)
@@ -125,7 +129,9 @@ def merge_row(
         acc = tl.zeros([MERGED, BLOCK_DV], tl.float32)
         for at in range(begin, end + 1, PARTS):
             those = at + offs_p
-            slots = tl.where(those == begin, 2 * those + 1, 2 * those)
+            slots = those
+            if not CHUNKS:
+                slots = tl.where(those == begin, 2 * those + 1, 2 * those)
             row = slots.to(tl.int64)[:, None] * BLOCK_R + offs_r[None, :]
             there = (those <= end)[:, None] & in_r[None, :]
             lse = tl.load(LSE_PART + row, mask=there, other=float("-inf"), cache_modifier=".cg")  # [PARTS, MERGED]
@@ -142,6 +148,50 @@ def merge_row(
             O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, total, top, rows_q, HEADS,
             HEAD_DIM_V, PACKED,
         )  # fmt: skip
+
+
+@triton.jit
+def load_keys(K, V, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, tile, offs_d,
+              offs_dv, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
+              BLOCK_N: tl.constexpr):  # fmt: skip
+    """Keys and values of one of a unit's tiles, and their positions."""
+    offs_n = (unit[2] + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_k = offs_n < unit[4]
+    k_rows = pages.to(tl.int64) * stride_kp + (offs_n % PAGE) * stride_ks + hk * stride_kh
+    v_rows = pages.to(tl.int64) * stride_vp + (offs_n % PAGE) * stride_vs + hk * stride_vh
+    k = tl.load(K + k_rows[:, None] + offs_d[None, :], mask=in_k[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    v = tl.load(V + v_rows[:, None] + offs_dv[None, :], mask=in_k[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0)
+    return k, v, offs_n
+
+
+@triton.jit
+def fold_keys(q, k, v, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums, scale,
+              ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr, SCORE_ONCE: tl.constexpr,
+              SCORE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The online softmax's state (maximum, sum, sum of values) after one more tile."""
+    b = unit[0]
+    keys = unit[4]
+    in_k = offs_n < keys
+    offs_j = tl.maximum(tl.minimum(offs_n, keys - 1), 0)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_R, BLOCK_N]
+    if SCORE is not None:
+        score_once = call_once(b, h[:, None], offs_i[:, None], score_args, score_nums, SCORE_ONCE)
+        s = SCORE(s, b, h[:, None], offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
+    if VISIBLE is not None:
+        mask_once = call_once(b, h[:, None], offs_i[:, None], mask_args, mask_nums, MASK_ONCE)
+        seen = VISIBLE(b, h[:, None], offs_i[:, None], offs_j[None, :], mask_once, mask_args, mask_nums)
+        seen = seen & in_k[None, :]
+    else:
+        first_j, last_j = row_ends(b, h, offs_i, 0, keys, mask_args, mask_nums, ROWS)
+        seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
+    s = tl.where(seen, s, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
+    w = tl.math.exp2((s - m_use[:, None]) * LOG2E)
+    alpha = tl.math.exp2((m_i - m_use) * LOG2E)
+    l_i = l_i * alpha + tl.sum(w, 1)
+    acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return m_new, l_i, acc
 
 
 @triton.jit(do_not_specialize=["stride_t", "rows_q", "slots", "programs", "mask_nums", "score_nums"])
@@ -183,45 +233,22 @@ def attention_work(
 
     # main loop
     for _n in range(lo, hi):
-        b = unit[0]
-        keys = unit[4]
         coming = unit_of(UNITS, u + 1)
         in_r, m, h, offs_i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
-        offs_n = (unit[2] + t) * BLOCK_N + tl.arange(0, BLOCK_N)
-        in_k = offs_n < keys
-        offs_j = tl.maximum(tl.minimum(offs_n, keys - 1), 0)
-        k_rows = pages.to(tl.int64) * stride_kp + (offs_n % PAGE) * stride_ks + hk * stride_kh
-        v_rows = pages.to(tl.int64) * stride_vp + (offs_n % PAGE) * stride_vs + hk * stride_vh
-        k = tl.load(K + k_rows[:, None] + offs_d[None, :], mask=in_k[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-        v = tl.load(
-            V + v_rows[:, None] + offs_dv[None, :], mask=in_k[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0
-        )
+        k, v, offs_n = load_keys(
+            K, V, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, t, offs_d, offs_dv,
+            HEAD_DIM, HEAD_DIM_V, PAGE, BLOCK_N,
+        )  # fmt: skip
 
         # where the next tile is, and its pages
         last = t + 1 == unit[3]
         u, next_hk, t, after = next_tile(u, hk, t, unit, coming, HEADS_KV)
         pages = pages_of(TABLE, FIRST, stride_t, after[0], (after[2] + t) * BLOCK_N, after[4], PAGE, BLOCK_N)
 
-        # scores
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_R, BLOCK_N]
-        if SCORE is not None:
-            score_once = call_once(b, h[:, None], offs_i[:, None], score_args, score_nums, SCORE_ONCE)
-            s = SCORE(s, b, h[:, None], offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
-        if VISIBLE is not None:
-            mask_once = call_once(b, h[:, None], offs_i[:, None], mask_args, mask_nums, MASK_ONCE)
-            seen = VISIBLE(b, h[:, None], offs_i[:, None], offs_j[None, :], mask_once, mask_args, mask_nums)
-            seen = seen & in_k[None, :]
-        else:
-            first_j, last_j = row_ends(b, h, offs_i, 0, keys, mask_args, mask_nums, ROWS)
-            seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
-        s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-        w = tl.math.exp2((s - m_use[:, None]) * LOG2E)
-        alpha = tl.math.exp2((m_i - m_use) * LOG2E)
-        l_i = l_i * alpha + tl.sum(w, 1)
-        acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        m_i = m_new
+        m_i, l_i, acc = fold_keys(
+            q, k, v, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums, scale, ROWS,
+            MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION,
+        )  # fmt: skip
 
         # the end of a row of tiles
         if last:
@@ -256,8 +283,87 @@ def attention_work(
                 tl.debug_barrier()
                 merge_row(
                     O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, head, begin, end, rows_q,
-                    HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV,
+                    HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, False,
                 )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_t", "rows_q", "slots", "programs", "most", "mask_nums", "score_nums"])
+def attention_chunks(
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
+    programs, most, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
+    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A program's share is whole chunks of CHUNK tiles: each is begun and left alike, and rows of several are merged
+    alike, whichever programs do them. `most` is how many chunks a row can have.
+    """
+    # who am I: one share of the work
+    HEADS_KV: tl.constexpr = HEADS // GROUP
+    p = tl.program_id(0)
+    work = tl.load(BEFORE + slots) * HEADS_KV
+    lo = program_start(p, programs, work)
+    hi = program_start(p + 1, programs, work)
+    u, hk, t = tile_at(lo, BEFORE, UNITS, slots, tl.arange(0, LOOK), HEADS_KV, CHUNK)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+
+    for place in range(lo, hi):
+        # prologue: a chunk
+        unit = unit_of(UNITS, u)
+        end = tl.minimum(((unit[2] + t) // CHUNK + 1) * CHUNK - unit[2], unit[3])
+        in_r, m, h, offs_i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
+        q = load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, HEAD_DIM, GROUP, BLOCK_R)
+        pages = pages_of(TABLE, FIRST, stride_t, unit[0], (unit[2] + t) * BLOCK_N, unit[4], PAGE, BLOCK_N)
+        m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_R], tl.float32)
+        acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+
+        # main loop
+        for tile in range(t, end):
+            k, v, offs_n = load_keys(
+                K, V, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, tile, offs_d,
+                offs_dv, HEAD_DIM, HEAD_DIM_V, PAGE, BLOCK_N,
+            )  # fmt: skip
+            pages = pages_of(TABLE, FIRST, stride_t, unit[0], (unit[2] + tile + 1) * BLOCK_N, unit[4], PAGE, BLOCK_N)
+            m_i, l_i, acc = fold_keys(
+                q, k, v, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums, scale,
+                ROWS, MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION,
+            )  # fmt: skip
+
+        # epilogue: a row of one chunk is done; of others, whoever leaves the last part of a row merges it
+        chunks = chunks_of(unit[2], unit[3], CHUNK)
+        if chunks == 1:
+            store_rows(
+                O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, l_i, m_i, rows_q, HEADS,
+                HEAD_DIM_V, PACKED,
+            )  # fmt: skip
+        else:
+            begin, last = row_pieces(tl.load(BEFORE + u) * HEADS_KV + hk * chunks, chunks, programs, 1, work)
+            shared = begin < last
+            # a row that programs share has its room with the first of them, beside that of rows of its own
+            room = (2 * begin + shared.to(tl.int32)) * most
+            store_part(O_PART, LSE_PART, room + (unit[2] + t) // CHUNK - unit[2] // CHUNK, l_i, m_i, acc)
+            if (end == unit[3]) | (place + 1 == hi):
+                tl.debug_barrier()
+                others = last - begin
+                if shared:
+                    others = tl.atomic_add(ARRIVED + begin, 1, sem="acq_rel")
+                if others == last - begin:
+                    tl.store(ARRIVED + begin, 0, mask=shared)  # for the next run of the plan
+                    tl.debug_barrier()
+                    merge_row(
+                        O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, room,
+                        room + chunks - 1, rows_q, HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, True,
+                    )  # fmt: skip
+                tl.debug_barrier()
+        t = tl.where(end == unit[3], 0, end)
+        hk = tl.where(t == 0, hk + 1, hk)
+        u = tl.where(hk == HEADS_KV, u + 1, u)
+        hk = tl.where(hk == HEADS_KV, 0, hk)
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,10 +425,10 @@ def _run(call: Call, tiles: Plan, memory: Memory) -> tuple[torch.Tensor, torch.T
 class Memory(NamedTuple):
     """What kernels leave for one another."""
 
-    o_part: torch.Tensor  # two partial results of each piece
+    o_part: torch.Tensor  # partial results: two of each piece, or, of chunks, all of two rows
     lse_part: torch.Tensor
     units: torch.Tensor
-    before: torch.Tensor  # tiles before each unit
+    before: torch.Tensor  # tiles, or chunks, before each unit
     arrived: torch.Tensor  # counters of parts, and of pieces that are dealt out; 0 between runs
 
 
@@ -334,10 +440,11 @@ class Work:
     slots: int  # for units
     pieces: int
     rows: int  # of a partial result
+    most: int = 1  # chunks of a row
 
     def memory(self, call: Call) -> Memory:
         device = call.q.device
-        parts = 2 * self.pieces * self.rows
+        parts = 2 * self.pieces * self.most * self.rows
         return Memory(
             torch.empty((parts, padded(call.head_dim_v)), dtype=torch.float32, device=device),
             torch.empty(parts, dtype=torch.float32, device=device),
@@ -356,8 +463,10 @@ class Work:
 Planned = tuple[Work, Plan]  # who does what, and the kernel that does it
 
 
-def work_of(call: Call, block_r: int, block_n: int, pieces: int, rows: int, early: bool = False) -> Work:
-    """The plan for tiles of so many rows and keys; `rows` of each may be there."""
+def work_of(
+    call: Call, block_r: int, block_n: int, pieces: int, rows: int, *, early: bool = False, chunk: int = 1
+) -> Work:
+    """The plan for tiles of so many rows and keys, and chunks of so many tiles; `rows` of each tile may be there."""
     mask, _score = functions(call)
     side = mask and mask.queries
     of_request = call.rows_q * call.group
@@ -366,9 +475,10 @@ def work_of(call: Call, block_r: int, block_n: int, pieces: int, rows: int, earl
     plan = Plan(
         plan_work, 1, (), (call.batch, call.rows_q, slots, pieces),
         (call.packed, call.num_heads_q, call.group, mask is not None and mask.by_head, side and side.tiles, block_r,
-         block_n, min(_CHUNK, triton.next_power_of_2(slots)), triton.next_power_of_2(pieces + 1), steps, early), 8, 1,
+         block_n, min(_AT_ONCE, triton.next_power_of_2(slots)), triton.next_power_of_2(pieces + 1), steps, early,
+         chunk), 8, 1,
     )  # fmt: skip
-    return Work(plan, slots, pieces, rows)
+    return Work(plan, slots, pieces, rows, -(-call.rows_k // (chunk * block_n)) if chunk > 1 else 1)
 
 
 def strides_of_pages(call: Call) -> tuple[int, ...]:
@@ -386,19 +496,25 @@ def _plans(call: Call) -> Planned:
     programs = _PROGRAMS_PER_SM * multiprocessors(call.q.device)
     warps = 8 if max(block_d, block_dv) > 256 else 4
     side = mask and mask.queries
-    work = work_of(call, block_r, block_n, programs, block_r)
-    tiles = Plan(
-        attention_work, programs, strides_of_pages(call), (call.rows_q, work.slots, programs),
-        (call.num_heads_q, call.group, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n,
-         block_d, block_dv, side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
-         score and score.queries.apply, matmul_precision(call)), warps, 2,
+    chunk = CHUNK_KEYS // block_n if call.batch_invariant else 1
+    work = work_of(call, block_r, block_n, programs, block_r, chunk=chunk)
+    sizes = (call.rows_q, work.slots, programs)
+    constants = (
+        call.num_heads_q, call.group, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n,
+        block_d, block_dv, side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
+        score and score.queries.apply, matmul_precision(call),
     )  # fmt: skip
+    if call.batch_invariant:
+        sizes, constants = (*sizes, work.most), (*constants, chunk)
+    kernel = attention_chunks if call.batch_invariant else attention_work
+    tiles = Plan(kernel, programs, strides_of_pages(call), sizes, constants, warps, 2)
     return work, tiles
 
 
 def rows_of_tile(call: Call) -> int:
-    """For the mean request, up to 8,192 values of o."""
-    rows = -(-call.rows_q // max(call.batch, 1) if call.packed else call.rows_q) * call.group
+    """For the mean request, or for four queries where other requests must not matter; up to 8,192 values of o."""
+    mean = -(-call.rows_q // max(call.batch, 1) if call.packed else call.rows_q)
+    rows = (4 if call.batch_invariant else mean) * call.group
     most = max(16, min(64, 8192 // padded(max(call.head_dim, call.head_dim_v))))
     return max(16, min(most, triton.next_power_of_2(rows)))
 

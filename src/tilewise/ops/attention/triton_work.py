@@ -5,6 +5,9 @@ units' tiles, head by head, make one line of W positions. Of P programs the p-th
 (p + 1) W / P, whatever the lengths, as one *piece*, or as several of which others may take the last. A row of tiles
 that pieces cut leaves a part in each of them, and whoever leaves the last one merges them by their log-sum-exp, in
 order (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). `schedule.worklist` is the same on the host.
+
+Where pieces begin depends on the whole batch. With CHUNK above 1 a position is not a tile but a *chunk*: what a unit
+visits of CHUNK tiles from a multiple of CHUNK on. Rows are then cut at these alone, whatever else is in the batch.
 """
 
 import triton
@@ -49,19 +52,19 @@ def slot_of(slots, CU_Q, batch, seqlen_q, PACKED: tl.constexpr, GROUP: tl.conste
 def plan_work(
     CU_Q, SEQLENS, UNITS, BEFORE, ARRIVED, mask_args, mask_nums, batch, seqlen_q, slots, pieces,
     PACKED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, BY_HEAD: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr,
+    EARLY: tl.constexpr, CHUNK: tl.constexpr = 1,
 ):  # fmt: skip
-    """Write the units that there are, one behind the other, how many tiles are before each, behind the last one all,
-    and zeros to the counters. One program.
+    """Write the units that there are, one behind the other, how many tiles (or chunks) are before each, behind the last
+    one all, and zeros to the counters. One program.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     counters = tl.arange(0, PIECES)
     tl.store(ARRIVED + counters, 0, mask=counters <= pieces)
-    before = tl.zeros([], tl.int64)  # tiles, and units above
-    for first in range(0, slots, CHUNK):
-        at = first + tl.arange(0, CHUNK)
+    before = tl.zeros([], tl.int64)  # tiles or chunks, and units above
+    for first in range(0, slots, AT_ONCE):
+        at = first + tl.arange(0, AT_ONCE)
         there = at < slots
         b, tile, queries, start = slot_of(
             tl.minimum(at, slots - 1), CU_Q, batch, seqlen_q, PACKED, GROUP, BLOCK_R, STEPS
@@ -81,7 +84,10 @@ def plan_work(
                 end = tl.where(end_h > begin_h, tl.maximum(end, end_h), end)
             begin = tl.where(end > 0, begin, 0)
         count = tl.where(there, tl.maximum(end - begin, 1), 0)
-        both = count.to(tl.int64) + there.to(tl.int64) * FIELD
+        places = count
+        if CHUNK > 1:
+            places = tl.where(there, chunks_of(begin, count, CHUNK), 0)
+        both = places.to(tl.int64) + there.to(tl.int64) * FIELD
         upto = tl.cumsum(both, 0) + before
         unit = (upto // FIELD).to(tl.int32) - 1
         to = UNITS + unit * UNIT
@@ -92,11 +98,11 @@ def plan_work(
         tl.store(to + 4, keys, mask=there)
         tl.store(to + 5, queries, mask=there)
         tl.store(to + 6, start, mask=there)
-        tl.store(BEFORE + unit, (upto % FIELD).to(tl.int32) - count, mask=there)
+        tl.store(BEFORE + unit, (upto % FIELD).to(tl.int32) - places, mask=there)
         before += tl.sum(both, 0)
     units = (before // FIELD).to(tl.int32)
-    for first in range(units, slots + 2, CHUNK):  # behind the last, where programs look but do not work
-        at = first + tl.arange(0, CHUNK)
+    for first in range(units, slots + 2, AT_ONCE):  # behind the last, where programs look but do not work
+        at = first + tl.arange(0, AT_ONCE)
         tl.store(BEFORE + at, (before % FIELD).to(tl.int32), mask=at <= slots)
         for n in tl.static_range(UNIT):
             tl.store(UNITS + at * UNIT + n, 1 if n == 3 else 0, mask=at < slots + 2)
@@ -158,8 +164,14 @@ def row_pieces(row_start, count, programs, rounds, work):
 
 
 @triton.jit
-def tile_at(position, BEFORE, UNITS, slots, look, HEADS_KV: tl.constexpr):
-    """(unit, head, tile of its run) at a position; `look` is 0 .. LOOK - 1."""
+def chunks_of(begin, count, CHUNK: tl.constexpr):
+    """How many chunks `count` tiles from `begin` on are in."""
+    return (begin + count - 1) // CHUNK - begin // CHUNK + 1
+
+
+@triton.jit
+def tile_at(position, BEFORE, UNITS, slots, look, HEADS_KV: tl.constexpr, CHUNK: tl.constexpr = 1):
+    """(unit, head, tile of its run) at a position, of a chunk the first; `look` is 0 .. LOOK - 1."""
     unit = position * 0 - 1
     for first in range(0, slots + 1, LOOK):
         before = tl.load(BEFORE + first + look, mask=first + look <= slots, other=2**27)
@@ -167,7 +179,13 @@ def tile_at(position, BEFORE, UNITS, slots, look, HEADS_KV: tl.constexpr):
     unit = tl.minimum(unit, slots)
     rest = position - tl.load(BEFORE + unit) * HEADS_KV
     count = tl.maximum(tl.load(UNITS + unit * UNIT + 3), 1)
-    return unit, rest // count, rest % count
+    if CHUNK > 1:
+        begin = tl.load(UNITS + unit * UNIT + 2)
+        count = chunks_of(begin, count, CHUNK)
+        tile = tl.maximum((begin // CHUNK + rest % count) * CHUNK - begin, 0)
+    else:
+        tile = rest % count
+    return unit, rest // count, tile
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import Need, Row
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import CPU, DENSE, NO_DROPOUT, NO_GRAD_OF_PAGES
+from tilewise.ops.attention.rows.needs import ANY_BATCH, CPU, DENSE, NO_DROPOUT, NO_GRAD_OF_PAGES
 from tilewise.ops.attention.variant import CAUSAL
 
 
@@ -33,6 +33,7 @@ SDPA: Row[Call] = Row(
         ),
         # its vectorised maximum loses NaN in rows shorter than a vector
         Need("seqlen_k of 16 or more", lambda c: None if c.rows_k >= 16 else f"{c.rows_k}"),
+        ANY_BATCH,
     ),
     "PyTorch's fused CPU kernel",
     forward="sdpa_forward",

@@ -6,7 +6,7 @@ from tilewise.core.dispatch import TRITON, Need, Row, untraced
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import symbols
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import HALF, HOPPER, NO_DROPOUT, NO_GRAD
+from tilewise.ops.attention.rows.needs import ANY_BATCH, HALF, HOPPER, NO_DROPOUT, NO_GRAD
 
 
 def _other_dims(call: Call) -> str | None:
@@ -43,6 +43,7 @@ ROW: Row[Call] = Row(
         Need("no score formula, or one that reads the score", _other_scores),
         NO_DROPOUT,
         NO_GRAD,
+        ANY_BATCH,
     ),
     "few queries on Hopper, over pages or rows: keys are the rows of both products, pieces of work are dealt out",
     plan="plan",

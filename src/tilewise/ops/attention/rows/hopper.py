@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import TRITON, Need, Row, untraced
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ATOMICS, HALF, HOPPER, NO_GRAD_OF_PAGES
+from tilewise.ops.attention.rows.needs import ANY_BATCH, ATOMICS, HALF, HOPPER, NO_GRAD_OF_PAGES
 from tilewise.ops.attention.variant import is_band
 from tilewise.schedule.rule import tile_rule
 
@@ -70,6 +70,7 @@ ROW: Row[Call] = Row(
             lambda c: None if max(c.head_dim, c.head_dim_v) <= 256 else f"{c.head_dim}, {c.head_dim_v}",
         ),
         ATOMICS,
+        ANY_BATCH,
     ),
     "warp-specialised kernels for Hopper",
     # where it was slower than the portable kernels (benchmarks/NOTES.md)

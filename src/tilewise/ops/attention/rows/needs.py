@@ -24,6 +24,7 @@ ATOMICS: Need[Call] = Need(
     "deterministic=False, or no captured tensor that takes a gradient (atomics)",
     lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
 )
+ANY_BATCH: Need[Call] = Need("batch_invariant=False", lambda c: "batch_invariant=True" if c.batch_invariant else None)
 
 
 def _no_hopper(call: Call) -> str | None:
