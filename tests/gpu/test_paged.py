@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from tests.gpu.paging import DTYPES, LARGE, PAGED_CASES, decoding
 from tests.gpu.test_attention_runtime import captured
 from tilewise.testing import properties, serving
 from tilewise.testing.case import Case
+from tilewise.testing.cases import causal
 from tilewise.testing.properties import Setting
 
 IMPL = "triton_paged"
@@ -111,7 +114,7 @@ def test_one_plan_serves_all_layers_of_a_graph(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", ["triton_paged", "hopper_decode"])
 def test_many_runs_of_one_plan_give_the_same_bits(impl: str) -> None:
-    q, pool, layout = _decode([100_000, 1, 7000, 0, 63, 64, 65])
+    q, pool, layout = decoding([100_000, 1, 7000, 0, 63, 64, 65])
     plan = tw.plan(q, *pool, layout=layout, impl=impl)
     want = tw.attention_with_lse(q, *pool, layout=layout, impl=impl)
     for _ in range(500):
@@ -164,7 +167,7 @@ def test_a_replayed_graph_changes_nothing() -> None:
 
 
 def test_plans_wait_for_nothing() -> None:
-    q, pool, layout = _decode([100, 200])
+    q, pool, layout = decoding([100, 200])
     tw.plan(q, *pool, layout=layout).run(q, *pool)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
