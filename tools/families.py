@@ -47,6 +47,7 @@ _DISPATCH = "src/tilewise/core/dispatch.py"
 _SHARED = (
     _DISPATCH,
     "src/tilewise/layouts.py",
+    "src/tilewise/quant/codes.py",
     *(
         _ATTENTION + name
         for name in ("__init__.py", "arguments.py", "problem.py", "rows/needs.py", "torch_op.py", "gradient.py")

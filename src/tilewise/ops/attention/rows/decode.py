@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import TRITON, Need, Row
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import HALF, HOPPER, NO_DROPOUT, NO_GRAD, PAGED
+from tilewise.ops.attention.rows.needs import HALF, HOPPER, NO_CODES, NO_DROPOUT, NO_GRAD, PAGED
 
 
 def _other_dims(call: Call) -> str | None:
@@ -26,6 +26,7 @@ ROW: Row[Call] = Row(
         HOPPER,
         HALF,
         PAGED,
+        NO_CODES,
         Need("head dimensions of 48 to 256, multiples of 16", _other_dims),
         Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
         NO_DROPOUT,
