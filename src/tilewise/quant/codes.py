@@ -28,7 +28,7 @@ KINDS = {
     "fp8": Kind(torch.float8_e4m3fn, 448, 1),
     "int4": Kind(torch.uint8, 7, 2),  # + 8; low bits are the first half of a row, high bits the second
 }
-_BY_DTYPE = {kind.dtype: name for name, kind in KINDS.items()}
+BY_DTYPE = {kind.dtype: name for name, kind in KINDS.items()}
 SMALLEST = torch.finfo(torch.float32).tiny  # a scale; rows that need a smaller one are 0
 
 
@@ -63,7 +63,7 @@ class Encoded:
                     expected="a tensor",
                     hint="`tilewise.quant.encode` has both",
                 )
-        if data.dtype not in _BY_DTYPE:
+        if data.dtype not in BY_DTYPE:
             raise InputError(
                 "Encoded data",
                 got=str(data.dtype),
@@ -88,7 +88,7 @@ class Encoded:
     @property
     def kind(self) -> str:
         """ "int8", "fp8" or "int4"."""
-        return _BY_DTYPE[self.data.dtype]
+        return BY_DTYPE[self.data.dtype]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if (call.k.data_ptr() | call.v.data_ptr()) % 16:
         return triton_paged.forward(call)
-    return triton_paged.planned_forward(call, _PLANS, _plans)
+    return triton_paged.planned_forward(call, _PLANS, _plans, (call.k, call.v))
 
 
 def _plans(call: Call) -> Planned:

@@ -18,10 +18,9 @@ from tilewise.layouts import Pages
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
 from tilewise.ops.attention.problem import Call, check_values, signature_of
 from tilewise.ops.attention.table import ROWS
-from tilewise.quant import KINDS
+from tilewise.quant.codes import BY_DTYPE
 
 _BY_NAME = {row.name: row for row in ROWS}
-CODES = {kind.dtype for kind in KINDS.values()}
 
 
 def run_forward(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +147,7 @@ def _call(
     wants, deterministic, grad_sink, *grad_captured = (c == "1" for c in flags)
     mask, score = _bound(mask_text, mask_tensors, mask_numbers), _bound(score_text, score_tensors, score_numbers)
     scales = None
-    if pages and k.dtype in CODES:  # theirs are the last two
+    if pages and k.dtype in BY_DTYPE:  # theirs are the last two
         *pages, k_scale, v_scale = pages
         scales = (k_scale, v_scale)
     paged = Pages(pages[0], pages[2] if len(pages) > 2 else None, pages[1]) if pages else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -37,7 +38,9 @@ from tilewise.ops.attention.triton_work import (
     tile_at,
     unit_of,
 )
+from tilewise.quant.codes import BY_DTYPE
 from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.tiles.codes import columns_of_codes, load_codes, numbers_of
 from tilewise.tiles.visit import call_once, row_ends
 
 _PROGRAMS_PER_SM = 2
@@ -67,12 +70,34 @@ def load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, HEAD_DIM:
 
 
 @triton.jit
+def load_scales(SCALES, pages, offsets, hk, in_k):
+    """(of keys, of values) of a tile's tokens; SCALES are two tensors, then the strides of each  # [BLOCK_N]"""
+    page = pages.to(tl.int64)
+    k_at = page * SCALES[2] + offsets * SCALES[3] + hk * SCALES[4]
+    v_at = page * SCALES[5] + offsets * SCALES[6] + hk * SCALES[7]
+    return tl.load(SCALES[0] + k_at, mask=in_k, other=0.0), tl.load(SCALES[1] + v_at, mask=in_k, other=0.0)
+
+
+@triton.jit
+def add_scaled(acc, w, v, v_scale, PRECISION: tl.constexpr):
+    """acc + (w * v_scale) v."""
+    if v.dtype == tl.float16:  # whose small numbers are few: what is rounded to it is w times at most 1
+        top = tl.max(v_scale, 0)
+        top = tl.where(top > 0, top, 1.0)
+        w = w * (v_scale / top)[None, :]
+        return acc + tl.dot(w.to(v.dtype), v, input_precision=PRECISION) * top
+    else:
+        return tl.dot((w * v_scale[None, :]).to(v.dtype), v, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def store_rows(O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, o, l, top, rows_q,
-               HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+               HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr,
+               ENCODING: tl.constexpr):  # fmt: skip
     """Write rows of o and lse; o is not divided by l yet, both are relative to the maximum `top` (base e), and a sink
     joins here.
     """
-    offs_dv = tl.arange(0, o.shape[1])
+    offs_dv = columns_of_codes(tl.arange(0, o.shape[1]), HEAD_DIM_V, ENCODING)
     if SINK is not None:
         sink = tl.load(SINK + h).to(tl.float32)
         new = tl.maximum(top, sink)
@@ -109,7 +134,7 @@ def store_part(O_PART, LSE_PART, slot, l, top, o):
 def merge_row(
     O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, begin, end, rows_q,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ENCODING: tl.constexpr,
 ):  # fmt: skip
     """Fold the parts of a row of tiles that the programs `begin` to `end` left, in order."""
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -139,20 +164,20 @@ def merge_row(
             top = new
         store_rows(
             O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, total, top, rows_q, HEADS,
-            HEAD_DIM_V, PACKED,
+            HEAD_DIM_V, PACKED, ENCODING,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_t", "rows_q", "slots", "programs", "mask_nums", "score_nums"])
 def attention_work(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
     programs, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
     PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
-    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr,
+    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, ENCODING: tl.constexpr,
 ):  # fmt: skip
     """One loop over a program's tiles, in which units and heads change: what the next tile needs is on its way while
     this one is worked on. Of a row of tiles that is cut, each part is left in memory, and the program that has the last
@@ -168,7 +193,7 @@ def attention_work(
     u = first_u
     hk = first_hk
     t = first_t
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = columns_of_codes(tl.arange(0, BLOCK_D), HEAD_DIM, ENCODING)
     offs_dv = tl.arange(0, BLOCK_DV)
 
     # prologue: the first tile
@@ -191,10 +216,17 @@ def attention_work(
         offs_j = tl.maximum(tl.minimum(offs_n, keys - 1), 0)
         k_rows = pages.to(tl.int64) * stride_kp + (offs_n % PAGE) * stride_ks + hk * stride_kh
         v_rows = pages.to(tl.int64) * stride_vp + (offs_n % PAGE) * stride_vs + hk * stride_vh
-        k = tl.load(K + k_rows[:, None] + offs_d[None, :], mask=in_k[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-        v = tl.load(
-            V + v_rows[:, None] + offs_dv[None, :], mask=in_k[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0
-        )
+        if ENCODING is None:
+            k = tl.load(
+                K + k_rows[:, None] + offs_d[None, :], mask=in_k[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0
+            )
+            v = tl.load(
+                V + v_rows[:, None] + offs_dv[None, :], mask=in_k[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0
+            )
+        else:
+            k = load_codes(K, k_rows, in_k, HEAD_DIM, BLOCK_D, ENCODING)
+            v = load_codes(V, v_rows, in_k, HEAD_DIM_V, BLOCK_DV, ENCODING)
+            k_scale, v_scale = load_scales(SCALES, pages, offs_n % PAGE, hk, in_k)
 
         # where the next tile is, and its pages
         last = t + 1 == unit[3]
@@ -202,7 +234,11 @@ def attention_work(
         pages = pages_of(TABLE, FIRST, stride_t, after[0], (after[2] + t) * BLOCK_N, after[4], PAGE, BLOCK_N)
 
         # scores
+        if ENCODING is not None:
+            k = numbers_of(k, ENCODING).to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_R, BLOCK_N]
+        if ENCODING is not None:
+            s *= k_scale[None, :]
         if SCORE is not None:
             score_once = call_once(b, h[:, None], offs_i[:, None], score_args, score_nums, SCORE_ONCE)
             s = SCORE(s, b, h[:, None], offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
@@ -219,7 +255,10 @@ def attention_work(
         w = tl.math.exp2((s - m_use[:, None]) * LOG2E)
         alpha = tl.math.exp2((m_i - m_use) * LOG2E)
         l_i = l_i * alpha + tl.sum(w, 1)
-        acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        if ENCODING is None:
+            acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        else:
+            acc = add_scaled(acc * alpha[:, None], w, numbers_of(v, ENCODING).to(q.dtype), v_scale, PRECISION)
         m_i = m_new
 
         # the end of a row of tiles
@@ -229,7 +268,7 @@ def attention_work(
             else:
                 store_rows(
                     O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, l_i, m_i, rows_q, HEADS,
-                    HEAD_DIM_V, PACKED,
+                    HEAD_DIM_V, PACKED, ENCODING,
                 )  # fmt: skip
             m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
             l_i = tl.zeros([BLOCK_R], tl.float32)
@@ -254,17 +293,26 @@ def attention_work(
                 tl.debug_barrier()
                 merge_row(
                     O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, head, begin, end, rows_q,
-                    HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV,
+                    HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, ENCODING,
                 )  # fmt: skip
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a paged call: the plan, then all tiles."""
-    return planned_forward(call, _PLANS, _plans)
+    if call.scales is None:
+        return planned_forward(call, _PLANS, _plans, (call.k, call.v), None)
+    pool = (call.k.view(torch.uint8), call.v.view(torch.uint8))  # Triton has no float8 on older GPUs
+    k_scale, v_scale = call.scales
+    scales = (k_scale, v_scale, *k_scale.stride(), *v_scale.stride())
+    return planned_forward(call, _PLANS, _plans, pool, scales)
 
 
-def planned_forward(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of a paged call by the plans of its kind, which `make` makes."""
+def planned_forward(
+    call: Call, plans: Plans, make: Callable[[Call], Planned], pool: tuple[torch.Tensor, torch.Tensor], *more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a paged call by the plans of its kind, which `make` makes; `pool` is k and v as their kernel takes
+    them, and `more` its pointers behind those that all have.
+    """
     assert call.pages is not None
     key = call_key(call)
     work, tiles = plans.get(key) or plans.put(key, make(call))
@@ -272,7 +320,7 @@ def planned_forward(call: Call, plans: Plans, make: Callable[[Call], Planned]) -
     table, first, _seqlens = call.pages
     with on_device(call.q):
         planned = work.launch(call)
-        pointers = (call.q, call.k, call.v, call.sink, o, lse, *work.parts(call), *planned, table, first)
+        pointers = (call.q, *pool, call.sink, o, lse, *work.parts(call), *planned, table, first, *more)
         tiles.launch(pointers, formula_arguments(call), (call.scale,))
     return o, lse
 
@@ -337,12 +385,13 @@ def _plans(call: Call) -> Planned:
     programs = _PROGRAMS_PER_SM * multiprocessors(call.q.device)
     warps = 8 if max(block_d, block_dv) > 256 else 4
     side = mask and mask.queries
+    encoding = None if call.scales is None else BY_DTYPE[call.k.dtype]
     work = work_of(call, block_r, block_n, programs, block_r)
     tiles = Plan(
         attention_work, programs, strides_of_pages(call), (call.rows_q, work.slots, programs),
         (call.num_heads_q, call.group, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n,
          block_d, block_dv, side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
-         score and score.queries.apply, matmul_precision(call)), warps, 2,
+         score and score.queries.apply, matmul_precision(call), encoding), warps, 2,
     )  # fmt: skip
     return work, tiles
 
