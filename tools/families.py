@@ -62,7 +62,8 @@ _PORTABLE = (
     *(_ATTENTION + name for name in ("configs.py", "variant.py")),
 )
 
-_PAGED = tuple(_ATTENTION + name for name in ("triton_paged.py", "triton_work.py"))
+_CODES = "src/tilewise/tiles/codes.py"
+_PAGED = (_CODES, *(_ATTENTION + name for name in ("triton_paged.py", "triton_work.py")))
 
 _GPU_TESTS = ("tests/gpu/test_[as]*.py",)
 _PAGED_TESTS = ("tests/gpu/test_paged.py",)
@@ -78,6 +79,7 @@ _MERGE_SHARED = (
 _WRITE = "src/tilewise/ops/kv_write/"
 _WRITE_SHARED = (
     "src/tilewise/core/[er]*.py",
+    "src/tilewise/quant/codes.py",
     _DISPATCH,
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
@@ -150,7 +152,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="kv_write_triton",
-            sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _ATTENTION + "triton_launch.py"),
+            sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _ATTENTION + "triton_launch.py", _CODES),
             tests=("tests/gpu/test_kv_write.py",),
             rows=("triton",),
             ci=_CI,
