@@ -10,6 +10,7 @@ import torch
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tests.gpu.test_attention_runtime import captured
+from tilewise.quant import KINDS, encode
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CPU_CASES, alibi, causal, softcap, window
@@ -104,6 +105,29 @@ def test_lengths_around_pages_on_hopper(mask: Any, head_dim: int) -> None:
     for page_size in (16, 64, 256):
         for impl in ("hopper", "hopper_decode"):
             properties.pages_hold_the_keys(Setting(impl, torch.bfloat16, DEVICE), case, page_size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["decode", "chunk", "mixed"])
+def test_codes_hold_the_keys(name: str, kind: str) -> None:
+    """Of all kinds in bfloat16, and of one in float16, whose small numbers are few."""
+    case = next(case for case in LARGE if case.name == name)
+    dtype = torch.float16 if (name, kind) == ("mixed", "int8") else torch.bfloat16
+    properties.encoded_pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, kind, 5 if name == "mixed" else 16)
+
+
+def test_one_graph_serves_other_lengths_of_encoded_pages() -> None:
+    """On the row that is chosen unasked, which waits for nothing."""
+    q, pool, layout = _decode([1000, 900, 800, 1000])
+    k, v = (encode(x.nan_to_num(), "int8") for x in pool)
+    assert tw.why(q, k, v, layout=layout).chosen == IMPL
+    torch.cuda.synchronize()
+    graph, results = captured(lambda: tw.attention_with_lse(q, k, v, layout=layout, mask=tw.causal))
+    layout.seqlens_k.copy_(torch.tensor([1, 0, 700, 65]))
+    graph.replay()
+    want = tw.attention_with_lse(q, k, v, layout=layout, mask=tw.causal, impl="reference")
+    for got, expected in zip(results, want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
 
 
 def _decode(
