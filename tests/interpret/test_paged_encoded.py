@@ -120,9 +120,9 @@ def test_a_token_that_is_not_finite_reaches_who_sees_it(kind: str) -> None:
 TWINS = [
     ("s *= k_scale[None, :]", "s *= v_scale[None, :]", "int8"),
     ("numbers_of(v, ENCODING).to(q.dtype), v_scale", "numbers_of(v, ENCODING).to(q.dtype), k_scale", "fp8"),
-    ("offsets * SCALES[3]", "offsets * 0", "int8"),
-    ("hk * SCALES[7]", "0 * hk", "int8"),
-    ("page * SCALES[5]", "0 * page", "fp8"),
+    ("offsets * decoded(SCALES[3])", "offsets * 0", "int8"),
+    ("hk * decoded(SCALES[7])", "0 * hk", "int8"),
+    ("page * decoded(SCALES[5])", "0 * page", "fp8"),
     ("columns_of_codes(tl.arange(0, BLOCK_D), HEAD_DIM, ENCODING)", "tl.arange(0, BLOCK_D)", "int4"),
     ("columns_of_codes(tl.arange(0, o.shape[1]), HEAD_DIM_V, ENCODING)", "tl.arange(0, o.shape[1])", "int4"),
     ("tl.load(SCALES[1] + v_at, mask=in_k, other=0.0)", "tl.load(SCALES[1] + v_at)", "int8"),

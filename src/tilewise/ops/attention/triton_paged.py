@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.formula.emit import encoded
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
@@ -39,7 +40,7 @@ from tilewise.ops.attention.triton_work import (
     unit_of,
 )
 from tilewise.quant.codes import BY_DTYPE
-from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.tiles.arithmetic import LN2, LOG2E, decoded
 from tilewise.tiles.codes import columns_of_codes, load_codes, numbers_of
 from tilewise.tiles.visit import call_once, row_ends
 
@@ -73,8 +74,8 @@ def load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, HEAD_DIM:
 def load_scales(SCALES, pages, offsets, hk, in_k):
     """(of keys, of values) of a tile's tokens; SCALES are two tensors, then the strides of each  # [BLOCK_N]"""
     page = pages.to(tl.int64)
-    k_at = page * SCALES[2] + offsets * SCALES[3] + hk * SCALES[4]
-    v_at = page * SCALES[5] + offsets * SCALES[6] + hk * SCALES[7]
+    k_at = page * decoded(SCALES[2]) + offsets * decoded(SCALES[3]) + hk * decoded(SCALES[4])
+    v_at = page * decoded(SCALES[5]) + offsets * decoded(SCALES[6]) + hk * decoded(SCALES[7])
     return tl.load(SCALES[0] + k_at, mask=in_k, other=0.0), tl.load(SCALES[1] + v_at, mask=in_k, other=0.0)
 
 
@@ -302,8 +303,8 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if call.scales is None:
         return planned_forward(call, _PLANS, _plans, (call.k, call.v), None)
     pool = (call.k.view(torch.uint8), call.v.view(torch.uint8))  # Triton has no float8 on older GPUs
-    k_scale, v_scale = call.scales
-    scales = (k_scale, v_scale, *k_scale.stride(), *v_scale.stride())
+    strides = (*call.scales[0].stride(), *call.scales[1].stride())
+    scales = (*call.scales, *(encoded(stride) for stride in strides))
     return planned_forward(call, _PLANS, _plans, pool, scales)
 
 
