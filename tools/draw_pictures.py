@@ -20,6 +20,7 @@ import torch
 from tilewise.explain import draw, roofline, timeline
 from tilewise.explain.ladder import climb
 from tilewise.formula import Mask, library
+from tilewise.kv.allocator import PageAllocator
 from tilewise.schedule.worklist import WorkList
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
@@ -63,6 +64,21 @@ def shares() -> Any:
     return draw.shares(WorkList.build([1] * len(keys), keys, heads_q=8, heads_kv=2, programs=12))
 
 
+def pages() -> Any:
+    """A prompt, three continuations of it of which two have written, another sequence, and a page that is kept."""
+    allocator = PageAllocator(num_pages=14, page_size=4)
+    prompt, other, gone = (allocator.create() for _ in range(3))
+    allocator.append(prompt, 14)
+    allocator.append(other, 9)
+    allocator.append(gone, 4)
+    allocator.keep(gone.pages[0])
+    one, two, _three = allocator.fork(prompt, 3)
+    allocator.append(one, 1)
+    allocator.append(two, 6)
+    allocator.free(gone)
+    return draw.pages(allocator, ["prompt", "another", "fork 1", "fork 2", "fork 3"])
+
+
 def traffic() -> Any:
     return draw.traffic(8192, 64)
 
@@ -86,6 +102,7 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "masks.svg": masks,
     "query.svg": query,
     "ladder.svg": ladder,
+    "pages.svg": pages,
     "shares.svg": shares,
     "traffic.svg": traffic,
     "roofline.svg": rooflines,

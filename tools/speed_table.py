@@ -1,9 +1,10 @@
 """The README's tables of speed: how many times as fast as its peers each problem ran, from the newest records. Where
-kernels have changed since, who ran the command again would find other numbers, so there is no table then.
+kernels have changed since, who ran the command again might find other numbers, and the caption says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.grid_report import place
@@ -13,9 +14,6 @@ from benchmarks.report import latest, outdated, ratio
 DEVICE = "h200"
 PASSES = ("attention_forward", "attention_backward")
 EXACT = ("exact_forward", "exact_backward")
-EARLIER = (
-    "Records of today's kernels are still to be made; [REPORT.md](benchmarks/REPORT.md) has those of earlier ones."
-)
 PEERS = {"flex": "FlexAttention, compiled", "cudnn": "cuDNN"}
 
 
@@ -26,8 +24,6 @@ def table(results: Path = RESULTS) -> str:
     formulas = [formula for formula in passes[0] if formula in passes[1]]
     if not formulas:
         return "No records yet."
-    if outdated(record for rows in passes for row in rows.values() for record in row.values()):
-        return EARLIER
     lines = [
         "| forward / backward, times as fast as | " + " | ".join(formulas) + " |",
         "|---" * (1 + len(formulas)) + "|",
@@ -37,9 +33,13 @@ def table(results: Path = RESULTS) -> str:
         lines.append("| " + " | ".join([name, *("" if cell == " / " else cell for cell in cells)]) + " |")
     record = next(iter(passes[0][formulas[0]].values()))
     size = record.problem
-    return "\n".join(lines) + (
-        f"\n\n{record.device}, {size['dtype']}, batch {size['batch']}, {size['num_heads_q']} heads of "
-        f"{size['head_dim']}, {size['seqlen_q']:,} tokens, {record.date[:10]}."
+    return (
+        "\n".join(lines)
+        + (
+            f"\n\n{record.device}, {size['dtype']}, batch {size['batch']}, {size['num_heads_q']} heads of "
+            f"{size['head_dim']}, {size['seqlen_q']:,} tokens, {record.date[:10]}."
+        )
+        + _of_earlier(record for rows in passes for row in rows.values() for record in row.values())
     )
 
 
@@ -49,8 +49,6 @@ def exact(results: Path = RESULTS) -> str:
     """
     tables = latest(read_all(results))
     passes = [tables.get((DEVICE, question), []) for question in EXACT]
-    if outdated(record for rows in passes for _, row in rows for record in row.values()):
-        return EARLIER
     cells: dict[str, dict[int | str, str]] = {}
     first: Record | None = None
     for (_, forward), (_, backward) in zip(*passes, strict=True):
@@ -75,7 +73,19 @@ def exact(results: Path = RESULTS) -> str:
     ]
     caption = [f"{first.device}, {first.problem['dtype']}, {first.date[:10]}"]
     caption += [f"{what} {value}" for what, value in others.items()]
-    return "\n".join(lines) + "\n\n" + "; ".join(caption) + "."
+    earlier = _of_earlier(record for rows in passes for _, row in rows for record in row.values())
+    return "\n".join(lines) + "\n\n" + "; ".join(caption) + "." + earlier
+
+
+def _of_earlier(records: Iterable[Record]) -> str:
+    """What a caption says of records that were made with other sources than today's."""
+    found = list(records)
+    if not outdated(found):
+        return ""
+    commits = sorted({record.commit[:7] for record in found})
+    return (
+        f" Measured at {', '.join(commits)}: sources have changed since, and records of today's are still to be made."
+    )
 
 
 def _without_variants(row: dict[str, Record]) -> dict[str, Record]:

@@ -13,6 +13,8 @@ import pytest
 from tilewise.core.errors import InputError, MissingExtraError
 from tilewise.explain import draw, ladder, roofline, timeline
 from tilewise.formula import library
+from tilewise.kv.allocator import PageAllocator
+from tilewise.schedule.worklist import WorkList
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,6 +95,40 @@ def test_timeline_draws_every_span() -> None:
     assert figure.axes[1].get_title(loc="left") == "in turns: 2,048 clocks a tile, products in 100% of them"
     with pytest.raises(InputError, match="schedules"):
         draw.timeline(trip, [])
+
+
+def test_shares_have_a_bar_for_every_row_of_tiles() -> None:
+    work = WorkList.build([1, 1, 1], [100, 900, 300], heads_q=4, heads_kv=2, programs=5)
+    axes = draw.shares(work).axes[0]
+    drawn = [(bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width()) for bar in axes.patches]
+    assert sum(width for *_, width in drawn) == work.work
+    for program in range(5):
+        assert sum(width for y, _, width in drawn if y == program) == np.diff(work.starts)[program]
+    with pytest.raises(InputError, match="programs"):
+        draw.shares(WorkList.build([1], [9], heads_q=1, heads_kv=1, programs=161))
+
+
+def test_pages_are_numbered_filled_and_coloured_by_who_shares_them() -> None:
+    allocator = PageAllocator(num_pages=6, page_size=4)
+    prompt = allocator.create()
+    allocator.append(prompt, 6)
+    (fork,) = allocator.fork(prompt)
+    allocator.append(fork, 1)  # a copy of the second page
+    axes = draw.pages(allocator, ["prompt", "fork"]).axes[0]
+    texts = {(round(t.get_position()[0]), t.get_position()[1]): t.get_text() for t in axes.texts}
+    assert [texts[x, y] for y in (0, 1) for x in (0, 1)] == [str(p) for s in (prompt, fork) for p in s.pages]
+    assert [texts[x, 2.5] for x in range(6)] == [str(page) for page in range(6)]
+    filled = {(round(b.get_x() + 0.45), round(b.get_y() + 0.4, 1)): b for b in axes.patches if b.get_facecolor()[3]}
+    assert {at: round(bar.get_width() / 0.9, 2) for at, bar in filled.items() if at[1] < 2} == {
+        (0, 0): 1.0, (1, 0): 0.5, (0, 1): 1.0, (1, 1): 0.75,
+    }  # fmt: skip
+    first, second = (filled[x, 0].get_facecolor() for x in (0, 1))
+    assert filled[0, 1].get_facecolor() == filled[0, 2.5].get_facecolor() == first != second
+    assert axes.get_title(loc="left") == "3 pages used, 1 of them shared, 0 cached, 3 free"
+    with pytest.raises(InputError, match="names"):
+        draw.pages(allocator, ["prompt"])
+    with pytest.raises(InputError, match="pages"):
+        draw.pages(PageAllocator(num_pages=41, page_size=1))
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])

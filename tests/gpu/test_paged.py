@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
+from tests.gpu.paging import DTYPES, LARGE, PAGED_CASES, decoding
 from tests.gpu.test_attention_runtime import captured
 from tilewise.quant import KINDS, encode
 from tilewise.testing import properties
 from tilewise.testing.case import Case
-from tilewise.testing.cases import CPU_CASES, alibi, causal, softcap, window
-from tilewise.testing.inputs import make_inputs
-from tilewise.testing.paging import paged
 from tilewise.testing.properties import Setting
 
 IMPL = "triton_paged"
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PAGED_CASES = [case for case in CPU_CASES if case.memory == "dense" and not case.dropout]
-FORMULAS = [case for case in PAGED_CASES if (case.mask or case.score) and "undefined" not in case.name]
-LARGE = [
-    Case("decode", batch=9, seqlen_q=1, seqlen_k=3000, heads_q=32, heads_kv=8, head_dim=128, head_dim_v=128),
-    Case("decode_window", batch=5, seqlen_q=1, seqlen_k=3000, heads_q=8, heads_kv=8, head_dim=64, head_dim_v=64,
-         mask=window(700)),
-    Case("verify", batch=4, seqlen_q=6, seqlen_k=2000, heads_q=16, heads_kv=2, head_dim=128, head_dim_v=128,
-         mask=causal, score=softcap),
-    Case("chunk", batch=2, seqlen_q=500, seqlen_k=1300, heads_q=8, heads_kv=2, head_dim=128, head_dim_v=128,
-         mask=causal, score=alibi),
-    Case("wide", batch=3, seqlen_q=2, seqlen_k=700, heads_q=8, heads_kv=1, head_dim=256, head_dim_v=256, mask=causal),
-    Case("wider", batch=3, seqlen_q=2, seqlen_k=300, heads_q=4, heads_kv=1, head_dim=512, head_dim_v=512, mask=causal),
-    Case("mixed", packed=((1, 900), (700, 700), (0, 40), (1, 1), (5, 2100), (1, 0), (64, 65)), heads_q=12, heads_kv=4,
-         head_dim=128, head_dim_v=128, mask=causal, sink=True),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PAGED_CASES, ids=repr)
+# a sample of formulas: the other GPU tests and the interpreter have them all
+@pytest.mark.parametrize("case", PAGED_CASES[::2], ids=repr)
 def test_pages_hold_the_keys(case: Case) -> None:
     dtype = DTYPES[sum(map(ord, case.name)) % len(DTYPES)]
     if "undefined" in case.name:
@@ -51,62 +32,6 @@ def test_large_cases(case: Case, page_size: int, dtype: torch.dtype) -> None:
     properties.pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, page_size, flat=page_size in (5, 64))
 
 
-@pytest.mark.parametrize(
-    ("impl", "page_size", "dtype"),
-    [("hopper", 16, torch.float16), ("hopper", 32, torch.bfloat16), ("hopper", 384, torch.bfloat16),
-     ("hopper_decode", 1, torch.bfloat16), ("hopper_decode", 5, torch.float16), ("hopper_decode", 64, torch.bfloat16)],
-)  # fmt: skip
-@pytest.mark.parametrize("case", [case for case in LARGE if case.head_dim <= 256], ids=repr)
-def test_large_cases_on_hopper(case: Case, impl: str, page_size: int, dtype: torch.dtype) -> None:
-    properties.pages_hold_the_keys(Setting(impl, dtype, DEVICE), case, page_size, flat=page_size in (5, 64, 384))
-
-
-@pytest.mark.parametrize("case", FORMULAS, ids=repr)
-def test_formulas_on_hopper(case: Case) -> None:
-    wide = case.with_(head_dim=80, head_dim_v=96)
-    properties.pages_hold_the_keys(Setting("hopper_decode", torch.float16, DEVICE), wide, 7)
-
-
-@pytest.mark.parametrize("group", [1, 2, 8, 64])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_groups_and_shares_on_hopper(head_dim: int, group: int) -> None:
-    """Empty requests, ones of a key, shares of one tile and ones that are divided further."""
-    short = tuple((1, n) for n in (0, 1, 127, 128, 129, 0, 1000))
-    long = ((1, 40_000), (1, 150_000), (2, 3))
-    for packed in (short, long):
-        case = Case("groups", packed=packed, heads_q=2 * group, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim)
-        properties.pages_hold_the_keys(Setting("hopper_decode", torch.bfloat16, DEVICE), case, 16)
-
-
-def test_keys_that_copies_of_16_bytes_cannot_reach() -> None:
-    """Other strides are refused, and what starts elsewhere is read by the portable kernel."""
-    q, pool, layout = _decode([500, 1, 700])
-    want = tw.attention(q, *pool, layout=layout, impl="triton_paged")
-    for start in (1, 4):
-        moved = [
-            torch.empty(x.numel() + 8, dtype=x.dtype, device=DEVICE)[start:][: x.numel()].view(x.shape) for x in pool
-        ]
-        for x, like in zip(moved, pool, strict=True):
-            x.copy_(like)
-        torch.testing.assert_close(tw.attention(q, *moved, layout=layout, impl="hopper_decode"), want, rtol=0, atol=0)
-    apart = [torch.zeros(*x.shape[:2], 8, 136, dtype=x.dtype, device=DEVICE)[..., :128].copy_(x) for x in pool]
-    with pytest.raises(tw.UnsupportedError, match="multiples of 16 elements"):
-        tw.attention(q, *apart, layout=layout, impl="hopper_decode")
-    torch.testing.assert_close(tw.attention(q, *apart, layout=layout), want, rtol=2e-2, atol=2e-3)
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
-@pytest.mark.parametrize("mask", [None, causal, window(100)], ids=["full", "causal", "window"])
-def test_lengths_around_pages_on_hopper(mask: Any, head_dim: int) -> None:
-    """What lies behind the last key of a page is NaN, in K and in V."""
-    ends = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 257, 300, 1000)
-    packed = tuple((max(0, n - 40), n) for n in ends)
-    case = Case("ends", packed=packed, heads_q=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
-    for page_size in (16, 64, 256):
-        for impl in ("hopper", "hopper_decode"):
-            properties.pages_hold_the_keys(Setting(impl, torch.bfloat16, DEVICE), case, page_size)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["decode", "chunk", "mixed"])
 def test_codes_hold_the_keys(name: str, kind: str) -> None:
@@ -118,7 +43,7 @@ def test_codes_hold_the_keys(name: str, kind: str) -> None:
 
 def test_one_graph_serves_other_lengths_of_encoded_pages() -> None:
     """On the row that is chosen unasked, which waits for nothing."""
-    q, pool, layout = _decode([1000, 900, 800, 1000])
+    q, pool, layout = decoding([1000, 900, 800, 1000])
     k, v = (encode(x.nan_to_num(), "int8") for x in pool)
     assert tw.why(q, k, v, layout=layout).chosen == IMPL
     torch.cuda.synchronize()
@@ -130,18 +55,9 @@ def test_one_graph_serves_other_lengths_of_encoded_pages() -> None:
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
 
 
-def _decode(
-    lengths: list[int], page_size: int = 16
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], tw.Paged]:
-    case = Case("decode", packed=tuple((1, n) for n in lengths), heads_q=32, heads_kv=8, head_dim=128, head_dim_v=128)
-    inputs = make_inputs(case, torch.bfloat16, DEVICE)
-    pool = paged(inputs, page_size)
-    return inputs.q.detach(), (pool.k, pool.v), pool.layout
-
-
 def test_tables_and_lengths_may_start_anywhere() -> None:
     """Kernels that were compiled for aligned pointers are not given others."""
-    q, pool, layout = _decode([500, 1, 700, 3, 63, 64, 65, 9, 100])
+    q, pool, layout = decoding([500, 1, 700, 3, 63, 64, 65, 9, 100])
     assert isinstance(layout.block_table, torch.Tensor)
     want = tw.attention(q, *pool, layout=layout)
     for start in range(1, 5):
@@ -157,7 +73,7 @@ def test_tables_and_lengths_may_start_anywhere() -> None:
 
 
 def test_repeats_give_the_same_bits() -> None:
-    q, pool, layout = _decode([5000, 1, 700, 0, 63, 64, 65])
+    q, pool, layout = decoding([5000, 1, 700, 0, 63, 64, 65])
     first = tw.attention_with_lse(q, *pool, layout=layout)
     for _ in range(250):
         again = tw.attention_with_lse(q, *pool, layout=layout)
@@ -206,7 +122,7 @@ def test_a_pool_of_more_than_two_to_the_31_elements() -> None:
 
 def test_plain_calls_wait_for_nothing() -> None:
     """Neither a plan nor a check reads a value back from the GPU."""
-    q, pool, layout = _decode([100, 200])
+    q, pool, layout = decoding([100, 200])
     tw.attention(q, *pool, layout=layout, mask=tw.causal)
     torch.cuda.synchronize()
     assert isinstance(layout.block_table, torch.Tensor)

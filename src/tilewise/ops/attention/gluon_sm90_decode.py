@@ -28,7 +28,7 @@ from tilewise.ops.attention.triton_work import (
     unit_of,
 )
 from tilewise.tiles.arithmetic import LN2, LOG2E
-from tilewise.tiles.gluon_api import barrier
+from tilewise.tiles.gluon_api import barrier, copy_async
 from tilewise.tiles.hopper import message_board, post, posted, product_layout, ring_turn, take
 from tilewise.tiles.visit import call_once, row_ends
 
@@ -73,7 +73,7 @@ def gather(pool, rows, mask, at, ring, full, empty):
     """Copy the rows of one tile into the ring's place for the `at`-th, once that is free."""
     stage, phase = ring_turn(at, ring.shape[0])
     mbarrier.wait(empty.index(stage), phase ^ 1)
-    async_copy.async_copy_global_to_shared(ring.index(stage), pool + rows, mask=mask)
+    copy_async(ring.index(stage), pool + rows, mask=mask)
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 

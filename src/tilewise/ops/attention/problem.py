@@ -149,7 +149,7 @@ def make_call(
     signature = signature_of(q, k, v, bound_mask, bound_score, cu_seqlens_q is not None, pages, scales)
     unproved = not being_traced() and (to_be_proved(bound_mask) or to_be_proved(bound_score))
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if unproved else None
-    key = (signature, numbers, getattr(cu_seqlens_q, "shape", None))
+    key = (signature, numbers, cu_seqlens_q.shape if isinstance(cu_seqlens_q, torch.Tensor) else None)
     checked = signature is not None and key in _checked
     if not checked:
         check_tensors(q, k, v, layout, scales is not None)

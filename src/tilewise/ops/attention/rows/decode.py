@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tilewise.core.dispatch import TRITON, Need, Row
+from tilewise.core.dispatch import TRITON, Need, Row, untraced
+from tilewise.formula.structure import parse
+from tilewise.formula.walk import symbols
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.rows.needs import HALF, HOPPER, NO_CODES, NO_DROPOUT, NO_GRAD, PAGED
 
@@ -18,6 +20,16 @@ def _rows_apart(call: Call) -> str | None:
     return next((f"a stride of {stride}" for stride in strides if stride % 16), None)
 
 
+@untraced
+def _reads_scores(text: str) -> bool:
+    return "s" in symbols(parse(text).root)
+
+
+def _other_scores(call: Call) -> str | None:
+    """Device functions of such a score spread it over a tile, for which they would have to know the tile's layout."""
+    return None if call.score is None or _reads_scores(call.score.text) else "one of positions alone"
+
+
 ROW: Row[Call] = Row(
     "hopper_decode",
     "tilewise.ops.attention.gluon_decode",
@@ -29,6 +41,7 @@ ROW: Row[Call] = Row(
         NO_CODES,
         Need("head dimensions of 48 to 256, multiples of 16", _other_dims),
         Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
+        Need("no score formula, or one that reads the score", _other_scores),
         NO_DROPOUT,
         NO_GRAD,
     ),

@@ -1,0 +1,39 @@
+"""Cases and inputs for the tests of attention over pages."""
+
+from __future__ import annotations
+
+import torch
+
+import tilewise as tw
+from tests.gpu.matrix import DEVICE
+from tilewise.testing.case import Case
+from tilewise.testing.cases import CPU_CASES, alibi, causal, softcap, window
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.paging import paged
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PAGED_CASES = [case for case in CPU_CASES if case.memory == "dense" and not case.dropout]
+LARGE = [
+    Case("decode", batch=9, seqlen_q=1, seqlen_k=3000, heads_q=32, heads_kv=8, head_dim=128, head_dim_v=128),
+    Case("decode_window", batch=5, seqlen_q=1, seqlen_k=3000, heads_q=8, heads_kv=8, head_dim=64, head_dim_v=64,
+         mask=window(700)),
+    Case("verify", batch=4, seqlen_q=6, seqlen_k=2000, heads_q=16, heads_kv=2, head_dim=128, head_dim_v=128,
+         mask=causal, score=softcap),
+    Case("chunk", batch=2, seqlen_q=500, seqlen_k=1300, heads_q=8, heads_kv=2, head_dim=128, head_dim_v=128,
+         mask=causal, score=alibi),
+    Case("wide", batch=3, seqlen_q=2, seqlen_k=700, heads_q=8, heads_kv=1, head_dim=256, head_dim_v=256, mask=causal),
+    Case("wider", batch=3, seqlen_q=2, seqlen_k=300, heads_q=4, heads_kv=1, head_dim=512, head_dim_v=512, mask=causal),
+    Case("mixed", packed=((1, 900), (700, 700), (0, 40), (1, 1), (5, 2100), (1, 0), (64, 65)), heads_q=12, heads_kv=4,
+         head_dim=128, head_dim_v=128, mask=causal, sink=True),
+]  # fmt: skip
+UP_TO_256 = [case for case in LARGE if case.head_dim <= 256]
+
+
+def decoding(
+    lengths: list[int], page_size: int = 16
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], tw.Paged]:
+    """(q, pool, layout) of a new token for each request of so many, keys of 128 for 32 heads on 8."""
+    case = Case("decode", packed=tuple((1, n) for n in lengths), heads_q=32, heads_kv=8, head_dim=128, head_dim_v=128)
+    inputs = make_inputs(case, torch.bfloat16, DEVICE)
+    pool = paged(inputs, page_size)
+    return inputs.q.detach(), (pool.k, pool.v), pool.layout

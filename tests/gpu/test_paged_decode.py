@@ -1,0 +1,81 @@
+"""The Hopper kernel for few queries over pages: formulas, groups, shares in pieces, and what it cannot copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.gpu.matrix import DEVICE
+from tests.gpu.paging import PAGED_CASES, UP_TO_256, decoding
+from tilewise.core.errors import UnsupportedError
+from tilewise.ops.attention import gluon_decode
+from tilewise.ops.attention.triton_launch import Plans
+from tilewise.testing import properties
+from tilewise.testing.case import Case
+from tilewise.testing.cases import causal, window
+from tilewise.testing.properties import Setting
+
+IMPL = "hopper_decode"
+POSITIONS_ALONE = ("score_by_row", "score_by_key", "score_constant", "score_clock")  # scores that it refuses
+FORMULAS = [
+    case
+    for case in PAGED_CASES
+    if (case.mask or case.score) and "undefined" not in case.name and case.name not in POSITIONS_ALONE
+][::3]
+
+
+@pytest.mark.parametrize(("page_size", "dtype"), [(1, torch.bfloat16), (5, torch.float16), (64, torch.bfloat16)])
+@pytest.mark.parametrize("case", UP_TO_256, ids=repr)
+def test_large_cases(case: Case, page_size: int, dtype: torch.dtype) -> None:
+    properties.pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, page_size, flat=page_size == 5)
+
+
+@pytest.mark.parametrize("case", FORMULAS, ids=repr)
+def test_formulas(case: Case) -> None:
+    wide = case.with_(head_dim=80, head_dim_v=96)
+    properties.pages_hold_the_keys(Setting(IMPL, torch.float16, DEVICE), wide, 7)
+
+
+@pytest.mark.parametrize("group", [1, 2, 8, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_groups_and_shares(head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty requests, ones of a key, shares of one tile; and with few programs large shares, in pieces."""
+    sizes: dict[str, Any] = {"heads_q": 2 * group, "heads_kv": 2, "head_dim": head_dim, "head_dim_v": head_dim}
+    short = Case("short", packed=tuple((1, n) for n in (0, 1, 127, 128, 129, 0, 1000)), **sizes)
+    properties.pages_hold_the_keys(Setting(IMPL, torch.bfloat16, DEVICE), short, 16)
+    monkeypatch.setattr(gluon_decode, "_PLANS", Plans())
+    monkeypatch.setattr(gluon_decode, "multiprocessors", lambda device: 3)
+    long = Case("long", packed=((1, 9_000), (1, 16_000), (2, 3)), **sizes)
+    properties.pages_hold_the_keys(Setting(IMPL, torch.bfloat16, DEVICE), long, 16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("mask", [None, causal, window(100)], ids=["full", "causal", "window"])
+def test_lengths_around_pages(mask: Any, head_dim: int) -> None:
+    """What lies behind the last key of a page is NaN, in K and in V."""
+    ends = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 257, 300, 1000)
+    packed = tuple((max(0, n - 40), n) for n in ends)
+    case = Case("ends", packed=packed, heads_q=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
+    for page_size in (16, 64, 256):
+        properties.pages_hold_the_keys(Setting(IMPL, torch.bfloat16, DEVICE), case, page_size)
+
+
+def test_what_it_cannot_read_is_left_to_others() -> None:
+    """Strides that copies of 16 bytes cannot follow and scores of positions alone are refused; keys that start
+    elsewhere are read by the portable kernel.
+    """
+    q, pool, layout = decoding([500, 1, 700])
+    want = tw.attention(q, *pool, layout=layout, impl="triton_paged")
+    for start in (1, 4):
+        empty = [torch.empty(x.numel() + 8, dtype=x.dtype, device=DEVICE)[start:][: x.numel()] for x in pool]
+        moved = [x.view(like.shape).copy_(like) for x, like in zip(empty, pool, strict=True)]
+        torch.testing.assert_close(tw.attention(q, *moved, layout=layout, impl=IMPL), want, rtol=0, atol=0)
+    apart = [torch.zeros(*x.shape[:2], 8, 136, dtype=x.dtype, device=DEVICE)[..., :128].copy_(x) for x in pool]
+    with pytest.raises(UnsupportedError, match="multiples of 16 elements"):
+        tw.attention(q, *apart, layout=layout, impl=IMPL)
+    torch.testing.assert_close(tw.attention(q, *apart, layout=layout), want, rtol=2e-2, atol=2e-3)
+    with pytest.raises(UnsupportedError, match="reads the score"):
+        tw.attention(q, *pool, layout=layout, score=lambda s, b, h, i, j: 0.1 * j, impl=IMPL)
