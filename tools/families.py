@@ -47,6 +47,7 @@ _DISPATCH = "src/tilewise/core/dispatch.py"
 _SHARED = (
     _DISPATCH,
     "src/tilewise/layouts.py",
+    "src/tilewise/quant/codes.py",
     *(
         _ATTENTION + name
         for name in (
@@ -69,7 +70,8 @@ _PORTABLE = (
     *(_ATTENTION + name for name in ("configs.py", "variant.py")),
 )
 
-_PAGED = tuple(_ATTENTION + name for name in ("triton_paged.py", "triton_work.py"))
+_CODES = "src/tilewise/tiles/codes.py"
+_PAGED = (_CODES, *(_ATTENTION + name for name in ("triton_paged.py", "triton_work.py")))
 
 _GPU_TESTS = ("tests/gpu/test_[as]*.py",)
 _PAGED_TESTS = ("tests/gpu/test_paged.py",)
@@ -85,6 +87,7 @@ _MERGE_SHARED = (
 _WRITE = "src/tilewise/ops/kv_write/"
 _WRITE_SHARED = (
     "src/tilewise/core/[er]*.py",
+    "src/tilewise/quant/codes.py",
     _DISPATCH,
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
@@ -157,7 +160,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="kv_write_triton",
-            sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _ATTENTION + "triton_launch.py"),
+            sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _ATTENTION + "triton_launch.py", _CODES),
             tests=("tests/gpu/test_kv_write.py",),
             rows=("triton",),
             ci=_CI,
@@ -171,6 +174,7 @@ FAMILIES: dict[str, Family] = {
             operation="kv_write",
         ),
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
+        Family(name="quant", sources=("src/tilewise/quant/*.py",), tests=("tests/quant/*.py",), rows=()),
         Family(name="kv", sources=("src/tilewise/kv/*.py",), tests=("tests/kv/*.py",), rows=()),
     )
 }

@@ -7,6 +7,7 @@ tests/compile/resources.json; `--sm 90 --only d128` narrows it (other entries ar
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import sys
@@ -20,9 +21,10 @@ import torch
 
 import tilewise as tw
 from tilewise.ops.attention.problem import Call, make_call
-from tilewise.ops.kv_write.problem import Copy, Write, copy_call, write_call
+from tilewise.ops.kv_write.problem import Copy, Write, copy_calls, write_call
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.merge.problem import joined_call, separate_call
+from tilewise.quant import KINDS, encode
 from tilewise.testing.offline import Resources, compile_call, compile_kv_write, compile_merge
 
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "compile" / "resources.json"
@@ -49,6 +51,7 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "repeats": lambda: {"mask": tw.causal, "deterministic": True},
     "pages": lambda: {"mask": tw.causal, "layout": _packed()},
     "invariant": lambda: {"mask": tw.causal, "batch_invariant": True},
+    **dict.fromkeys(KINDS, dict),  # of pages, encoded
 }
 PAGES, PAGE_SIZE = 64, 16
 STATES: dict[str, Callable[[int, torch.dtype], MergeCall]] = {
@@ -56,11 +59,19 @@ STATES: dict[str, Callable[[int, torch.dtype], MergeCall]] = {
     "stacked": lambda dim, dtype: joined_call(*_state((12, 2, 4), dim, dtype), None, None),
     "ragged": lambda dim, dtype: joined_call(*_state((256,), dim, dtype), _packed().cu_seqlens_q, None),
 }
+
+
+def _encoded_write(kind: str, dim: int, dtype: torch.dtype) -> Write:
+    tokens = [torch.zeros(SEQLEN, HEADS_KV, dim, dtype=dtype)] * 2
+    return write_call(*tokens, *(encode(pages, kind) for pages in _pool(dim, dtype)), torch.arange(SEQLEN))
+
+
 WRITES: dict[str, Callable[[int, torch.dtype], Write | Copy]] = {
     "tokens": lambda dim, dtype: write_call(
         *[torch.zeros(SEQLEN, HEADS_KV, dim, dtype=dtype)] * 2, *_pool(dim, dtype), torch.arange(SEQLEN)
     ),
-    "pages": lambda dim, dtype: copy_call(*_pool(dim, dtype), torch.tensor([[0, 1], [2, 3]])),
+    "pages": lambda dim, dtype: copy_calls(*_pool(dim, dtype), torch.tensor([[0, 1], [2, 3]]))[0],
+    **{kind: functools.partial(_encoded_write, kind) for kind in KINDS},
 }
 
 
@@ -107,7 +118,9 @@ class Variant:
         packed = arguments.pop("layout", None)
         layout = tw.Paged(table, torch.tensor([100, 256], dtype=torch.int32), packed and packed.cu_seqlens_q[[0, 1, 3]])
         q = torch.zeros(*((2, 4) if packed is None else (SEQLEN,)), HEADS, self.head_dim, dtype=DTYPES[self.dtype])
-        pool = torch.zeros(PAGES, PAGE_SIZE, HEADS_KV, self.head_dim, dtype=q.dtype)
+        pool: Any = torch.zeros(PAGES, PAGE_SIZE, HEADS_KV, self.head_dim, dtype=q.dtype)
+        if self.formula in KINDS:
+            pool = encode(pool, self.formula)
         return make_call(q, pool, pool, layout=layout, **arguments)
 
     def compile(self) -> dict[str, Resources]:
@@ -137,7 +150,7 @@ def variants() -> Iterator[Variant]:
     """Every variant: each configuration row of each kernel is reached by several."""
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256, 512)):
         portable = tuple(
-            formula for formula in FORMULAS if formula not in ("slopes", "repeats", "pages", "invariant")
+            formula for formula in FORMULAS if formula not in ("slopes", "repeats", "pages", "invariant", *KINDS)
         )  # kernels of others
         by_dtype = {"bf16": portable, "fp16": ("plain",), "fp32": ("causal", "alibi")}
         for dtype, formulas in by_dtype.items():
@@ -151,6 +164,9 @@ def variants() -> Iterator[Variant]:
             dtype = "fp32" if formula == "causal" else "bf16"
             quick = head_dim == 128 and (formula == "plain" or (formula in ("packed", "invariant") and sm == 90))
             yield Variant(sm, "triton_paged", dtype, head_dim, formula, quick)
+        for dtype, kind in (("bf16", "int8"), ("bf16", "fp8"), ("bf16", "int4"), ("fp16", "int8")):
+            if head_dim in (64, 128, 256):
+                yield Variant(sm, "triton_paged", dtype, head_dim, kind, head_dim == 128 and dtype == "bf16")
     for sm, states in itertools.product(ARCHITECTURES, STATES):
         for dtype, head_dim in (("bf16", 128), ("bf16", 40), ("bf16", 512), ("fp32", 128)):
             yield Variant(sm, "merge", dtype, head_dim, states, head_dim == 128)

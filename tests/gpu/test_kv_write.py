@@ -12,6 +12,7 @@ from tests.gpu.matrix import DEVICE
 from tests.gpu.test_attention_runtime import captured
 from tilewise.core.errors import InputError
 from tilewise.kv import KVCache
+from tilewise.quant import KINDS
 from tilewise.testing import writing
 from tilewise.testing.writing import BY_NAME, CASES, Setting, WriteCase
 
@@ -33,6 +34,32 @@ def test_writes_where_told(setting: Setting, case: WriteCase) -> None:
 @pytest.mark.parametrize("setting", SETTINGS, ids=repr)
 def test_copies_whole_pages(setting: Setting, case: WriteCase) -> None:
     writing.copies_whole_pages(setting, case)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encodes_where_told(kind: str) -> None:
+    writing.encodes_where_told(SETTINGS[0], LARGE[1], kind)
+    writing.copies_encoded_pages(SETTINGS[0], BY_NAME["joint"], kind)
+
+
+def test_a_step_of_an_encoded_cache() -> None:
+    """Pages copied, tokens written and read, as the same cache has it on the CPU."""
+    found = []
+    for device in (DEVICE, "cpu"):
+        cache = KVCache(2, 40, 16, 8, 128, device=device, encoding="fp8")
+        sequences = [cache.new() for _ in range(3)]
+        make = torch.Generator().manual_seed(0)
+        for counts in ([40, 3, 17], [1, 1, 1], [1, 1, 1]):
+            batch = cache.extend(sequences, counts)
+            k, v = torch.randn(2, sum(counts), 8, 128, generator=make).to(device, torch.bfloat16)
+            for layer in range(2):
+                batch.write(layer, k, v)
+            sequences[1] = cache.fork(sequences[0])[0]  # the next step copies a page
+            q = torch.randn(sum(counts), 32, 128, generator=make).to(device, torch.bfloat16)
+            o = tw.attention(q, *cache.pages(1), layout=batch.layout, mask=tw.causal)
+            found.append(o.cpu())
+    for got, want in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
 
 
 def test_a_pool_of_more_than_two_to_the_31_elements() -> None:

@@ -11,6 +11,7 @@ import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tests.gpu.paging import DTYPES, LARGE, PAGED_CASES, decoding
 from tests.gpu.test_attention_runtime import captured
+from tilewise.quant import KINDS, encode
 from tilewise.testing import properties, serving
 from tilewise.testing.case import Case
 from tilewise.testing.cases import causal
@@ -32,6 +33,29 @@ def test_pages_hold_the_keys(case: Case) -> None:
 @pytest.mark.parametrize("case", LARGE, ids=repr)
 def test_large_cases(case: Case, page_size: int, dtype: torch.dtype) -> None:
     properties.pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, page_size, flat=page_size in (5, 64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["decode", "chunk", "mixed"])
+def test_codes_hold_the_keys(name: str, kind: str) -> None:
+    """Of all kinds in bfloat16, and of one in float16, whose small numbers are few."""
+    case = next(case for case in LARGE if case.name == name)
+    dtype = torch.float16 if (name, kind) == ("mixed", "int8") else torch.bfloat16
+    properties.encoded_pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, kind, 5 if name == "mixed" else 16)
+
+
+def test_one_graph_serves_other_lengths_of_encoded_pages() -> None:
+    """On the row that is chosen unasked, which waits for nothing."""
+    q, pool, layout = decoding([1000, 900, 800, 1000])
+    k, v = (encode(x.nan_to_num(), "int8") for x in pool)
+    assert tw.why(q, k, v, layout=layout).chosen == IMPL
+    torch.cuda.synchronize()
+    graph, results = captured(lambda: tw.attention_with_lse(q, k, v, layout=layout, mask=tw.causal))
+    layout.seqlens_k.copy_(torch.tensor([1, 0, 700, 65]))
+    graph.replay()
+    want = tw.attention_with_lse(q, k, v, layout=layout, mask=tw.causal, impl="reference")
+    for got, expected in zip(results, want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
 
 
 def test_tables_and_lengths_may_start_anywhere() -> None:

@@ -13,8 +13,9 @@ from tests.interpret.test_twins import broken_copy
 from tilewise.kv import PagePool, pool
 from tilewise.ops.attention import triton_launch
 from tilewise.ops.kv_write import triton_kv_write
+from tilewise.quant import KINDS, encode
 from tilewise.testing import writing
-from tilewise.testing.writing import BY_NAME, CASES, Setting, WriteCase
+from tilewise.testing.writing import BY_NAME, CASES, ENCODED_CASES, Setting, WriteCase
 
 SETTINGS = [Setting("triton", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
 
@@ -61,12 +62,58 @@ def test_pages_of_a_pool_are_copied_in_all_layers(order: str, monkeypatch: pytes
     assert all(torch.equal(x, y[[1, 1, 2, 1, 4]]) for x, y in zip(after, before, strict=True))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ENCODED_CASES, ids=repr)
+def test_encodes_where_told(case: WriteCase, kind: str) -> None:
+    setting = SETTINGS[sum(map(ord, case.name)) % len(SETTINGS)]
+    writing.encodes_where_told(setting, case, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_encoded_pages(kind: str) -> None:
+    for name in ("plain", "hnd", "joint"):
+        writing.copies_encoded_pages(SETTINGS[0], BY_NAME[name], kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_row_is_encoded_as_on_the_cpu(kind: str) -> None:
+    """Ties between codes, numbers of any size, zeros, rows that are not finite; bit for bit, but for those of NaN."""
+    make = torch.Generator().manual_seed(0)
+    k = torch.randn(400, 2, 16, generator=make) * 2.0 ** torch.randint(-140, 120, (400, 2, 1), generator=make)
+    k[:100] = torch.randint(-16, 17, (100, 2, 16), generator=make) / 2.0
+    k[:100, :, 0] = KINDS[kind].largest  # so that the scale is 1 and halves are ties
+    k[100:102], k[102, 0, 3], k[103, 0, 15], k[104, 1, 8] = 0.0, torch.nan, torch.inf, -torch.inf
+    k[105:120] = (torch.arange(480).view(15, 2, 16) - 240) / 2.0**11
+    k[105:120, :, 0] = KINDS[kind].largest
+    pages = [encode(torch.zeros(100, 4, 2, 16), kind) for _ in range(2)]
+    tw.kv_write(k, -k, *pages, torch.arange(400), impl="triton")
+    for x, got in ((k, pages[0]), (-k, pages[1])):
+        want = encode(x, kind)
+        assert torch.equal(got.data.view(torch.uint8).flatten(0, 1), want.data.view(torch.uint8))
+        torch.testing.assert_close(got.scale.flatten(0, 1), want.scale, rtol=0, atol=0, equal_nan=True)
+
+
 TWINS = [  # all of them stay inside the tensors
     ("write_tokens", "used = slot >= 0", "used = slot > 0", "all_slots"),
     ("write_tokens", "page = slot // PAGE", "page = slot // PAGE // 2", "plain"),
     ("write_tokens", "offset = slot % PAGE", "offset = slot % PAGE // 2", "plain"),
     ("write_tokens", "into_page = columns_of(column, stride_ph,", "into_page = columns_of(column, DIM,", "joint"),
     ("write_tokens", "K, K_PAGES, stride_kt,", "K, K_PAGES, 0 * stride_kt,", "odd"),
+    ("encode_tokens", "offset * stride_ss", "0 * offset", "plain"),
+    ("encode_tokens", "head = row % HEADS", "head = row % HEADS * 0", "plain"),
+    ("encode_tokens", "rows + DIM // 2", "rows", "plain"),
+    (
+        "encode_tokens",
+        "slot = page * stride_pp + offset * stride_ps + head * stride_ph",
+        "slot = page * stride_pp + offset * stride_ps + head * DIM",
+        "joint",
+    ),
+    (
+        "encode_tokens",
+        "token < tokens, other=-1).to(tl.int64)\n    used = slot >= 0",
+        "token < tokens, other=-1).to(tl.int64)\n    used = slot > 0",
+        "all_slots",
+    ),
     ("copy_whole_pages", "source >= 0 and target >= 0", "source > 2 and target >= 0", "plain"),
     ("copy_whole_pages", "exists = column < PAGE * HEADS * DIM", "exists = column < HEADS * DIM", "odd"),
     ("copy_whole_pages", "column // (HEADS * DIM)", "0 * column", "plain"),
@@ -77,7 +124,11 @@ TWINS = [  # all of them stay inside the tensors
 def test_a_broken_twin_is_caught(
     kernel: str, old: str, new: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = writing.writes_where_told if kernel == "write_tokens" else writing.copies_whole_pages
+    check = {
+        "write_tokens": writing.writes_where_told,
+        "encode_tokens": lambda setting, case: writing.encodes_where_told(setting, case, "int4"),
+        "copy_whole_pages": writing.copies_whole_pages,
+    }[kernel]
     case = BY_NAME[name]
     check(SETTINGS[0], case)  # whole, it passes
     copy = broken_copy(triton_kv_write, old, new, tmp_path)

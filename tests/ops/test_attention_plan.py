@@ -9,6 +9,7 @@ import torch
 
 import tilewise as tw
 from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.quant import Encoded, encode
 from tilewise.testing import serving
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CPU_CASES
@@ -149,3 +150,15 @@ def test_arguments_are_checked_as_those_of_a_call() -> None:
         tw.plan(Q, K, V, layout=LAYOUT, scale=float("nan"))
     with pytest.raises(UnsupportedError, match="impl='cpu_sdpa'"):
         tw.plan(Q, K, V, layout=LAYOUT, impl="cpu_sdpa")
+
+
+def test_encoded_keys_and_values() -> None:
+    pool = [encode(torch.randn(6, 4, 2, 16), "int8") for _ in range(2)]
+    layout = tw.Paged(torch.arange(6, dtype=torch.int32).view(2, 3), torch.tensor([9, 5], dtype=torch.int32))
+    q = torch.randn(2, 1, 4, 16)
+    plan = tw.plan(q, *pool, layout=layout, mask=tw.causal)
+    assert torch.equal(plan.run(q, *pool), tw.attention(q, *pool, layout=layout, mask=tw.causal))
+    with pytest.raises(InputError, match="an Encoded, as planned"):
+        plan.run(q, *(torch.zeros(6, 4, 2, 16) for _ in range(2)))
+    with pytest.raises(InputError, match=r"k\.scale"):
+        plan.run(q, Encoded(pool[0].data, pool[0].scale.transpose(1, 2).contiguous().transpose(1, 2)), pool[1])

@@ -15,6 +15,7 @@ from tilewise.kv.pool import PagePool
 from tilewise.kv.prefix import PrefixCache
 from tilewise.layouts import Paged
 from tilewise.ops.kv_write import kv_write
+from tilewise.quant import Encoded
 
 Tokens = collections.abc.Sequence[int]
 
@@ -61,16 +62,17 @@ class KVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         order: str = "NHD",
+        encoding: str | None = None,
     ) -> None:
         self.pool = PagePool(
             num_layers, num_pages, page_size, num_heads_kv, head_dim, head_dim_v,
-            dtype=dtype, device=device, order=order,
+            dtype=dtype, device=device, order=order, encoding=encoding,
         )  # fmt: skip
         self.allocator = PageAllocator(num_pages, page_size)
         self._prefixes = PrefixCache(self.allocator)
 
-    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(k_pages, v_pages) of a layer, each (num_pages, page_size, num_heads_kv, dim)."""
+    def pages(self, layer: int) -> tuple[torch.Tensor | Encoded, torch.Tensor | Encoded]:
+        """(k_pages, v_pages) of a layer, each (num_pages, page_size, num_heads_kv, dim), encoded where the cache is."""
         return self.pool.pages(layer)
 
     def new(self, tokens: Tokens = (), extra: Hashable = None) -> Sequence:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 
 from tilewise.core.errors import InputError
 from tilewise.ops.kv_write import copy_pages
 from tilewise.ops.kv_write.problem import DTYPES
+from tilewise.quant import Encoded
+from tilewise.quant.codes import check_head_dim, kind_of
 
 ORDERS = ("NHD", "HND")
 
@@ -19,13 +21,16 @@ class PagePool:
     Args:
         num_layers, num_pages, page_size, num_heads_kv, head_dim: sizes; num_pages * page_size is below 2**31.
         head_dim_v: of values; None for head_dim.
-        dtype: float16, bfloat16 or float32.
+        dtype: float16, bfloat16 or float32; with `encoding` codes have a type of their own.
         device: where the pages are.
         order: of a page in memory, "NHD" (token, head, dim) or "HND" (head, token, dim). Either way `pages` are views
             (num_pages, page_size, num_heads_kv, head_dim).
+        encoding: None, or "int8", "fp8" or "int4": codes, and a float32 scale for each token and head
+            (`tilewise.quant`). What is written is encoded on the way, from any of these dtypes.
 
     Raises:
-        InputError: a size that is not a positive integer, too many slots, another dtype or order.
+        InputError: a size that is not a positive integer, too many slots, another dtype, order or encoding, or an odd
+            head_dim for "int4".
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class PagePool:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         order: str = "NHD",
+        encoding: str | None = None,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {
@@ -62,29 +68,46 @@ class PagePool:
             raise InputError("order", got=repr(order), expected="'NHD' or 'HND'", hint="how a page lies in memory")
         page = (page_size, num_heads_kv) if order == "NHD" else (num_heads_kv, page_size)
         self.num_layers, self.num_pages, self.page_size, self.order = num_layers, num_pages, page_size, order
+        self.encoding = encoding
+        widths = (head_dim, head_dim_v)
+        self._scales: tuple[torch.Tensor, ...] = ()
+        if encoding is not None:
+            kind = kind_of("encoding", encoding)
+            for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+                check_head_dim(name, dim, encoding)
+            dtype, widths = kind.dtype, (head_dim // kind.in_byte, head_dim_v // kind.in_byte)
+            self._scales = tuple(torch.zeros(num_layers, num_pages, *page, device=device) for _ in range(2))
         self._memory = tuple(
-            torch.zeros(num_layers, num_pages, *page, dim, dtype=dtype, device=device) for dim in (head_dim, head_dim_v)
+            torch.zeros(num_layers, num_pages, *page, width, dtype=dtype, device=device) for width in widths
         )
 
-    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(k_pages, v_pages) of a layer, as `tilewise.kv_write` and `tilewise.attention` take them."""
+    def pages(self, layer: int) -> tuple[torch.Tensor | Encoded, torch.Tensor | Encoded]:
+        """(k_pages, v_pages) of a layer, as `tilewise.kv_write` and `tilewise.attention` take them: views, or with an
+        encoding two `Encoded` of views.
+        """
         if not 0 <= layer < self.num_layers:
             raise InputError("layer", got=layer, expected=f"0 to {self.num_layers - 1}", hint="layers count from 0")
-        k, v = (x[layer] if self.order == "NHD" else x[layer].transpose(1, 2) for x in self._memory)
-        return k, v
+        every = (*self._memory, *self._scales)
+        k, v, *scales = (x[layer] if self.order == "NHD" else x[layer].transpose(1, 2) for x in every)
+        return (Encoded(k, scales[0]), Encoded(v, scales[1])) if scales else (k, v)
 
     def copy(self, pairs: torch.Tensor) -> None:
-        """Copy pages onto others in all layers, in one launch: `pairs` as `tilewise.copy_pages` takes them."""
+        """Copy pages onto others in all layers, in one launch, with an encoding in two: `pairs` as
+        `tilewise.copy_pages` takes them.
+        """
         # what a page holds of one layer lies in one piece: as if layers were its tokens, of one long head
-        k, v = (
-            x.view(self.num_layers, self.num_pages, 1, math.prod(x.shape[2:])).transpose(0, 1) for x in self._memory
-        )
+        pages: list[Any] = [x.flatten(2)[:, :, None].transpose(0, 1) for x in self._memory]
+        if self._scales:  # or of as many heads as there are scales
+            pages = [
+                Encoded(x.flatten(2, 3).transpose(0, 1), scale.flatten(2).transpose(0, 1))
+                for x, scale in zip(self._memory, self._scales, strict=True)
+            ]
         with torch.no_grad():
-            copy_pages(k, v, pairs)
+            copy_pages(pages[0], pages[1], pairs)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Of keys and values, or of their codes."""
         return self._memory[0].dtype
 
     @property
@@ -94,5 +117,5 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages of all layers."""
-        return sum(x.nbytes for x in self._memory)
+        """Bytes of all pages of all layers, scales included."""
+        return sum(x.nbytes for x in (*self._memory, *self._scales))

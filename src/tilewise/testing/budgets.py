@@ -14,10 +14,11 @@ tiled implementation must do, none tuned:
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from tilewise.quant import decode, encode
 from tilewise.testing.case import Case
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracles import Dense, gradients, joined, parts
@@ -46,12 +47,27 @@ def _unit(dtype: torch.dtype) -> float:
 @functools.lru_cache(maxsize=256)
 def expectation(case: Case, dtype: torch.dtype, device: str = "cpu") -> Expectation:
     """What `case` must give at `dtype`, and how near."""
-    exact = make_inputs(case, dtype, device, exact=True)
+    return expected(make_inputs(case, dtype, device, exact=True), make_inputs(case, dtype, device), dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def encoded_expectation(case: Case, dtype: torch.dtype, kind: str, device: str = "cpu") -> Expectation:
+    """What `case` must give where keys and values are what their codes stand for."""
+    exact, plain = make_inputs(case, dtype, device, exact=True), make_inputs(case, dtype, device)
+    k, v = (decode(encode(x, kind)) for x in (plain.k, plain.v))
+    exact, plain = (
+        replace(x, k=k.to(x.k.dtype, copy=True).requires_grad_(), v=v.to(x.v.dtype, copy=True).requires_grad_())
+        for x in (exact, plain)
+    )
+    return expected(exact, plain, dtype)
+
+
+def expected(exact: Inputs, plain: Inputs, dtype: torch.dtype) -> Expectation:
+    """What inputs in float64 must give at `dtype`, and how near, from what plain PyTorch makes of them there."""
     found = parts(exact)
     o, lse = joined(exact, found)
     values = {"o": o, "lse": lse, **gradients(exact, o, lse)}
     floors = _floors(exact, found, values, dtype)
-    plain = make_inputs(case, dtype, device)
     plain_o, plain_lse = joined(plain, parts(plain))
     by_hand = {"o": plain_o, "lse": plain_lse, **gradients(plain, plain_o, plain_lse)}
     allowed = {name: FACTOR * error(by_hand[name], value) + floors[name] for name, value in values.items()}

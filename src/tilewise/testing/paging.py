@@ -1,4 +1,4 @@
-"""The keys and values of a case, laid out in pages of a pool."""
+"""The keys and values of a case, laid out in pages of a pool, encoded too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.layouts import Paged
+from tilewise.quant import Encoded, encode
 from tilewise.testing.inputs import Inputs, cumulative
 
 
@@ -47,3 +48,14 @@ def paged(inputs: Inputs, page_size: int, *, flat: bool = False, seed: int = 0) 
     cu_seqlens_q = None if case.packed is None else cumulative([q for q, _ in case.packed], device)
     seqlens_k = torch.tensor(lengths, dtype=torch.int32, device=device)
     return Pool(pools[0], pools[1], Paged((ends, flat_table) if flat else table, seqlens_k, cu_seqlens_q))
+
+
+def encoded(x: torch.Tensor, kind: str) -> Encoded:
+    """Pages (num_pages, page_size, heads, dim) as codes; a slot of NaN gets any codes, and NaN or infinity as scale."""
+    found = encode(x, kind)
+    unused = found.scale.isnan()
+    generator = torch.Generator().manual_seed(0)
+    data = found.data.view(torch.uint8)
+    data[unused] = torch.randint(0, 256, data.shape, generator=generator).to(data)[unused]
+    found.scale[unused & (torch.rand(unused.shape, generator=generator) < 0.5).to(unused.device)] = torch.inf
+    return found

@@ -15,11 +15,11 @@ import tilewise as tw
 from tilewise.core.errors import UnsupportedError
 from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.table import ROWS, choose
-from tilewise.testing.budgets import Expectation, error, expectation
+from tilewise.testing.budgets import Expectation, encoded_expectation, error, expectation
 from tilewise.testing.case import Case
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracles import dense, gradients
-from tilewise.testing.paging import paged
+from tilewise.testing.paging import encoded, paged
 
 
 @dataclass(frozen=True)
@@ -294,6 +294,19 @@ def pages_hold_the_keys(
         arguments = inputs.arguments() | {"layout": pool.layout} | arguments
         o, lse = tw.attention_with_lse(inputs.q, pool.k, pool.v, impl=setting.impl, **arguments)
     within({"o": o, "lse": lse}, expectation(case, setting.dtype, setting.device))
+
+
+def encoded_pages_hold_the_keys(
+    setting: Setting, case: Case, kind: str, page_size: int = 16, flat: bool = False
+) -> None:
+    """Encoded pages, with any codes and scales in slots of nobody, give what the keys that they stand for do."""
+    inputs = make_inputs(case, setting.dtype, setting.device)
+    pool = paged(inputs, page_size, flat=flat)
+    with torch.no_grad():
+        arguments = inputs.arguments() | {"layout": pool.layout}
+        k, v = encoded(pool.k, kind), encoded(pool.v, kind)
+        o, lse = tw.attention_with_lse(inputs.q, k, v, impl=setting.impl, **arguments)
+    within({"o": o, "lse": lse}, encoded_expectation(case, setting.dtype, kind, setting.device))
 
 
 def last_queries_stand_at_the_last_keys(setting: Setting, case: Case, count: int = 5) -> None:

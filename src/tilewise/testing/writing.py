@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 import tilewise as tw
+from tilewise.quant import KINDS, Encoded, encode
 
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
@@ -60,6 +62,7 @@ CASES = [
     WriteCase("all_slots", tokens=28, skip=False),
 ]
 BY_NAME = {case.name: case for case in CASES}
+ENCODED_CASES = [case for case in CASES if not (case.head_dim % 2 or case.head_dim_v % 2)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +70,13 @@ class Memory:
     """Pages as views of all that was allocated for them."""
 
     owned: tuple[torch.Tensor, ...]
-    k_pages: torch.Tensor
-    v_pages: torch.Tensor
+    k_pages: Any
+    v_pages: Any
 
     @property
     def bits(self) -> list[torch.Tensor]:
         """All of it, gaps included; NaN compare as numbers."""
-        return [x.view(BITS[x.dtype]).clone() for x in self.owned]
+        return [x.view(BITS.get(x.dtype, x.dtype)).clone() for x in self.owned]
 
 
 def make_memory(case: WriteCase, setting: Setting) -> Memory:
@@ -94,6 +97,24 @@ def make_memory(case: WriteCase, setting: Setting) -> Memory:
         return Memory((k, v), k.transpose(1, 2), v.transpose(1, 2))
     k, v = (random(*sizes, dim) for dim in (case.head_dim, case.head_dim_v))
     return Memory((k, v), k, v)
+
+
+def encoded_memory(case: WriteCase, setting: Setting, kind: str) -> Memory:
+    """Encoded pages, a row of scales further apart than it need be: any bytes, and any numbers as scales."""
+    make = torch.Generator().manual_seed(case.seed)
+    owned: list[torch.Tensor] = []
+
+    def pages(dim: int) -> Encoded:
+        width, gap = dim // KINDS[kind].in_byte, 16 if case.memory == "joint" else 0
+        rows = (case.page_size, case.heads) if case.memory != "HND" else (case.heads, case.page_size)
+        data = torch.randint(0, 256, (case.num_pages, *rows, width + gap), generator=make).to(torch.uint8)
+        scale = torch.randn(case.num_pages, *rows, 1 + gap, generator=make)
+        owned.extend((data.to(setting.device), scale.to(setting.device)))
+        found = (owned[-2][..., :width].view(KINDS[kind].dtype), owned[-1][..., 0])
+        return Encoded(*(x.transpose(1, 2) for x in found)) if case.memory == "HND" else Encoded(*found)
+
+    k_pages, v_pages = pages(case.head_dim), pages(case.head_dim_v)
+    return Memory(tuple(owned), k_pages, v_pages)
 
 
 def make_tokens(case: WriteCase, setting: Setting) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -121,6 +142,34 @@ def writes_where_told(setting: Setting, case: WriteCase) -> None:
         if slot >= 0:
             wanted.k_pages[slot // case.page_size, slot % case.page_size] = k[token]
             wanted.v_pages[slot // case.page_size, slot % case.page_size] = v[token]
+    _same(memory, wanted)
+
+
+def encodes_where_told(setting: Setting, case: WriteCase, kind: str) -> None:
+    """Every token's codes and scales are in its slot, bit for bit those of `encode`, and nothing else has changed."""
+    memory, wanted = encoded_memory(case, setting, kind), encoded_memory(case, setting, kind)
+    k, v, slots = make_tokens(case, setting)
+    if case.tokens > 2:
+        k[2, 0] = 0.0
+    tw.kv_write(k, v, memory.k_pages, memory.v_pages, slots, impl=setting.impl)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            at = divmod(slot, case.page_size)
+            for x, pages in ((k, wanted.k_pages), (v, wanted.v_pages)):
+                made = encode(x[token], kind)
+                pages.data[at], pages.scale[at] = made.data, made.scale
+    _same(memory, wanted)
+
+
+def copies_encoded_pages(setting: Setting, case: WriteCase, kind: str) -> None:
+    """Every copy is its page, codes and scales, and nothing else has changed."""
+    memory, wanted = encoded_memory(case, setting, kind), encoded_memory(case, setting, kind)
+    pairs = torch.tensor([(1, 3), (-1, 0), (1, 0), (4, -1), (2, 5)], dtype=case.index).to(setting.device)
+    for source, target in pairs.tolist():
+        if min(source, target) >= 0:
+            for pages in (wanted.k_pages, wanted.v_pages):
+                pages.data[target], pages.scale[target] = pages.data[source], pages.scale[source]
+    tw.copy_pages(memory.k_pages, memory.v_pages, pairs, impl=setting.impl)
     _same(memory, wanted)
 
 

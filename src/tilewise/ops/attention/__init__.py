@@ -19,6 +19,7 @@ from tilewise.ops.attention.planned import AttentionPlan, refuse_gradients
 from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
+from tilewise.quant import Encoded
 
 MaskLike = Mask | Callable[..., Any] | None
 ScoreLike = Score | Callable[..., Any] | None
@@ -26,8 +27,8 @@ ScoreLike = Score | Callable[..., Any] | None
 
 def attention_with_lse(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | Encoded,
+    v: torch.Tensor | Encoded,
     *,
     mask: MaskLike = None,
     score: ScoreLike = None,
@@ -67,8 +68,8 @@ def attention_with_lse(
 
 def attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | Encoded,
+    v: torch.Tensor | Encoded,
     *,
     mask: MaskLike = None,
     score: ScoreLike = None,
@@ -98,8 +99,8 @@ def attention(
             float. Tensors that it captures take gradients.
         sink: (num_heads_q,) logits that join the softmax's denominator and carry no value; differentiable.
         layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for tensors (total, heads, dim);
-            `tilewise.Paged(block_table, seqlens_k)` for k and v in pages (num_pages, page_size, num_heads_kv, dim);
-            None is dense.
+            `tilewise.Paged(block_table, seqlens_k)` for k and v in pages (num_pages, page_size, num_heads_kv, dim),
+            which may both be `tilewise.quant.Encoded`, of any dtype of q; None is dense.
         scale: factor of q k^T; default head_dim ** -0.5.
         dropout: probability in [0, 1) with which a weight is dropped; the rest are scaled by 1 / (1 - dropout).
         seed: integer, or int64 tensor of one element on the device of q, that fixes the dropout mask; drawn from
@@ -179,7 +180,9 @@ class Explanation:
         )
 
 
-def why(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, impl: str | None = None, **arguments: Any) -> Explanation:
+def why(
+    q: torch.Tensor, k: torch.Tensor | Encoded, v: torch.Tensor | Encoded, *, impl: str | None = None, **arguments: Any
+) -> Explanation:
     """Which implementation `attention` would run for these arguments (the same as its own), and why not the others.
 
     Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.

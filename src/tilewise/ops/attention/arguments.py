@@ -11,6 +11,7 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Dense, Packed, Paged
+from tilewise.quant import Encoded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -33,11 +34,44 @@ def layout_of(layout: Any) -> Dense | Packed | Paged:
     return layout
 
 
-def check_tensors(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> None:
-    """Types, rank, dtype, device and memory of q, k and v."""
+def check_encoded(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> None:
+    """Keys and values of which one is encoded: both are, alike, in pages, where q is."""
+    for name, x, other in (("k", k, "v"), ("v", v, "k")):
+        if not isinstance(x, Encoded):
+            raise InputError(
+                name,
+                got=type(x).__name__,
+                expected=f"a tilewise.quant.Encoded, as {other} is",
+                hint="encode both, or `tilewise.quant.decode` the other",
+            )
+    if not isinstance(layout, Paged):
+        raise InputError(
+            "k",
+            got=f"an Encoded with layout {type(layout).__name__}",
+            expected="layout=tilewise.Paged(...)",
+            hint="`tilewise.quant.decode` gives a tensor for other layouts",
+        )
+    if v.kind != k.kind:
+        raise InputError("v", got=f"codes {v.kind!r}", expected=f"{k.kind!r}, as k has", hint="encode both alike")
+    for name, x in (("k", k), ("v", v)):
+        if len(x.shape) != 4:
+            raise InputError(
+                name,
+                got=f"an Encoded of shape {x.shape}",
+                expected="(num_pages, page_size, heads, dim)",
+                hint="see `tilewise.Paged`",
+            )
+        if isinstance(q, torch.Tensor) and x.device != q.device:
+            raise InputError(
+                name, got=f"device {x.device}", expected=f"{q.device}, the device of q", hint="encode it there"
+            )
+
+
+def check_tensors(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged, encoded: bool = False) -> None:
+    """Types, rank, dtype, device and memory of q, k and v, or of q alone where `check_encoded` has seen the others."""
     paged = isinstance(layout, Paged)
     packed = not isinstance(layout, Dense) and layout.cu_seqlens_q is not None
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in (("q", q),) if encoded else (("q", q), ("k", k), ("v", v)):
         shape = "(total, heads, dim)" if packed else "(batch, seqlen, heads, dim)"
         if paged and name != "q":
             shape = "(num_pages, page_size, heads, dim)"
@@ -88,7 +122,9 @@ def check_tensors(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> Non
         )
 
 
-def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Dense | Packed | Paged) -> None:
+def check_shapes(
+    q: torch.Tensor, k: torch.Tensor | Encoded, v: torch.Tensor | Encoded, layout: Dense | Packed | Paged
+) -> None:
     """Shapes that fit each other."""
     if k.shape[:-1] != v.shape[:-1]:
         raise InputError(
@@ -121,11 +157,11 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Dens
             expected=f"a divisor of the {heads_q} query heads",
             hint="each key/value head serves num_heads_q / num_heads_kv query heads",
         )
-    for name, x in (("q", q), ("v", v)):
-        if not 1 <= x.shape[-1] <= 512:
+    for name, dim in (("q", q.shape[-1]), ("v", v.shape[-1])):
+        if not 1 <= dim <= 512:
             raise InputError(
                 name,
-                got=f"head_dim {x.shape[-1]}",
+                got=f"head_dim {dim}",
                 expected="1 to 512",
                 hint="split wide heads into several",
             )

@@ -65,14 +65,18 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if call.pages is None:
         call = copy.copy(call)
         call.pages = _rows_as_pages(call)
-    return triton_paged.planned_forward(call, _PLANS, _plans)
+    return triton_paged.planned_forward(call, _PLANS, _plans, _pool)
 
 
 def plan(call: Call) -> PlannedCalls | None:
     """The plan that calls of one kind share; none for keys in rows, whose lengths are all alike."""
     if call.pages is None:
         return None
-    return triton_paged.plan(call) if _starts_elsewhere(call) else PlannedCalls(call, _PLANS, _plans)
+    return triton_paged.plan(call) if _starts_elsewhere(call) else PlannedCalls(call, _PLANS, _plans, _pool)
+
+
+def _pool(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    return call.k, call.v
 
 
 def _starts_elsewhere(call: Call) -> bool:

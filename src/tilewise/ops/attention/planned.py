@@ -15,6 +15,7 @@ from tilewise.core.readback import being_traced
 from tilewise.ops.attention.arguments import check_sink
 from tilewise.ops.attention.problem import Call, check_values
 from tilewise.ops.attention.torch_op import compiled, is_empty, run_forward
+from tilewise.quant import Encoded
 
 
 class _Prepared(Protocol):
@@ -56,13 +57,13 @@ class AttentionPlan:
     def __init__(self, call: Call, row: Row[Call]) -> None:
         self.impl = row.name
         self._row = row
-        self._examples = [_Example.of(x) for x in (call.q, call.k, call.v)]
+        self._examples = [_Example.of(x) for x in (call.q, call.k, call.v, *(call.scales or ()))]
         self._prepared: _Prepared | None = None
         if row.plan is not None and not is_empty(call) and not being_traced():
             self._prepared = row.function(row.plan)(call)
         # of the examples, only what takes no memory is kept
-        like = [x.new_empty(()).expand(x.shape) for x in (call.q, call.k, call.v)]
-        self._call = replace(call, q=like[0], k=like[1], v=like[2])
+        q, k, v, *scales = (x.new_empty(()).expand(x.shape) for x in (call.q, call.k, call.v, *(call.scales or ())))
+        self._call = replace(call, q=q, k=k, v=v, scales=(scales[0], scales[1]) if scales else None)
 
     def __repr__(self) -> str:
         return f"AttentionPlan(impl={self.impl!r}, q={self._examples[0]})"
@@ -78,7 +79,7 @@ class AttentionPlan:
             self._prepared.update(self._call)
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sink: torch.Tensor | None = None
+        self, q: torch.Tensor, k: torch.Tensor | Encoded, v: torch.Tensor | Encoded, *, sink: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attention of these tensors, as `attention` gives it for the plan's formula, scale and layout.
 
@@ -97,24 +98,44 @@ class AttentionPlan:
         return self.run_with_lse(q, k, v, sink=sink)[0]
 
     def run_with_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sink: torch.Tensor | None = None
+        self, q: torch.Tensor, k: torch.Tensor | Encoded, v: torch.Tensor | Encoded, *, sink: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `run`, with the log-sum-exp of each row's scores: float32 (float64 for float64 input), natural logarithm,
         (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
         """
         traced = being_traced()
-        for name, x, example in zip("qkv", (q, k, v), self._examples, strict=True):
+        k, v, scales = _parts(k, v, self._call.scales is not None)
+        tensors = (q, k, v, *(scales or ()))
+        for name, x, example in zip(_NAMES, tensors, self._examples, strict=False):
             _check_like(name, x, example, self._prepared is not None and not traced)
         _check_sink_like(sink, self._call.sink, q)
         captured = () if self._call.score is None else self._call.score.tensors
-        refuse_gradients(torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *captured)), sink)
-        call = replace(self._call, q=q, k=k, v=v, sink=sink)
+        refuse_gradients(torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *captured)), sink)
+        call = replace(self._call, q=q, k=k, v=v, sink=sink, scales=scales)
         if traced:
             return compiled(self._row, call)
         if self._prepared is not None:
             return self._prepared.run(call)
         check_values(call)
         return run_forward(self._row, call)
+
+
+_NAMES = ("q", "k", "v", "k.scale", "v.scale")
+
+
+def _parts(
+    k: torch.Tensor | Encoded, v: torch.Tensor | Encoded, wanted: bool
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """k and v, or their codes and scales; raises InputError where they are not as the plan's were."""
+    for name, x in (("k", k), ("v", v)):
+        if isinstance(x, Encoded) != wanted:
+            expected = f"{'an Encoded' if wanted else 'a tensor'}, as planned"
+            raise InputError(name, got=type(x).__name__, expected=expected, hint="plan with such keys and values")
+    if isinstance(k, Encoded) and isinstance(v, Encoded):
+        return k.data, v.data, (k.scale, v.scale)
+    assert not isinstance(k, Encoded)
+    assert not isinstance(v, Encoded)
+    return k, v, None
 
 
 def refuse_gradients(wanted: bool, sink: torch.Tensor | None = None) -> None:

@@ -16,6 +16,7 @@ from tilewise.formula.structure import Bound
 from tilewise.layouts import Packed, Paged, Pages, check_packing, check_pages, tables_of
 from tilewise.ops.attention.arguments import (
     check_captured,
+    check_encoded,
     check_shapes,
     check_sink,
     check_tensors,
@@ -24,6 +25,8 @@ from tilewise.ops.attention.arguments import (
     scale_of,
     seed_of,
 )
+from tilewise.quant import KINDS, Encoded
+from tilewise.quant.codes import decoded
 
 
 class Signature:
@@ -38,7 +41,8 @@ class Call:
     """One call of attention: its tensors, its formula and its sizes. Implementations read this and nothing else.
 
     q, k, v are (batch, seqlen, heads, dim), or (total, heads, dim) with `cu_seqlens_q` and `cu_seqlens_k` when packed.
-    With `pages`, k and v are (num_pages, page_size, heads, dim), and q is packed where there is `cu_seqlens_q`.
+    With `pages`, k and v are (num_pages, page_size, heads, dim), and q is packed where there is `cu_seqlens_q`. With
+    `scales` of k and v (num_pages, page_size, heads), k and v are codes, whose kind their dtype says (`Encoded`).
     `mask` and `score` are None when there is nothing to apply. `seed` is an int64 tensor of one element when `dropout`
     > 0. The last fields say which gradients are wanted.
     """
@@ -62,6 +66,7 @@ class Call:
     pages: Pages | None = None
     batch_invariant: bool = False  # whether other requests must not change the bits of one
     first_batch: int = 0  # what `b` is for the first batch element (one sequence taken out of a packed call)
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def packed(self) -> bool:
@@ -101,13 +106,14 @@ class Call:
 
     @property
     def head_dim_v(self) -> int:
-        return self.v.shape[-1]
+        width = self.v.shape[-1]
+        return width if self.scales is None or self.v.dtype != torch.uint8 else width * KINDS["int4"].in_byte
 
     def new_output(self) -> torch.Tensor:
-        q = self.q
-        if q.shape[-1] == self.v.shape[-1]:
+        q, head_dim_v = self.q, self.head_dim_v
+        if q.shape[-1] == head_dim_v:
             return torch.empty_like(q, memory_format=torch.contiguous_format)
-        return torch.empty(*q.shape[:-1], self.v.shape[-1], dtype=q.dtype, device=q.device)
+        return torch.empty(*q.shape[:-1], head_dim_v, dtype=q.dtype, device=q.device)
 
     def new_lse(self) -> torch.Tensor:
         q = self.q
@@ -138,14 +144,18 @@ def make_call(
     pages = layout.pages if isinstance(layout, Paged) else None
     cu_seqlens_q = layout.cu_seqlens_q if isinstance(layout, (Packed, Paged)) else None
     cu_seqlens_k = layout.keys if isinstance(layout, Packed) else None
-    signature = signature_of(q, k, v, bound_mask, bound_score, cu_seqlens_q is not None, pages)
+    given, scales = (k, v), None
+    if isinstance(k, Encoded) or isinstance(v, Encoded):
+        check_encoded(q, k, v, layout)
+        k, v, scales = k.data, v.data, (k.scale, v.scale)
+    signature = signature_of(q, k, v, bound_mask, bound_score, cu_seqlens_q is not None, pages, scales)
     unproved = not being_traced() and (to_be_proved(bound_mask) or to_be_proved(bound_score))
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if unproved else None
     key = (signature, numbers, cu_seqlens_q.shape if isinstance(cu_seqlens_q, torch.Tensor) else None)
     checked = signature is not None and key in _checked
     if not checked:
-        check_tensors(q, k, v, layout)
-        check_shapes(q, k, v, layout)
+        check_tensors(q, k, v, layout, scales is not None)
+        check_shapes(q, *given, layout)
         for what, bound in (("mask", bound_mask), ("score", bound_score)):
             if bound is not None:
                 check_captured(bound, what, q)
@@ -159,6 +169,7 @@ def make_call(
     grad = torch.is_grad_enabled()
     grad_sink = grad and sink is not None and sink.requires_grad
     grad_captured = () if bound_score is None else tuple(grad and t.requires_grad for t in bound_score.tensors)
+    grad_scales = scales is not None and (scales[0].requires_grad or scales[1].requires_grad)
     call = Call(
         q,
         k,
@@ -172,12 +183,14 @@ def make_call(
         dropout,
         seed_of(seed, q.device, dropout),
         deterministic,
-        grad and (q.requires_grad or k.requires_grad or v.requires_grad or grad_sink or any(grad_captured)),
+        grad
+        and (q.requires_grad or k.requires_grad or v.requires_grad or grad_sink or any(grad_captured) or grad_scales),
         grad_sink,
         grad_captured,
         signature,
         pages,
         batch_invariant,
+        scales=scales,
     )
     if not checked:
         formulas = [bound.text for bound in (bound_mask, bound_score) if bound is not None]
@@ -193,8 +206,9 @@ _checked: set[Any] = set()  # signatures, numbers and batch sizes of calls whose
 
 
 def signature_of(
-    q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None, packed: bool, pages: Pages | None = None
-) -> Signature | None:
+    q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None, packed: bool, pages: Pages | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Signature | None:  # fmt: skip
     """The signature of these arguments; None while compiling, or for what is no tensor."""
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     if being_traced() or not tensors or q.ndim != 4 - packed:
@@ -208,6 +222,7 @@ def signature_of(
     parts: list[Any] = [packed, pages and (pages.table.shape, pages.table.stride(), pages.first is not None)]
     for x in (q, k, v):
         parts += (x.dtype, x.device, x.shape, x.stride())
+    parts.append(scales and (scales[0].stride(), scales[1].stride()))
     for bound in (mask, score):
         if bound is None:
             parts.append(None)
@@ -279,8 +294,8 @@ def _steps(cu_seqlens: torch.Tensor) -> list[int] | None:
 
 
 def requests(call: Call) -> Iterator[tuple[Call, slice]]:
-    """One dense call of batch 1 for each request of a paged call, its keys gathered from the pages, and its rows of q
-    (packed), or of the batch.
+    """One dense call of batch 1 for each request of a paged call, its keys gathered from the pages and decoded, and its
+    rows of q (packed), or of the batch.
     """
     assert call.pages is not None
     page_size = call.k.shape[1]
@@ -290,10 +305,13 @@ def requests(call: Call) -> Iterator[tuple[Call, slice]]:
     assert seqlens is not None
     for b, (table, length) in enumerate(zip(tables, seqlens, strict=True)):
         pages = torch.tensor(table, dtype=torch.int64, device=call.k.device)
-        k, v = (x[pages].flatten(0, 1)[None, :length] for x in (call.k, call.v))
+        k, v = call.k[pages], call.v[pages]
+        if call.scales is not None:
+            k, v = (decoded(x, scale[pages]) for x, scale in zip((k, v), call.scales, strict=True))
+        k, v = (x.flatten(0, 1)[None, :length] for x in (k, v))
         rows = slice(b, b + 1) if starts is None else slice(starts[b], starts[b + 1])
         q = call.q[rows] if starts is None else call.q[None, rows]
-        yield replace(call, q=q, k=k, v=v, cu_seqlens_q=None, pages=None, first_batch=b), rows
+        yield replace(call, q=q, k=k, v=v, cu_seqlens_q=None, pages=None, first_batch=b, scales=None), rows
 
 
 def sequences(call: Call) -> Sequence[tuple[int, slice, slice]]:

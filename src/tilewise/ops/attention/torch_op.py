@@ -18,6 +18,7 @@ from tilewise.layouts import Pages
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
 from tilewise.ops.attention.problem import Call, check_values, signature_of
 from tilewise.ops.attention.table import ROWS
+from tilewise.quant.codes import BY_DTYPE
 
 _BY_NAME = {row.name: row for row in ROWS}
 
@@ -150,6 +151,10 @@ def _call(
 ) -> Call:
     wants, deterministic, grad_sink, batch_invariant, *grad_captured = (c == "1" for c in flags)
     mask, score = _bound(mask_text, mask_tensors, mask_numbers), _bound(score_text, score_tensors, score_numbers)
+    scales = None
+    if pages and k.dtype in BY_DTYPE:  # theirs are the last two
+        *pages, k_scale, v_scale = pages
+        scales = (k_scale, v_scale)
     paged = Pages(pages[0], pages[2] if len(pages) > 2 else None, pages[1]) if pages else None
     return Call(
         q,
@@ -167,9 +172,10 @@ def _call(
         wants,
         grad_sink,
         tuple(grad_captured),
-        None if symbolic else signature_of(q, k, v, mask, score, cu_seqlens_q is not None, paged),
+        None if symbolic else signature_of(q, k, v, mask, score, cu_seqlens_q is not None, paged, scales),
         paged,
         batch_invariant,
+        scales=scales,
     )
 
 
@@ -262,7 +268,7 @@ def operator_arguments(row: Row[Call], call: Call) -> tuple[Any, ...]:
     return (
         call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), [float(n) for n in mask.numbers], score.text,
         list(score.tensors), [float(n) for n in score.numbers], call.cu_seqlens_q, call.cu_seqlens_k,
-        [x for x in pages if x is not None], call.seed, call.scale, call.dropout,
+        [x for x in (*pages, *(call.scales or ())) if x is not None], call.seed, call.scale, call.dropout,
         "".join("1" if flag else "0" for flag in flags), row.name,
     )  # fmt: skip
 

@@ -199,6 +199,8 @@ def call_key(call: Call) -> Hashable:
     if call.pages is not None:
         for tensor in (*call.pages, call.cu_seqlens_q):
             pointers |= 0 if tensor is None else tensor.data_ptr()
+    for scale in call.scales or ():
+        pointers |= scale.data_ptr()
     if pointers % 16:
         return None
     sink = None if call.sink is None else call.sink.dtype

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from tilewise.formula.emit import encoded
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
@@ -39,7 +40,9 @@ from tilewise.ops.attention.triton_work import (
     tile_at,
     unit_of,
 )
-from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.quant.codes import BY_DTYPE
+from tilewise.tiles.arithmetic import LN2, LOG2E, decoded
+from tilewise.tiles.codes import columns_of_codes, load_codes, numbers_of
 from tilewise.tiles.visit import call_once, row_ends
 
 _PROGRAMS_PER_SM = 2
@@ -70,12 +73,34 @@ def load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, HEAD_DIM:
 
 
 @triton.jit
+def load_scales(SCALES, pages, offsets, hk, in_k):
+    """(of keys, of values) of a tile's tokens; SCALES are two tensors, then the strides of each  # [BLOCK_N]"""
+    page = pages.to(tl.int64)
+    k_at = page * decoded(SCALES[2]) + offsets * decoded(SCALES[3]) + hk * decoded(SCALES[4])
+    v_at = page * decoded(SCALES[5]) + offsets * decoded(SCALES[6]) + hk * decoded(SCALES[7])
+    return tl.load(SCALES[0] + k_at, mask=in_k, other=0.0), tl.load(SCALES[1] + v_at, mask=in_k, other=0.0)
+
+
+@triton.jit
+def add_scaled(acc, w, v, v_scale, PRECISION: tl.constexpr):
+    """acc + (w * v_scale) v."""
+    if v.dtype == tl.float16:  # whose small numbers are few: what is rounded to it is w times at most 1
+        top = tl.max(v_scale, 0)
+        top = tl.where(top > 0, top, 1.0)
+        w = w * (v_scale / top)[None, :]
+        return acc + tl.dot(w.to(v.dtype), v, input_precision=PRECISION) * top
+    else:
+        return tl.dot((w * v_scale[None, :]).to(v.dtype), v, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def store_rows(O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, o, l, top, rows_q,
-               HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+               HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr,
+               ENCODING: tl.constexpr):  # fmt: skip
     """Write rows of o and lse; o is not divided by l yet, both are relative to the maximum `top` (base e), and a sink
     joins here.
     """
-    offs_dv = tl.arange(0, o.shape[1])
+    offs_dv = columns_of_codes(tl.arange(0, o.shape[1]), HEAD_DIM_V, ENCODING)
     if SINK is not None:
         sink = tl.load(SINK + h).to(tl.float32)
         new = tl.maximum(top, sink)
@@ -112,7 +137,7 @@ def store_part(O_PART, LSE_PART, slot, l, top, o):
 def merge_row(
     O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, begin, end, rows_q,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, ENCODING: tl.constexpr,
 ):  # fmt: skip
     """Fold the parts of a row of tiles that the programs `begin` to `end` left, in order; those of chunks are in the
     slots `begin` to `end`.
@@ -146,34 +171,47 @@ def merge_row(
             top = new
         store_rows(
             O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, total, top, rows_q, HEADS,
-            HEAD_DIM_V, PACKED,
+            HEAD_DIM_V, PACKED, ENCODING,
         )  # fmt: skip
 
 
 @triton.jit
-def load_keys(K, V, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, tile, offs_d,
-              offs_dv, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
-              BLOCK_N: tl.constexpr):  # fmt: skip
-    """Keys and values of one of a unit's tiles, and their positions."""
+def load_keys(K, V, SCALES, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, tile,
+              offs_d, offs_dv, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
+              BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+              ENCODING: tl.constexpr):  # fmt: skip
+    """(keys and values, or their codes, of one of a unit's tiles, their scales, their positions)."""
     offs_n = (unit[2] + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_k = offs_n < unit[4]
     k_rows = pages.to(tl.int64) * stride_kp + (offs_n % PAGE) * stride_ks + hk * stride_kh
     v_rows = pages.to(tl.int64) * stride_vp + (offs_n % PAGE) * stride_vs + hk * stride_vh
-    k = tl.load(K + k_rows[:, None] + offs_d[None, :], mask=in_k[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-    v = tl.load(V + v_rows[:, None] + offs_dv[None, :], mask=in_k[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0)
-    return k, v, offs_n
+    scales = (in_k,)
+    if ENCODING is None:
+        k = tl.load(K + k_rows[:, None] + offs_d[None, :], mask=in_k[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(
+            V + v_rows[:, None] + offs_dv[None, :], mask=in_k[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0
+        )
+    else:
+        k = load_codes(K, k_rows, in_k, HEAD_DIM, BLOCK_D, ENCODING)
+        v = load_codes(V, v_rows, in_k, HEAD_DIM_V, BLOCK_DV, ENCODING)
+        scales = load_scales(SCALES, pages, offs_n % PAGE, hk, in_k)
+    return k, v, scales, offs_n
 
 
 @triton.jit
-def fold_keys(q, k, v, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums, scale,
-              ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr, SCORE_ONCE: tl.constexpr,
-              SCORE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def fold_keys(q, k, v, scales, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums,
+              scale, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr, SCORE_ONCE: tl.constexpr,
+              SCORE: tl.constexpr, PRECISION: tl.constexpr, ENCODING: tl.constexpr):  # fmt: skip
     """The online softmax's state (maximum, sum, sum of values) after one more tile."""
     b = unit[0]
     keys = unit[4]
     in_k = offs_n < keys
     offs_j = tl.maximum(tl.minimum(offs_n, keys - 1), 0)
+    if ENCODING is not None:
+        k = numbers_of(k, ENCODING).to(q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_R, BLOCK_N]
+    if ENCODING is not None:
+        s *= scales[0][None, :]
     if SCORE is not None:
         score_once = call_once(b, h[:, None], offs_i[:, None], score_args, score_nums, SCORE_ONCE)
         s = SCORE(s, b, h[:, None], offs_i[:, None], offs_j[None, :], score_once, score_args, score_nums)
@@ -190,20 +228,23 @@ def fold_keys(q, k, v, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_n
     w = tl.math.exp2((s - m_use[:, None]) * LOG2E)
     alpha = tl.math.exp2((m_i - m_use) * LOG2E)
     l_i = l_i * alpha + tl.sum(w, 1)
-    acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    if ENCODING is None:
+        acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    else:
+        acc = add_scaled(acc * alpha[:, None], w, numbers_of(v, ENCODING).to(q.dtype), scales[1], PRECISION)
     return m_new, l_i, acc
 
 
 @triton.jit(do_not_specialize=["stride_t", "rows_q", "slots", "programs", "mask_nums", "score_nums"])
 def attention_work(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
     programs, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
     PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
-    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr,
+    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, ENCODING: tl.constexpr,
 ):  # fmt: skip
     """One loop over a program's tiles, in which units and heads change: what the next tile needs is on its way while
     this one is worked on. Of a row of tiles that is cut, each part is left in memory, and the program that has the last
@@ -219,7 +260,7 @@ def attention_work(
     u = first_u
     hk = first_hk
     t = first_t
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = columns_of_codes(tl.arange(0, BLOCK_D), HEAD_DIM, ENCODING)
     offs_dv = tl.arange(0, BLOCK_DV)
 
     # prologue: the first tile
@@ -235,9 +276,9 @@ def attention_work(
     for _n in range(lo, hi):
         coming = unit_of(UNITS, u + 1)
         in_r, m, h, offs_i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
-        k, v, offs_n = load_keys(
-            K, V, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, t, offs_d, offs_dv,
-            HEAD_DIM, HEAD_DIM_V, PAGE, BLOCK_N,
+        k, v, scales, offs_n = load_keys(
+            K, V, SCALES, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, t, offs_d,
+            offs_dv, HEAD_DIM, HEAD_DIM_V, PAGE, BLOCK_N, BLOCK_D, BLOCK_DV, ENCODING,
         )  # fmt: skip
 
         # where the next tile is, and its pages
@@ -246,8 +287,8 @@ def attention_work(
         pages = pages_of(TABLE, FIRST, stride_t, after[0], (after[2] + t) * BLOCK_N, after[4], PAGE, BLOCK_N)
 
         m_i, l_i, acc = fold_keys(
-            q, k, v, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums, scale, ROWS,
-            MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION,
+            q, k, v, scales, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums,
+            scale, ROWS, MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION, ENCODING,
         )  # fmt: skip
 
         # the end of a row of tiles
@@ -257,7 +298,7 @@ def attention_work(
             else:
                 store_rows(
                     O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, l_i, m_i, rows_q, HEADS,
-                    HEAD_DIM_V, PACKED,
+                    HEAD_DIM_V, PACKED, ENCODING,
                 )  # fmt: skip
             m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
             l_i = tl.zeros([BLOCK_R], tl.float32)
@@ -283,20 +324,21 @@ def attention_work(
                 tl.debug_barrier()
                 merge_row(
                     O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, head, begin, end, rows_q,
-                    HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, False,
+                    HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, False, ENCODING,
                 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_t", "rows_q", "slots", "programs", "most", "mask_nums", "score_nums"])
 def attention_chunks(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
     programs, most, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
     PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
-    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, ENCODING: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A program's share is whole chunks of CHUNK tiles: each is begun and left alike, and rows of several are merged
     alike, whichever programs do them. `most` is how many chunks a row can have.
@@ -308,7 +350,7 @@ def attention_chunks(
     lo = program_start(p, programs, work)
     hi = program_start(p + 1, programs, work)
     u, hk, t = tile_at(lo, BEFORE, UNITS, slots, tl.arange(0, LOOK), HEADS_KV, CHUNK)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = columns_of_codes(tl.arange(0, BLOCK_D), HEAD_DIM, ENCODING)
     offs_dv = tl.arange(0, BLOCK_DV)
 
     for place in range(lo, hi):
@@ -324,14 +366,14 @@ def attention_chunks(
 
         # main loop
         for tile in range(t, end):
-            k, v, offs_n = load_keys(
-                K, V, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, tile, offs_d,
-                offs_dv, HEAD_DIM, HEAD_DIM_V, PAGE, BLOCK_N,
+            k, v, scales, offs_n = load_keys(
+                K, V, SCALES, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, tile,
+                offs_d, offs_dv, HEAD_DIM, HEAD_DIM_V, PAGE, BLOCK_N, BLOCK_D, BLOCK_DV, ENCODING,
             )  # fmt: skip
             pages = pages_of(TABLE, FIRST, stride_t, unit[0], (unit[2] + tile + 1) * BLOCK_N, unit[4], PAGE, BLOCK_N)
             m_i, l_i, acc = fold_keys(
-                q, k, v, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums, scale,
-                ROWS, MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION,
+                q, k, v, scales, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums,
+                scale, ROWS, MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION, ENCODING,
             )  # fmt: skip
 
         # epilogue: a row of one chunk is done; of others, whoever leaves the last part of a row merges it
@@ -339,7 +381,7 @@ def attention_chunks(
         if chunks == 1:
             store_rows(
                 O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, l_i, m_i, rows_q, HEADS,
-                HEAD_DIM_V, PACKED,
+                HEAD_DIM_V, PACKED, ENCODING,
             )  # fmt: skip
         else:
             begin, last = row_pieces(tl.load(BEFORE + u) * HEADS_KV + hk * chunks, chunks, programs, 1, work)
@@ -357,7 +399,7 @@ def attention_chunks(
                     tl.debug_barrier()
                     merge_row(
                         O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, room,
-                        room + chunks - 1, rows_q, HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, True,
+                        room + chunks - 1, rows_q, HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, True, ENCODING,
                     )  # fmt: skip
                 tl.debug_barrier()
         t = tl.where(end == unit[3], 0, end)
@@ -368,21 +410,34 @@ def attention_chunks(
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a paged call: the plan, then all tiles."""
-    return planned_forward(call, _PLANS, _plans)
+    return planned_forward(call, _PLANS, _plans, _pool)
 
 
 def plan(call: Call) -> PlannedCalls:
     """The plan that calls of one kind share."""
-    return PlannedCalls(call, _PLANS, _plans)
+    return PlannedCalls(call, _PLANS, _plans, _pool)
 
 
-def planned_forward(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of a paged call by the plans of its kind, which `make` makes."""
+def _pool(call: Call) -> tuple[Any, ...]:
+    """k and v as the kernels take them, and the scales of codes with their strides."""
+    if call.scales is None:
+        return call.k, call.v, None
+    strides = (*call.scales[0].stride(), *call.scales[1].stride())
+    # Triton has no float8 on older GPUs
+    return call.k.view(torch.uint8), call.v.view(torch.uint8), (*call.scales, *(encoded(stride) for stride in strides))
+
+
+def planned_forward(
+    call: Call, plans: Plans, make: Callable[[Call], Planned], pool: Callable[[Call], tuple[Any, ...]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of a paged call by the plans of its kind, which `make` makes; `pool` gives k and v as their kernel takes
+    them, and its pointers behind those that all have.
+    """
     work, tiles = _known(call, plans, make)
     with on_device(call.q):
         memory = work.memory(call)
         work.launch(call, memory)
-        return _run(call, tiles, memory)
+        return _run(call, tiles, memory, pool(call))
 
 
 class PlannedCalls:
@@ -390,8 +445,10 @@ class PlannedCalls:
     follow one another in one stream.
     """
 
-    def __init__(self, call: Call, plans: Plans, make: Callable[[Call], Planned]) -> None:
-        self._plans, self._make = plans, make
+    def __init__(
+        self, call: Call, plans: Plans, make: Callable[[Call], Planned], pool: Callable[[Call], tuple[Any, ...]]
+    ) -> None:
+        self._plans, self._make, self._pool = plans, make, pool
         self._work, _ = _known(call, plans, make)
         self._memory = self._work.memory(call)
         self.update(call)
@@ -405,7 +462,7 @@ class PlannedCalls:
         """(o, lse): one kernel."""
         _, tiles = _known(call, self._plans, self._make)
         with on_device(call.q):
-            return _run(call, tiles, self._memory)
+            return _run(call, tiles, self._memory, self._pool(call))
 
 
 def _known(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> Planned:
@@ -414,10 +471,11 @@ def _known(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> Planned
     return planned
 
 
-def _run(call: Call, tiles: Plan, memory: Memory) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(call: Call, tiles: Plan, memory: Memory, pool: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     assert call.pages is not None
+    k, v, *more = pool
     o, lse = call.new_output(), call.new_lse()
-    pointers = (call.q, call.k, call.v, call.sink, o, lse, *memory, call.pages.table, call.pages.first)
+    pointers = (call.q, k, v, call.sink, o, lse, *memory, call.pages.table, call.pages.first, *more)
     tiles.launch(pointers, formula_arguments(call), (call.scale,))
     return o, lse
 
@@ -503,6 +561,7 @@ def _plans(call: Call) -> Planned:
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n,
         block_d, block_dv, side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
         score and score.queries.apply, matmul_precision(call),
+        None if call.scales is None else BY_DTYPE[call.k.dtype],
     )  # fmt: skip
     if call.batch_invariant:
         sizes, constants = (*sizes, work.most), (*constants, chunk)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import torch
 
 from tilewise.core.readback import being_traced
-from tilewise.ops.kv_write.problem import copy_call, write_call
+from tilewise.ops.kv_write.problem import copy_calls, write_call
 from tilewise.ops.kv_write.table import choose
 from tilewise.ops.kv_write.torch_op import compiled_copy, compiled_write, run
+from tilewise.quant import Encoded
 
 
 def kv_write(
     k: torch.Tensor,
     v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: torch.Tensor | Encoded,
+    v_pages: torch.Tensor | Encoded,
     slot_mapping: torch.Tensor,
     *,
     impl: str | None = None,
@@ -34,7 +35,8 @@ def kv_write(
         v: (tokens, num_heads_kv, head_dim_v), likewise.
         k_pages: (num_pages, page_size, num_heads_kv, head_dim), unit stride in head_dim, any others.
         v_pages: (num_pages, page_size, num_heads_kv, head_dim_v), likewise. All four have one dtype, float16, bfloat16
-            or float32, and lie on one device.
+            or float32, and lie on one device. Or both pages are `tilewise.quant.Encoded` of one kind: each token's head
+            is then encoded on the way, as `tilewise.quant.encode` does it.
         slot_mapping: int32 or int64 (tokens,), contiguous, on that device; a token whose slot is negative is skipped.
             No slot may come twice: which token would stay is undefined.
         impl: "triton", "cpu" or "reference"; None picks the first that can.
@@ -51,11 +53,14 @@ def kv_write(
     compiled_write(row, call) if being_traced() else run(row, call)
 
 
-def copy_pages(k_pages: torch.Tensor, v_pages: torch.Tensor, pairs: torch.Tensor, *, impl: str | None = None) -> None:
+def copy_pages(
+    k_pages: torch.Tensor | Encoded, v_pages: torch.Tensor | Encoded, pairs: torch.Tensor, *, impl: str | None = None
+) -> None:
     """Copy whole pages onto others, in place: what a sequence needs before it writes a page that it shares.
 
     Args:
-        k_pages: (num_pages, page_size, num_heads_kv, head_dim), as `kv_write` takes them.
+        k_pages: (num_pages, page_size, num_heads_kv, head_dim), as `kv_write` takes them; of encoded ones codes and
+            scales are copied, in two launches.
         v_pages: (num_pages, page_size, num_heads_kv, head_dim_v).
         pairs: int32 or int64 (n, 2), contiguous, on the device of the pages: each a page and the page that becomes its
             copy; a pair with a negative page is skipped. No page may be written twice, or be read and written: the
@@ -64,6 +69,6 @@ def copy_pages(k_pages: torch.Tensor, v_pages: torch.Tensor, pairs: torch.Tensor
 
     Pairs are checked where `kv_write` checks slots. Raises InputError and UnsupportedError as `kv_write` does.
     """
-    call = copy_call(k_pages, v_pages, pairs)
-    row = choose(call, impl)
-    compiled_copy(row, call) if being_traced() else run(row, call)
+    for call in copy_calls(k_pages, v_pages, pairs):
+        row = choose(call, impl)
+        compiled_copy(row, call) if being_traced() else run(row, call)

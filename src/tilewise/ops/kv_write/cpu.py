@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from tilewise.ops.kv_write.problem import Copy, Write
+from tilewise.quant import encode
+from tilewise.quant.codes import BY_DTYPE
 
 
 def write(call: Write) -> None:
@@ -13,8 +15,13 @@ def write(call: Write) -> None:
         used = slots >= 0
         slots, k, v = slots[used], k[used], v[used]
     at = (slots // page_size, slots % page_size)
-    call.k_pages[at] = k
-    call.v_pages[at] = v
+    if call.scales is None:
+        call.k_pages[at] = k
+        call.v_pages[at] = v
+        return
+    for x, pages, scale in zip((k, v), (call.k_pages, call.v_pages), call.scales, strict=True):
+        made = encode(x, BY_DTYPE[pages.dtype])
+        pages[at], scale[at] = made.data, made.scale
 
 
 def copy(call: Copy) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.core.readback import once_per_version
+from tilewise.quant import Encoded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _INDEX = (torch.int32, torch.int64)
@@ -18,13 +19,22 @@ _INDEX = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Write:
-    """Tokens k (tokens, heads, head_dim) and v that go to slots of the pages. Implementations read nothing else."""
+    """Tokens k (tokens, heads, head_dim) and v that go to slots of the pages. Implementations read nothing else.
+
+    With `scales` of both (num_pages, page_size, heads), pages hold codes, whose kind their dtype says (`Encoded`).
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     k_pages: torch.Tensor
     v_pages: torch.Tensor
     slots: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def changed(self) -> tuple[torch.Tensor, ...]:
+        """What is written to."""
+        return (self.k_pages, self.v_pages, *(self.scales or ()))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -35,13 +45,18 @@ class Copy:
     v_pages: torch.Tensor
     pairs: torch.Tensor
 
+    @property
+    def changed(self) -> tuple[torch.Tensor, ...]:
+        """What is written to."""
+        return (self.k_pages, self.v_pages)
+
 
 Call = Write | Copy
 
 
 def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> Write:
     """The call of `kv_write`; raises InputError."""
-    _check_pages(k_pages, v_pages)
+    encoded = _check_pages(k_pages, v_pages)
     for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
         _check_tensor(name, x, 3, "(tokens, num_heads_kv, head_dim)")
         if x.shape[1:] != pages.shape[2:]:
@@ -51,24 +66,38 @@ def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> Write:
                 expected=f"(tokens, {pages.shape[2]}, {pages.shape[3]}), as {name}_pages {tuple(pages.shape)}",
                 hint="tokens of a batch lie one after another: flatten (batch, seqlen, heads, dim) with .flatten(0, 1)",
             )
-        _check_alike(name, x, f"{name}_pages", pages)
+        if not encoded:
+            _check_alike(name, x, f"{name}_pages", pages)
+        elif x.device != pages.device:
+            raise InputError(
+                name, got=f"device {x.device}", expected=f"{pages.device}, as {name}_pages", hint="move it there"
+            )
+    _check_alike("v", v, "k", k)
     if v.shape[0] != k.shape[0]:
         raise InputError("v", got=f"{v.shape[0]} tokens", expected=f"{k.shape[0]}, as k has", hint="one row a token")
     _check_index("slot_mapping", slots, (k.shape[0],), "(tokens,)", k.device)
-    _check_no_gradient(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
-    call = Write(k, v, k_pages, v_pages, slots)
+    if encoded:
+        _check_no_gradient(k=k, v=v)
+        call = Write(k, v, k_pages.data, v_pages.data, slots, (k_pages.scale, v_pages.scale))
+    else:
+        _check_no_gradient(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
+        call = Write(k, v, k_pages, v_pages, slots)
     check_values(call)
     return call
 
 
-def copy_call(k_pages: Any, v_pages: Any, pairs: Any) -> Copy:
-    """The call of `copy_pages`; raises InputError."""
-    _check_pages(k_pages, v_pages)
+def copy_calls(k_pages: Any, v_pages: Any, pairs: Any) -> tuple[Copy, ...]:
+    """The call of `copy_pages`, of encoded pages one for codes, as bytes, and one for scales; raises InputError."""
+    encoded = _check_pages(k_pages, v_pages)
     _check_index("pairs", pairs, (None, 2), "(n, 2)", k_pages.device)
-    _check_no_gradient(k_pages=k_pages, v_pages=v_pages)
-    call = Copy(k_pages, v_pages, pairs)
-    check_values(call)
-    return call
+    if encoded:
+        codes = Copy(k_pages.data.view(torch.uint8), v_pages.data.view(torch.uint8), pairs)
+        calls: tuple[Copy, ...] = (codes, Copy(k_pages.scale[..., None], v_pages.scale[..., None], pairs))
+    else:
+        _check_no_gradient(k_pages=k_pages, v_pages=v_pages)
+        calls = (Copy(k_pages, v_pages, pairs),)
+    check_values(calls[0])
+    return calls
 
 
 def check_values(call: Call) -> None:
@@ -125,9 +154,14 @@ def _pairs(pairs: torch.Tensor) -> tuple[int, int | None]:
     return max((max(pair) for pair in values), default=-1), again
 
 
-def _check_pages(k_pages: Any, v_pages: Any) -> None:
+def _check_pages(k_pages: Any, v_pages: Any) -> bool:
+    """Whether they are encoded."""
+    encoded = isinstance(k_pages, Encoded) or isinstance(v_pages, Encoded)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        _check_tensor(name, x, 4, "(num_pages, page_size, num_heads_kv, head_dim)")
+        if encoded:
+            _check_encoded(name, x)
+        else:
+            _check_tensor(name, x, 4, _PAGES)
         if not x.shape[1]:
             raise InputError(name, got="pages of 0 tokens", expected="1 or more", hint="see `tilewise.Paged`")
     if k_pages.shape[:3] != v_pages.shape[:3]:
@@ -137,7 +171,28 @@ def _check_pages(k_pages: Any, v_pages: Any) -> None:
             expected=f"{(*k_pages.shape[:3], 'head_dim_v')}, as k_pages has pages, tokens and heads",
             hint="keys and values of a token lie at the same slot",
         )
-    _check_alike("v_pages", v_pages, "k_pages", k_pages)
+    if not encoded:
+        _check_alike("v_pages", v_pages, "k_pages", k_pages)
+    elif v_pages.kind != k_pages.kind or v_pages.device != k_pages.device:
+        raise InputError(
+            "v_pages",
+            got=f"{v_pages.kind} on {v_pages.device}",
+            expected=f"{k_pages.kind} on {k_pages.device}, as k_pages",
+            hint="encode both alike",
+        )
+    return encoded
+
+
+_PAGES = "(num_pages, page_size, num_heads_kv, head_dim)"
+
+
+def _check_encoded(name: str, x: Any) -> None:
+    if not isinstance(x, Encoded):
+        raise InputError(
+            name, got=type(x).__name__, expected=f"an Encoded {_PAGES}, as the other", hint="encode both or none"
+        )
+    if len(x.shape) != 4:
+        raise InputError(name, got=f"an Encoded of shape {x.shape}", expected=_PAGES, hint="see `tilewise.Paged`")
 
 
 def _check_tensor(name: str, x: Any, ndim: int, shape: str) -> None:

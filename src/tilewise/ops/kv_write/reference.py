@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from tilewise.ops.kv_write.problem import Copy, Write
+from tilewise.quant import encode
+from tilewise.quant.codes import BY_DTYPE
 
 
 def write(call: Write) -> None:
@@ -10,8 +12,13 @@ def write(call: Write) -> None:
     for token, slot in enumerate(call.slots.tolist()):
         if slot >= 0:
             page, offset = divmod(slot, call.k_pages.shape[1])
-            call.k_pages[page, offset].copy_(call.k[token])
-            call.v_pages[page, offset].copy_(call.v[token])
+            for n, (x, pages) in enumerate(((call.k, call.k_pages), (call.v, call.v_pages))):
+                if call.scales is None:
+                    pages[page, offset].copy_(x[token])
+                else:
+                    made = encode(x[token], BY_DTYPE[pages.dtype])
+                    pages[page, offset].copy_(made.data)
+                    call.scales[n][page, offset].copy_(made.scale)
 
 
 def copy(call: Copy) -> None:

@@ -18,7 +18,7 @@ def run(row: Row[Call], call: Call) -> None:
     if not index.numel() or not call.k_pages.numel():
         return
     row.function(name)(call)
-    counted = [pages for pages in (call.k_pages, call.v_pages) if not pages.is_inference()]
+    counted = [pages for pages in call.changed if not pages.is_inference()]
     torch.autograd.graph.increment_version(counted)
 
 
@@ -30,6 +30,15 @@ def _write(
     run(_BY_NAME[impl], call)
 
 
+def _write_encoded(
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, k_scale: torch.Tensor,
+    v_scale: torch.Tensor, slots: torch.Tensor, impl: str,
+) -> None:  # fmt: skip
+    call = Write(k, v, k_pages, v_pages, slots, (k_scale, v_scale))
+    check_values(call)
+    run(_BY_NAME[impl], call)
+
+
 def _copy(k_pages: torch.Tensor, v_pages: torch.Tensor, pairs: torch.Tensor, impl: str) -> None:
     call = Copy(k_pages, v_pages, pairs)
     check_values(call)
@@ -37,12 +46,18 @@ def _copy(k_pages: torch.Tensor, v_pages: torch.Tensor, pairs: torch.Tensor, imp
 
 
 write_operator = torch.library.custom_op("tilewise::kv_write", _write, mutates_args=_PAGES)
+encoded_operator = torch.library.custom_op(
+    "tilewise::kv_write_encoded", _write_encoded, mutates_args=(*_PAGES, "k_scale", "v_scale")
+)
 copy_operator = torch.library.custom_op("tilewise::copy_pages", _copy, mutates_args=_PAGES)
 
 
 def compiled_write(row: Row[Call], call: Write) -> None:
     """Through the custom operator, which torch.compile keeps whole."""
-    write_operator(call.k, call.v, call.k_pages, call.v_pages, call.slots, row.name)
+    if call.scales is None:
+        write_operator(call.k, call.v, call.k_pages, call.v_pages, call.slots, row.name)
+    else:
+        encoded_operator(call.k, call.v, call.k_pages, call.v_pages, *call.scales, call.slots, row.name)
 
 
 def compiled_copy(row: Row[Call], call: Copy) -> None:

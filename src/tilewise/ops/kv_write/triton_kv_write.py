@@ -11,6 +11,8 @@ import triton.language as tl
 
 from tilewise.ops.attention.triton_launch import Plan, Plans, on_device
 from tilewise.ops.kv_write.problem import Copy, Write
+from tilewise.quant.codes import BY_DTYPE
+from tilewise.tiles.codes import codes_of, scales_of
 
 _WRITTEN = 1024  # elements of a program's tile (tokens, columns): a decode step has few tokens, and wants programs
 _COPIED = 2048  # columns of a program, of a page
@@ -42,6 +44,29 @@ def write_rows(
     x = tl.load(X + (token * stride_xt)[:, None] + into_x[None, :], mask=inside)
     slot = page * stride_pp + offset * stride_ps
     tl.store(PAGES + slot[:, None] + into_page[None, :], x, mask=inside)
+
+
+@triton.jit
+def encode_rows(
+    X, PAGES, SCALES, stride_xt, stride_xh, stride_pp, stride_ps, stride_ph, stride_sp, stride_ss, stride_sh,
+    token, head, page, offset, used, DIM: tl.constexpr, BLOCK: tl.constexpr, ENCODING: tl.constexpr,
+):  # fmt: skip
+    """Some heads of some tokens of k or v, as codes, into their slots  # [BLOCK_R, BLOCK]"""
+    IN_BYTE: tl.constexpr = 2 if ENCODING == "int4" else 1
+    offs = tl.arange(0, BLOCK // IN_BYTE)
+    inside = used[:, None] & (offs < DIM // IN_BYTE)[None, :]
+    rows = X + (token * stride_xt + head * stride_xh)[:, None] + offs[None, :]
+    low = tl.load(rows, mask=inside, other=0.0).to(tl.float32)
+    high = low
+    if ENCODING == "int4":
+        high = tl.load(rows + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    scale = scales_of(low, high, ENCODING)
+    code = codes_of(low, scale, ENCODING)
+    if ENCODING == "int4":
+        code |= codes_of(high, scale, ENCODING) << 4
+    slot = page * stride_pp + offset * stride_ps + head * stride_ph
+    tl.store(PAGES + slot[:, None] + offs[None, :], code.to(tl.uint8), mask=inside)
+    tl.store(SCALES + page * stride_sp + offset * stride_ss + head * stride_sh, scale, mask=used)
 
 
 @triton.jit
@@ -89,6 +114,35 @@ def write_tokens(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def encode_tokens(
+    K, V, K_PAGES, V_PAGES, K_SCALES, V_SCALES, SLOTS, stride_kt, stride_kh, stride_vt, stride_vh, stride_kpp,
+    stride_kps, stride_kph, stride_vpp, stride_vps, stride_vph, stride_ksp, stride_kss, stride_ksh, stride_vsp,
+    stride_vss, stride_vsh, tokens,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ENCODING: tl.constexpr,
+):  # fmt: skip
+    # who am I
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = row // HEADS
+    head = row % HEADS
+
+    # where the tokens go
+    slot = tl.load(SLOTS + token, mask=token < tokens, other=-1).to(tl.int64)
+    used = slot >= 0
+    page = slot // PAGE
+    offset = slot % PAGE
+
+    encode_rows(
+        K, K_PAGES, K_SCALES, stride_kt, stride_kh, stride_kpp, stride_kps, stride_kph, stride_ksp, stride_kss,
+        stride_ksh, token, head, page, offset, used, DIM, BLOCK_D, ENCODING,
+    )  # fmt: skip
+    encode_rows(
+        V, V_PAGES, V_SCALES, stride_vt, stride_vh, stride_vpp, stride_vps, stride_vph, stride_vsp, stride_vss,
+        stride_vsh, token, head, page, offset, used, DIM_V, BLOCK_DV, ENCODING,
+    )  # fmt: skip
+
+
 @triton.jit
 def copy_whole_pages(
     K_PAGES, V_PAGES, PAIRS, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
@@ -114,6 +168,9 @@ def copy_whole_pages(
 
 def write(call: Write) -> None:
     """Tokens into their slots."""
+    if call.scales is not None:
+        _write_encoded(call)
+        return
     tensors = (call.k, call.v, call.k_pages, call.v_pages, call.slots)
     key = _key("write", tensors)
     plan = _PLANS.get(key)
@@ -121,6 +178,17 @@ def write(call: Write) -> None:
         plan = _PLANS.put(key, _write_plan(call))
     with on_device(call.k):
         plan.launch(tensors, ())
+
+
+def _write_encoded(call: Write) -> None:
+    tensors = (call.k, call.v, call.k_pages, call.v_pages, *call.scales, call.slots)
+    key = _key("encode", tensors)
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _PLANS.put(key, _encode_plan(call))
+    k, v, k_pages, v_pages, *rest = tensors
+    with on_device(call.k):  # Triton has no float8 on older GPUs
+        plan.launch((k, v, k_pages.view(torch.uint8), v_pages.view(torch.uint8), *rest), ())
 
 
 def copy(call: Copy) -> None:
@@ -156,6 +224,21 @@ def _write_plan(call: Write) -> Plan:
     )  # fmt: skip
     constants = (call.k_pages.shape[1], heads, dim, dim_v, parts, block_t, block_c)
     return Plan(write_tokens, -(-tokens // block_t) * parts, strides, (tokens,), constants, _WARPS, 1)
+
+
+def _encode_plan(call: Write) -> Plan:
+    tokens, heads, dim = call.k.shape
+    dim_v = call.v.shape[2]
+    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
+    block_r = min(max(1, _WRITTEN // max(block_d, block_dv)), triton.next_power_of_2(tokens * heads))
+    strides = (
+        *call.k.stride()[:2], *call.v.stride()[:2], *call.k_pages.stride()[:3], *call.v_pages.stride()[:3],
+        *call.scales[0].stride(), *call.scales[1].stride(),
+    )  # fmt: skip
+    constants = (
+        call.k_pages.shape[1], heads, dim, dim_v, block_r, block_d, block_dv, BY_DTYPE[call.k_pages.dtype]
+    )  # fmt: skip
+    return Plan(encode_tokens, triton.cdiv(tokens * heads, block_r), strides, (tokens,), constants, _WARPS, 1)
 
 
 def _copy_plan(call: Copy) -> Plan:

@@ -6,7 +6,7 @@ from tilewise.core.dispatch import TRITON, Need, Row, untraced
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import symbols
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ANY_BATCH, HALF, HOPPER, NO_DROPOUT, NO_GRAD
+from tilewise.ops.attention.rows.needs import ANY_BATCH, HALF, HOPPER, NO_CODES, NO_DROPOUT, NO_GRAD
 
 
 def _other_dims(call: Call) -> str | None:
@@ -38,6 +38,7 @@ ROW: Row[Call] = Row(
         HOPPER,
         HALF,
         Need("keys in pages, or a dense layout", lambda c: "packed" if c.packed and not c.pages else None),
+        NO_CODES,
         Need("head dimensions of 48 to 256, multiples of 16", _other_dims),
         Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
         Need("no score formula, or one that reads the score", _other_scores),

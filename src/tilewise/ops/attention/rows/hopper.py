@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import TRITON, Need, Row, untraced
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ANY_BATCH, ATOMICS, HALF, HOPPER, NO_GRAD_OF_PAGES
+from tilewise.ops.attention.rows.needs import ANY_BATCH, ATOMICS, HALF, HOPPER, NO_CODES, NO_GRAD_OF_PAGES
 from tilewise.ops.attention.variant import is_band
 from tilewise.schedule.rule import tile_rule
 
@@ -62,6 +62,7 @@ ROW: Row[Call] = Row(
         Need(
             "keys in rows, or in pages of 16, 32, 64 or a multiple of 128 tokens under a mask of one run", _other_pages
         ),
+        NO_CODES,
         NO_GRAD_OF_PAGES,
         HOPPER,
         HALF,

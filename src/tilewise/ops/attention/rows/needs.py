@@ -19,6 +19,9 @@ NO_GRAD: Need[Call] = Need("no gradient wanted", lambda c: "a gradient wanted" i
 NO_GRAD_OF_PAGES: Need[Call] = Need(
     "no gradient wanted of paged keys", lambda c: "one wanted" if c.pages and c.wants_grad else None
 )
+NO_CODES: Need[Call] = Need(
+    "keys and values that are not encoded", lambda c: None if c.scales is None else str(c.k.dtype)
+)
 NO_DROPOUT: Need[Call] = Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}")
 ATOMICS: Need[Call] = Need(
     "deterministic=False, or no captured tensor that takes a gradient (atomics)",

@@ -9,7 +9,10 @@ from tilewise.ops.attention.problem import Call
 ROW: Row[Call] = Row(
     "reference",
     "tilewise.ops.attention.reference",
-    (Need("no gradient inside torch.compile", lambda c: "one" if c.wants_grad and being_traced() else None),),
+    (
+        Need("no gradient inside torch.compile", lambda c: "one" if c.wants_grad and being_traced() else None),
+        Need("no gradient wanted of encoded keys", lambda c: "one wanted" if c.wants_grad and c.scales else None),
+    ),
     "float64, every score materialised: the specification",
     prefers=(NAMED,),
     backward="backward",

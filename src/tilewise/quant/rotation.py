@@ -1,0 +1,39 @@
+"""A rotation that spreads a channel's outliers over all channels, so that few codes are spent on them."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from tilewise.core.errors import InputError
+
+
+def rotate(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """x (..., head_dim) times an orthogonal matrix: random signs, then the Hadamard matrix, over sqrt(head_dim).
+
+    Products of rotated queries with rotated keys are those of the queries with the keys, so whoever writes rotated keys
+    into a cache rotates queries by the same seed, after position embeddings (Ashkboos et al., "QuaRot", 2024).
+
+    Args:
+        x: floating point; head_dim is a power of 2. Computed in float32, rounded to the dtype of x.
+        seed: which signs.
+
+    Raises:
+        InputError: head_dim is no power of 2.
+    """
+    head_dim = x.shape[-1]
+    if head_dim & (head_dim - 1) or not head_dim:
+        raise InputError("x", got=f"head_dim {head_dim}", expected="a power of 2", hint="leave such heads unrotated")
+    return (x.float() @ _matrix(head_dim, seed, x.device)).to(x.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _matrix(head_dim: int, seed: int, device: torch.device) -> torch.Tensor:
+    """diag(signs) H / sqrt(head_dim), float32."""
+    hadamard = torch.ones(1, 1)
+    while len(hadamard) < head_dim:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    signs = 2.0 * torch.randint(0, 2, (head_dim, 1), generator=torch.Generator().manual_seed(seed)) - 1.0
+    return (signs * hadamard / math.sqrt(head_dim)).to(device)
