@@ -14,7 +14,8 @@ from tilewise.kv import PagePool, pool
 from tilewise.ops.attention import triton_launch
 from tilewise.ops.kv_write import triton_kv_write
 from tilewise.testing import writing
-from tilewise.testing.writing import BY_NAME, CASES, Setting, WriteCase
+from tilewise.testing.properties import Setting
+from tilewise.testing.writing import BY_NAME, CASES, WriteCase
 
 SETTINGS = [Setting("triton", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
 
