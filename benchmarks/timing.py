@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.testing.graphs import captured
+
 FLUSH_BYTES = 256 * 2**20
 WARMUP_MS = 50.0
 METHOD_GPU = (
@@ -149,15 +151,7 @@ def graphed(call: Callable[[], torch.Tensor], device: str) -> Callable[[], torch
     """`call` captured in a CUDA graph, whose replays give the same tensor each time; on a CPU the call itself."""
     if device != "cuda":
         return call
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
+    graph, result = captured(call)
 
     def replay() -> torch.Tensor:
         graph.replay()

@@ -88,6 +88,11 @@ class Pages(NamedTuple):
         """Pages that one request can have."""
         return self.table.shape[-1]
 
+    @property
+    def row_stride(self) -> int:
+        """From one request's row of the table to the next; 0 where the table is flat."""
+        return 0 if self.first is not None else self.table.stride(0)
+
 
 def check_pages(pages: Pages, cu_seqlens_q: Any, q: torch.Tensor, k: torch.Tensor) -> None:
     """Raise InputError unless pages and cumulative query lengths fit q and the pool k."""

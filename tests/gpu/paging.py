@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
+from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CPU_CASES, alibi, causal, softcap, window
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.paging import paged
+from tilewise.testing.properties import Setting
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAGED_CASES = [case for case in CPU_CASES if case.memory == "dense" and not case.dropout]
@@ -37,3 +41,12 @@ def decoding(
     inputs = make_inputs(case, torch.bfloat16, DEVICE)
     pool = paged(inputs, page_size)
     return inputs.q.detach(), (pool.k, pool.v), pool.layout
+
+
+def lengths_around_pages(impl: str, mask: Any, head_dim: int) -> None:
+    """What lies behind the last key of a page is NaN, in K and in V."""
+    ends = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 257, 300, 1000)
+    packed = tuple((max(0, n - 40), n) for n in ends)
+    case = Case("ends", packed=packed, heads_q=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
+    for page_size in (16, 64, 256):
+        properties.pages_hold_the_keys(Setting(impl, torch.bfloat16, DEVICE), case, page_size)

@@ -13,6 +13,7 @@ import triton.language as tl
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tilewise.testing import properties
+from tilewise.testing.graphs import captured
 
 Tensors = tuple[torch.Tensor, ...]
 on_both = pytest.mark.parametrize("impl", ["triton", "hopper"])
@@ -35,20 +36,6 @@ def forward_backward(
 
 
 # CUDA graphs -------------------------------------------------------------------------------------------------------
-
-
-def captured(step: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
-    """A graph of `step`, warmed up on a stream of its own as PyTorch asks."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    return graph, results
 
 
 def same(got: Tensors, want: Tensors, impl: str = "triton") -> None:

@@ -9,12 +9,13 @@ import torch
 
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
-from tests.gpu.test_attention_runtime import captured
 from tilewise.core.errors import InputError
 from tilewise.kv import KVCache
 from tilewise.quant import KINDS
 from tilewise.testing import writing
-from tilewise.testing.writing import BY_NAME, CASES, Setting, WriteCase
+from tilewise.testing.graphs import captured
+from tilewise.testing.properties import Setting
+from tilewise.testing.writing import BY_NAME, CASES, WriteCase
 
 SETTINGS = [Setting("triton", dtype, DEVICE) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 LARGE = [

@@ -10,11 +10,11 @@ import torch
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tests.gpu.paging import DTYPES, LARGE, PAGED_CASES, decoding
-from tests.gpu.test_attention_runtime import captured
 from tilewise.quant import KINDS, encode
 from tilewise.testing import properties, serving
 from tilewise.testing.case import Case
 from tilewise.testing.cases import causal
+from tilewise.testing.graphs import captured
 from tilewise.testing.properties import Setting
 
 IMPL = "triton_paged"

@@ -9,14 +9,14 @@ import torch
 
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
-from tests.gpu.paging import PAGED_CASES, UP_TO_256, decoding
-from tests.gpu.test_attention_runtime import captured
+from tests.gpu.paging import PAGED_CASES, UP_TO_256, decoding, lengths_around_pages
 from tilewise.core.errors import UnsupportedError
 from tilewise.ops.attention import gluon_decode
 from tilewise.ops.attention.triton_launch import Plans
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import causal, window
+from tilewise.testing.graphs import captured
 from tilewise.testing.properties import Setting
 
 IMPL = "hopper_decode"
@@ -79,12 +79,7 @@ def test_groups_and_shares(head_dim: int, group: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 @pytest.mark.parametrize("mask", [None, causal, window(100)], ids=["full", "causal", "window"])
 def test_lengths_around_pages(mask: Any, head_dim: int) -> None:
-    """What lies behind the last key of a page is NaN, in K and in V."""
-    ends = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 257, 300, 1000)
-    packed = tuple((max(0, n - 40), n) for n in ends)
-    case = Case("ends", packed=packed, heads_q=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
-    for page_size in (16, 64, 256):
-        properties.pages_hold_the_keys(Setting(IMPL, torch.bfloat16, DEVICE), case, page_size)
+    lengths_around_pages(IMPL, mask, head_dim)
 
 
 def test_what_it_cannot_read_is_left_to_others() -> None:

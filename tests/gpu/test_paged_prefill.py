@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.matrix import DEVICE
-from tests.gpu.paging import UP_TO_256
+from tests.gpu.paging import UP_TO_256, lengths_around_pages
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import causal, window
@@ -24,9 +24,4 @@ def test_large_cases(case: Case, page_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("mask", [None, causal, window(100)], ids=["full", "causal", "window"])
 def test_lengths_around_pages(mask: Any, head_dim: int) -> None:
-    """What lies behind the last key of a page is NaN, in K and in V."""
-    ends = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 257, 300, 1000)
-    packed = tuple((max(0, n - 40), n) for n in ends)
-    case = Case("ends", packed=packed, heads_q=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
-    for page_size in (16, 64, 256):
-        properties.pages_hold_the_keys(Setting("hopper", torch.bfloat16, DEVICE), case, page_size)
+    lengths_around_pages("hopper", mask, head_dim)

@@ -15,7 +15,8 @@ from tilewise.ops.attention import triton_launch
 from tilewise.ops.kv_write import triton_kv_write
 from tilewise.quant import KINDS, encode
 from tilewise.testing import writing
-from tilewise.testing.writing import BY_NAME, CASES, ENCODED_CASES, Setting, WriteCase
+from tilewise.testing.properties import Setting
+from tilewise.testing.writing import BY_NAME, CASES, ENCODED_CASES, WriteCase
 
 SETTINGS = [Setting("triton", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
 

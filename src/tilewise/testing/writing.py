@@ -9,20 +9,9 @@ import torch
 
 import tilewise as tw
 from tilewise.quant import KINDS, Encoded, encode
+from tilewise.testing.properties import Setting
 
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """An implementation, a dtype and a device."""
-
-    impl: str
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-
-    def __repr__(self) -> str:
-        return f"{self.impl}-{str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)

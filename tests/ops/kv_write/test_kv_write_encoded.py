@@ -18,7 +18,8 @@ from tilewise.ops.kv_write import cpu
 from tilewise.ops.kv_write.problem import Write
 from tilewise.quant import KINDS, Encoded, decode, encode
 from tilewise.testing import writing
-from tilewise.testing.writing import BY_NAME, ENCODED_CASES, Setting, WriteCase
+from tilewise.testing.properties import Setting
+from tilewise.testing.writing import BY_NAME, ENCODED_CASES, WriteCase
 
 SETTINGS = [Setting("cpu"), Setting("cpu", torch.bfloat16), Setting("reference", torch.float16)]
 

@@ -11,7 +11,8 @@ import torch
 import tilewise as tw
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.testing import writing
-from tilewise.testing.writing import BY_NAME, Setting
+from tilewise.testing.properties import Setting
+from tilewise.testing.writing import BY_NAME
 
 CASE, SETTING = BY_NAME["plain"], Setting("cpu")
 

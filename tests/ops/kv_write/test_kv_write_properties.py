@@ -12,7 +12,8 @@ from tilewise.core import dispatch
 from tilewise.ops.kv_write import cpu
 from tilewise.ops.kv_write.problem import Write
 from tilewise.testing import writing
-from tilewise.testing.writing import BITS, BY_NAME, CASES, Setting, WriteCase
+from tilewise.testing.properties import Setting
+from tilewise.testing.writing import BITS, BY_NAME, CASES, WriteCase
 
 SETTINGS = [Setting("cpu"), Setting("cpu", torch.bfloat16), Setting("reference", torch.float16)]
 

@@ -149,8 +149,7 @@ def _more(call: Call, plan: Plan) -> tuple[Any, ...]:
         counter = torch.zeros(1, dtype=torch.int32, device=call.q.device)
     if call.pages is None:
         return (counter, None, None, 0)
-    table, first, _seqlens = call.pages
-    return (counter, table, first, 0 if first is not None else table.stride(0))
+    return (counter, call.pages.table, call.pages.first, call.pages.row_stride)
 
 
 def _reached(*tensors: torch.Tensor) -> bool:

@@ -258,37 +258,34 @@ def _indices(call: Call) -> bool:
     """
     if not (call.batch and call.rows_q and call.rows_k):
         return True
-    lengths: list[tuple[int, int]] = []
-    first = call.rows_k - call.rows_q  # the position of the first query
-    if call.packed or call.pages is not None:
-        widest = (call.batch, call.num_heads_q, -call.rows_q, call.rows_k)
-        if all(provable(bound, widest) for bound in (call.mask, call.score) if bound is not None):
-            return True
-        lengths = [(rows_q, rows_k) for rows_q, rows_k in _lengths(call) or () if rows_q and rows_k]
-        if not lengths:
-            return False
-        first = min(rows_k - rows_q for rows_q, rows_k in lengths)
-    sizes = (call.batch, call.num_heads_q, first, max(rows_k for _, rows_k in lengths) if lengths else call.rows_k)
+    if not call.packed and call.pages is None:
+        _prove(call, call.rows_k - call.rows_q, call.rows_k)
+        return True
+    widest = (call.batch, call.num_heads_q, -call.rows_q, call.rows_k)
+    if all(provable(bound, widest) for bound in (call.mask, call.score) if bound is not None):
+        return True
+    lengths = [(rows_q, rows_k) for rows_q, rows_k in _lengths(call) or () if rows_q and rows_k]
+    if lengths:
+        _prove(call, min(rows_k - rows_q for rows_q, rows_k in lengths), max(rows_k for _, rows_k in lengths))
+    return False
+
+
+def _prove(call: Call, first: int, rows_k: int) -> None:
+    """`prove` its formulas for so many keys, and queries from the position `first` on."""
     for what, bound in (("mask", call.mask), ("score", call.score)):
         if bound is not None:
-            prove(bound, what, sizes)
-    return not lengths
+            prove(bound, what, (call.batch, call.num_heads_q, first, rows_k))
 
 
 def _lengths(call: Call) -> list[tuple[int, int]] | None:
-    """(queries, keys) of each batch element, sequence or request; None where they cannot be read now."""
-    rows_q: Sequence[int] | None = [call.rows_q] * call.batch
-    rows_k: Sequence[int] | None = [call.rows_k] * call.batch
-    if call.cu_seqlens_q is not None:
-        rows_q = _steps(call.cu_seqlens_q)
-    if call.cu_seqlens_k is not None:
-        rows_k = _steps(call.cu_seqlens_k)
-    if call.pages is not None:
-        rows_k = host_values(call.pages.seqlens)
+    """(queries, keys) of each packed sequence or request; None where they cannot be read now."""
+    rows_q = [call.rows_q] * call.batch if call.cu_seqlens_q is None else _steps(call.cu_seqlens_q)
+    rows_k = _steps(call.cu_seqlens_k) if call.pages is None else host_values(call.pages.seqlens)
     return None if rows_q is None or rows_k is None else list(zip(rows_q, rows_k, strict=True))
 
 
-def _steps(cu_seqlens: torch.Tensor) -> list[int] | None:
+def _steps(cu_seqlens: torch.Tensor | None) -> list[int] | None:
+    assert cu_seqlens is not None
     ends = host_values(cu_seqlens)
     return None if ends is None else [b - a for a, b in itertools.pairwise(ends)]
 

@@ -542,9 +542,8 @@ def work_of(
 def strides_of_pages(call: Call) -> tuple[int, ...]:
     """Of q, k, v, o and the block table, as the kernels take them."""
     assert call.pages is not None
-    stride_t = call.pages.table.stride(0) if call.pages.first is None else 0
     strides_o = strides_of(call.new_output())
-    return (*strides_of(call.q), *call.k.stride()[:3], *call.v.stride()[:3], *strides_o, stride_t)
+    return (*strides_of(call.q), *call.k.stride()[:3], *call.v.stride()[:3], *strides_o, call.pages.row_stride)
 
 
 def _plans(call: Call) -> Planned:
