@@ -11,7 +11,7 @@ import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tilewise.core.errors import InputError
 from tilewise.kv import KVCache
-from tilewise.quant import KINDS
+from tilewise.quant import KINDS, decode
 from tilewise.testing import writing
 from tilewise.testing.graphs import captured
 from tilewise.testing.properties import Setting
@@ -44,8 +44,8 @@ def test_encodes_where_told(kind: str) -> None:
 
 
 def test_a_step_of_an_encoded_cache() -> None:
-    """Pages copied, tokens written and read, as the same cache has it on the CPU."""
-    found = []
+    """Pages copied, tokens written and read, as the same cache has it on the CPU: codes bit for bit."""
+    found, codes = [], []
     for device in (DEVICE, "cpu"):
         cache = KVCache(2, 40, 16, 8, 128, device=device, encoding="fp8")
         sequences = [cache.new() for _ in range(3)]
@@ -59,8 +59,12 @@ def test_a_step_of_an_encoded_cache() -> None:
             q = torch.randn(sum(counts), 32, 128, generator=make).to(device, torch.bfloat16)
             o = tw.attention(q, *cache.pages(1), layout=batch.layout, mask=tw.causal)
             found.append(o.cpu())
+        codes.append([x.cpu() for pages in cache.pages(1) for x in (pages.data.view(torch.uint8), pages.scale)])
+    assert all(map(torch.equal, *codes))
+    half = torch.finfo(torch.bfloat16).eps / 2  # weights are rounded before the product, and o after it
+    largest = float(decode(cache.pages(1)[1]).abs().max())
     for got, want in zip(found[:3], found[3:], strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(got, want, rtol=2 * half, atol=2 * half * largest)
 
 
 def test_a_pool_of_more_than_two_to_the_31_elements() -> None:

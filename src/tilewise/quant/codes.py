@@ -139,7 +139,7 @@ def encode(x: torch.Tensor, kind: str) -> Encoded:
     check_head_dim("x", x.shape[-1], kind)
     x = x.detach().float()
     largest = x.abs().amax(-1)
-    scale = largest / found.largest
+    scale = largest / largest.new_full((), found.largest)  # by a number CUDA multiplies by its rounded inverse
     scale = torch.where(scale < SMALLEST, 0.0, scale)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
     codes = torch.where((scale > 0)[..., None], x / scale[..., None], 0.0)

@@ -132,17 +132,17 @@ def gradients_equal_reference(setting: Setting, case: Case) -> None:
     within(got, expectation(case, setting.dtype, setting.device))
 
 
-def memory_does_not_matter(setting: Setting, case: Case) -> None:
-    """q, k, v and the upstream gradient as views: heads outermost, rows of odd strides that start anywhere, one row
-    for all. Each is within budget, as contiguous tensors are."""
+def memory_does_not_matter(setting: Setting, case: Case, unit: int = 1) -> None:
+    """q, k, v and the upstream gradient as views: heads outermost, rows of odd strides that start anywhere (both in
+    units of `unit` elements). Each is within budget, as contiguous tensors are."""
 
     def heads_first(x: torch.Tensor, n: int) -> torch.Tensor:
         return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
     def odd_rows(x: torch.Tensor, n: int) -> torch.Tensor:
-        wide = x.new_full((*x.shape[:-1], x.shape[-1] + 5), torch.nan)
-        wide[..., n : n + x.shape[-1]] = x
-        return wide[..., n : n + x.shape[-1]]
+        wide = x.new_full((*x.shape[:-1], x.shape[-1] + 5 * unit), torch.nan)
+        inside = wide[..., n * unit : n * unit + x.shape[-1]]
+        return inside.copy_(x)
 
     want = expectation(case, setting.dtype, setting.device)
     names = ("q", "k", "v", "do")
