@@ -16,17 +16,16 @@ from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.gluon_sm90_decode import attention_decode_sm90
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_launch import Plan, Plans
-from tilewise.ops.attention.triton_paged import Planned, PlannedCalls, Work, rows_of_tile, strides_of_pages, work_of
+from tilewise.ops.attention.triton_paged import Planned, PlannedCalls, Work, pool_of, rows_of_tile, strides_of_pages, work_of
 from tilewise.ops.attention.triton_plans import functions, multiprocessors
+from tilewise.quant.codes import BY_DTYPE, KINDS
 
 _PLANS = Plans()
 _SHARED = 220 * 1024  # bytes for tiles
 _ROUNDS = 3  # pieces of a large share: most of it first, then half of the rest each
-_REGISTERS = {
-    16: (160, 128),
-    32: (168, 144),
-    64: (152, 120),
-}  # by rows of a tile, of a thread that fetches, and of one that merges
+# of a thread that fetches and of one that merges, by rows of a tile; then with eight warps that compute
+_REGISTERS = {16: (160, 128), 32: (168, 144), 64: (152, 120)}
+_REGISTERS_BESIDE_EIGHT = (120, 112)
 _ENDLESS = 2**30  # tokens of a page where each request has but one, so that lengths compile nothing
 _MERGED = 512  # values of o that are merged at a time
 
@@ -49,6 +48,7 @@ class Fixed(NamedTuple):
     rounds: int
     rows_of_part: int
     merged: int  # rows of a part that are merged at a time
+    encoding: str | None
     registers: int
     registers_of_merge: int
     rows: Any
@@ -65,18 +65,14 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if call.pages is None:
         call = copy.copy(call)
         call.pages = _rows_as_pages(call)
-    return triton_paged.planned_forward(call, _PLANS, _plans, _pool)
+    return triton_paged.planned_forward(call, _PLANS, _plans, pool_of)
 
 
 def plan(call: Call) -> PlannedCalls | None:
     """The plan that calls of one kind share; none for keys in rows, whose lengths are all alike."""
     if call.pages is None:
         return None
-    return triton_paged.plan(call) if _starts_elsewhere(call) else PlannedCalls(call, _PLANS, _plans, _pool)
-
-
-def _pool(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    return call.k, call.v
+    return triton_paged.plan(call) if _starts_elsewhere(call) else PlannedCalls(call, _PLANS, _plans, pool_of)
 
 
 def _starts_elsewhere(call: Call) -> bool:
@@ -108,9 +104,12 @@ def _plans(call: Call) -> Planned:
     mask, score = functions(call)
     block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
     block_r = rows_of_tile(call)
-    block_n = 128 if block_d + block_dv <= 256 and block_r <= 32 else 64
+    encoding = None if call.scales is None else BY_DTYPE[call.k.dtype]
+    block_n = 128 if encoding or (block_d + block_dv <= 256 and block_r <= 32) else 64
+    warps = 8 if encoding and block_dv >= 128 else 4  # 64 rows of each product for each four
     rest = _SHARED - 2 * block_r * (2 * block_d + block_n)
-    stages = min(4, rest // (2 * block_n * (block_d + block_dv)))
+    of_key = 2 * (block_d + block_dv) if encoding is None else (block_d + block_dv) // KINDS[encoding].in_byte + 8
+    stages = min(8 if encoding else 4, rest // (block_n * of_key))
     programs = multiprocessors(call.q.device)
     rows = block_r if call.packed else min(block_r, triton.next_power_of_2(call.rows_q * call.group))
     side = mask and mask.queries
@@ -119,10 +118,11 @@ def _plans(call: Call) -> Planned:
     fixed = Fixed(
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         _ENDLESS if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
-        block_dv, stages, _ROUNDS, rows, min(rows, _MERGED // block_dv), *_REGISTERS[block_r], side and side.rows,
+        block_dv, stages, _ROUNDS, rows, min(rows, _MERGED // block_dv), encoding,
+        *(_REGISTERS[block_r] if warps == 4 else _REGISTERS_BESIDE_EIGHT), side and side.rows,
         side and side.once, side and side.visible, score and score.queries.once, score and score.queries.apply,
     )  # fmt: skip
-    fixed = Fixed(*(gl.constexpr(x) if isinstance(x, int) else x for x in fixed))
+    fixed = Fixed(*(gl.constexpr(x) if isinstance(x, int | str) else x for x in fixed))
     work: Work = work_of(call, block_r, block_n, _ROUNDS * programs, rows, early=True)
     sizes = (call.rows_q, work.slots)
-    return work, Plan(attention_decode_sm90, programs, strides_of_pages(call), sizes, (fixed,), 4, 1, early=True)
+    return work, Plan(attention_decode_sm90, programs, strides_of_pages(call), sizes, (fixed,), warps, 1, early=True)

@@ -1,8 +1,9 @@
 """Few queries over pages, for Hopper, in Gluon: four warps gather keys, and a warpgroup computes.
 
 Keys are the rows of both products, S^T = K Q^T and O^T = V^T P^T, whose other side are the 16 to 64 rows of queries of
-a tile: a product is as wide as those are, and takes K and V from where the copies put them. Who does what is planned
-on the device (`triton_work`). Sources: Ye et al., "FlashInfer"; Shah et al., "FlashAttention-3".
+a tile: a product is as wide as those are, and takes K and V from where the copies put them, or where they are codes
+from registers (`tiles.gluon_codes`). Who does what is planned on the device (`triton_work`). Sources: Ye et al.,
+"FlashInfer"; Shah et al., "FlashAttention-3".
 """
 
 import triton.language as tl
@@ -27,14 +28,14 @@ from tilewise.ops.attention.triton_work import (
     tile_at,
     unit_of,
 )
-from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.tiles.arithmetic import LN2, LOG2E, decoded
 from tilewise.tiles.gluon_api import barrier, copy_async
+from tilewise.tiles.gluon_codes import dims_of_rows, keys_of, load_keys, load_values, permuted, values_of
 from tilewise.tiles.hopper import message_board, post, post_last, posted, product_layout, ring_turn, take
 from tilewise.tiles.visit import call_once, row_ends
 
 PIECE = gl.constexpr(6)  # numbers of a message: tiles, first position, unit, head, first tile, piece
 LEFT = gl.constexpr(5)  # numbers of another: 1, unit, head, the position of a row's first tile, piece
-ONCE = gl.constexpr(False)
 PARTS = gl.constexpr(8)  # partial results that are read at a time
 
 
@@ -80,28 +81,67 @@ def page_rows(TABLE, FIRST, stride_t, b, tokens, keys, PAGE: gl.constexpr):
     return gl.load(row + tokens // PAGE, mask=tokens < keys, other=0)
 
 
+@gluon.constexpr_function
+def _of_rows(columns, bits):
+    """Rows of a tile that four warps copy 16 bytes a thread at a time."""
+    each = 128 // bits
+    return gl.BlockedLayout([1, each], [32 * each // columns, columns // each], [4, 1], [1, 0])
+
+
 @gluon.jit
-def gather(pool, rows, mask, at, ring, full, empty, ONCE: gl.constexpr):
-    """Copy the rows of one tile into the ring's place for the `at`-th, once that is free."""
+def gather(pool, rows, mask, scales, at, ring, full, empty):
+    """Copy the rows of one tile into the ring's place for the `at`-th, once that is free; `scales` are (pointer, where,
+    which, ring) of the rows' scales, or nothing.
+    """
     stage, phase = ring_turn(at, ring.shape[0])
     mbarrier.wait(empty.index(stage), phase ^ 1)
-    POLICY: gl.constexpr = "evict_first" if ONCE else ""
-    copy_async(ring.index(stage), pool + rows, mask=mask, eviction_policy=POLICY)
+    copy_async(ring.index(stage), pool + rows, mask=mask)
+    if len(scales) > 0:
+        copy_async(scales[3].index(stage), scales[0] + scales[1], mask=scales[2])
     async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
 @gluon.jit
 def gather_queries(Q, strides, unit, hk, at, ring, full, empty, fixed):
-    """Copy the rows of a unit's tile into the ring's place for the `at`-th."""
+    """Copy the rows of a unit's tile into the ring's place for the `at`-th, for codes with columns in their order."""
     R: gl.constexpr = ring.shape[1]
     D: gl.constexpr = ring.shape[2]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = _of_rows(D, 16)
     offs_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    if fixed.encoding == "int4":  # the halves of a row begin with the tile's
+        HALF: gl.constexpr = fixed.head_dim // 2
+        column = offs_d % (D // 2)
+        offs_d = gl.where(column < HALF, offs_d // (D // 2) * HALF + column, fixed.head_dim)
     r = unit[1] * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
     row = unit[0].to(gl.int64) * strides[0] + (unit[6] + m).to(gl.int64) * strides[1] + h * strides[2]
     mask = in_r[:, None] & (offs_d < fixed.head_dim)[None, :]
-    gather(Q, row[:, None] + offs_d[None, :], mask, at, ring, full, empty, False)
+    if fixed.encoding is None:
+        gather(Q, row[:, None] + offs_d[None, :], mask, (), at, ring, full, empty)
+    else:
+        q = gl.load(Q + row[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        place, phase = ring_turn(at, ring.shape[0])
+        mbarrier.wait(empty.index(place), phase ^ 1)
+        ring.index(place).store(permuted(q))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(full.index(place))
+
+
+@gluon.jit
+def scales_of(SCALES, unit, hk, pages, tokens, rings, fixed):
+    """What `gather` is told of the scales of a tile's keys and values, () where these are no codes."""
+    if SCALES is None:
+        return (), ()
+    else:
+        EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        here = gl.convert_layout(pages, EACH).to(gl.int64)
+        token = gl.convert_layout(tokens, EACH)
+        there = token < unit[4]
+        offset = token % fixed.page
+        k_at = here * decoded(SCALES[2]) + offset * decoded(SCALES[3]) + hk * decoded(SCALES[4])
+        v_at = here * decoded(SCALES[5]) + offset * decoded(SCALES[6]) + hk * decoded(SCALES[7])
+        return (SCALES[0], k_at, there, rings[0]), (SCALES[1], v_at, there, rings[1])
 
 
 @gluon.jit
@@ -109,20 +149,19 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     """The warps that fetch: K of a tile, then V, gathered through the block table, and before a row of tiles its Q.
     They take pieces of work, the next one while two tiles of the present one are still to come, and post them.
     """
-    Q, K, V, TABLE, FIRST, stride_t = inputs
+    Q, K, V, TABLE, FIRST, SCALES, stride_t = inputs
     strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh = strides
     UNITS, TURNS = work[0], work[2]
-    q_ring, k_ring, v_ring, _, board, _ = memory
+    q_ring, k_ring, v_ring, _, board, _, scale_rings = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     BLOCK_N: gl.constexpr = k_ring.shape[1]
-    D: gl.constexpr = k_ring.shape[2]
-    D_V: gl.constexpr = v_ring.shape[2]
-    OF_K: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    OF_V: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_V, D_V // 8], [4, 1], [1, 0])
+    OF_K: gl.constexpr = _of_rows(k_ring.shape[2], k_ring.dtype.primitive_bitwidth)
+    OF_V: gl.constexpr = _of_rows(v_ring.shape[2], v_ring.dtype.primitive_bitwidth)
     K_ROWS: gl.constexpr = gl.SliceLayout(1, OF_K)
     V_ROWS: gl.constexpr = gl.SliceLayout(1, OF_V)
-    offs_d = gl.arange(0, D, layout=gl.SliceLayout(0, OF_K))
-    offs_dv = gl.arange(0, D_V, layout=gl.SliceLayout(0, OF_V))
+    IN_BYTE: gl.constexpr = 2 if fixed.encoding == "int4" else 1
+    offs_d = gl.arange(0, k_ring.shape[2], layout=gl.SliceLayout(0, OF_K))
+    offs_dv = gl.arange(0, v_ring.shape[2], layout=gl.SliceLayout(0, OF_V))
     n = 0
     rows = 1
     piece = find_piece(gl.program_id(0), work, fixed)
@@ -152,6 +191,7 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         k_rows = here * stride_kp + (tokens % fixed.page) * stride_ks + hk * stride_kh
         v_rows = here * stride_vp + (tokens % fixed.page) * stride_vs + hk * stride_vh
         in_k = tokens < unit[4]
+        k_scales, v_scales = scales_of(SCALES, unit, hk, pages, tokens, scale_rings, fixed)
 
         # where the next tile is, and its pages
         u, hk, t, unit = next_tile(u, hk, t, unit, coming, fixed.heads // fixed.group)
@@ -165,11 +205,11 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         tokens = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=K_ROWS)
         pages = page_rows(TABLE, FIRST, stride_t, unit[0], tokens, unit[4], fixed.page)
 
-        mask = in_k[:, None] & (offs_d < fixed.head_dim)[None, :]
-        gather(K, k_rows[:, None] + offs_d[None, :], mask, n, k_ring, k_full, k_empty, ONCE)
+        mask = in_k[:, None] & (offs_d < fixed.head_dim // IN_BYTE)[None, :]
+        gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
         v_rows = gl.convert_layout(v_rows, V_ROWS)
-        mask = gl.convert_layout(in_k, V_ROWS)[:, None] & (offs_dv < fixed.head_dim_v)[None, :]
-        gather(V, v_rows[:, None] + offs_dv[None, :], mask, n, v_ring, v_full, v_empty, ONCE)
+        mask = gl.convert_layout(in_k, V_ROWS)[:, None] & (offs_dv < fixed.head_dim_v // IN_BYTE)[None, :]
+        gather(V, v_rows[:, None] + offs_dv[None, :], mask, v_scales, n, v_ring, v_full, v_empty)
         if starts:
             gather_queries(Q, strides_q, unit, hk, rows, q_ring, q_full, q_empty, fixed)
             rows += 1
@@ -177,10 +217,9 @@ def fetch(inputs, strides, work, memory, bars, fixed):
 
 
 @gluon.jit
-def end_row(outputs, strides, unit, hk, r, o, l, top, rows_q, AXIS: gl.constexpr, fixed):
-    """Write rows of o and lse: o, with head_dim_v along AXIS, is not divided by l yet, and `top` is in base 2."""
+def end_row(outputs, strides, unit, hk, r, dv, o, l, top, rows_q, AXIS: gl.constexpr, fixed):
+    """Write rows of o and lse: o, with the dimensions dv along AXIS, is not divided by l yet, and `top` is in base 2."""
     O, LSE, SINK = outputs
-    LAYOUT: gl.constexpr = o.type.layout
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
     if fixed.sinks:
         sink = gl.load(SINK + h).to(gl.float32) * LOG2E
@@ -198,23 +237,25 @@ def end_row(outputs, strides, unit, hk, r, o, l, top, rows_q, AXIS: gl.constexpr
     at = h.to(gl.int64) * rows_q + query if fixed.packed else (b * fixed.heads + h) * rows_q + query
     gl.store(LSE + at, lse, mask=in_r)
     row = b * strides[0] + query.to(gl.int64) * strides[1] + h * strides[2]
-    dv = gl.expand_dims(gl.arange(0, o.shape[AXIS], layout=gl.SliceLayout(1 - AXIS, LAYOUT)), 1 - AXIS)
+    dv = gl.expand_dims(dv, 1 - AXIS)
     mask = gl.expand_dims(in_r, AXIS) & (dv < fixed.head_dim_v)
     gl.store(O + gl.expand_dims(row, AXIS) + dv, (o / gl.expand_dims(l_safe, AXIS)).to(O.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
-def leave_part(parts, slot, r, o, l, top, fixed):
+def leave_part(parts, slot, r, dv, o, l, top, fixed):
     """Leave a normalised partial result [DV, R] with its lse in base 2, -inf of nothing."""
     O_PART, LSE_PART = parts
     D_V: gl.constexpr = o.shape[0]
     R: gl.constexpr = fixed.rows_of_part
-    dv = gl.arange(0, D_V, layout=gl.SliceLayout(1, o.type.layout))
     empty = l == 0.0
     l_safe = gl.where(empty, 1.0, l)
     to = slot.to(gl.int64) * R + r
     gl.store(LSE_PART + to, gl.where(empty, float("-inf"), top + gl.log2(l_safe)), mask=r < R)
-    gl.store(O_PART + to[None, :] * D_V + dv[:, None], o / l_safe[None, :], mask=(r < R)[None, :])
+    mask = (r < R)[None, :]
+    if fixed.encoding == "int4":  # whose rows of a tile may be of no dimension
+        mask = mask & (dv < D_V)[:, None]
+    gl.store(O_PART + to[None, :] * D_V + dv[:, None], o / l_safe[None, :], mask=mask)
 
 
 @gluon.jit
@@ -253,7 +294,7 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
         total = total * alpha + gl.convert_layout(gl.sum(weight, 0), ROW)
         acc = acc * alpha[:, None] + gl.sum(o * gl.expand_dims(weight, 2), 0)
         top = new
-    end_row(outputs, strides, unit, hk, unit[1] * fixed.block_r + r, acc, total, top, rows_q, 1, fixed)
+    end_row(outputs, strides, unit, hk, unit[1] * fixed.block_r + r, dv, acc, total, top, rows_q, 1, fixed)
 
 
 @gluon.jit
@@ -302,25 +343,30 @@ def scores_of(s, unit, hk, r, offs_n, formula, scale, fixed):
 
 @gluon.jit
 def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fixed):
-    """The warpgroup that computes, tile after tile of each piece."""
+    """The warps that compute, tile after tile of each piece."""
     UNITS = work[0]
-    q_ring, k_ring, v_ring, p_tile, board, left = memory
+    q_ring, k_ring, v_ring, p_tile, board, left, scale_rings = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     scale, rows_q = scalars
     STAGES: gl.constexpr = k_ring.shape[0]
     BLOCK_N: gl.constexpr = k_ring.shape[1]
-    D_V: gl.constexpr = v_ring.shape[2]
+    D_V: gl.constexpr = fixed.block_dv
     BLOCK_R: gl.constexpr = q_ring.shape[1]
     ROWS: gl.constexpr = q_ring.shape[0]
-    LAYOUT: gl.constexpr = product_layout(BLOCK_R)
+    WARPS: gl.constexpr = gl.num_warps()
+    HALF: gl.constexpr = q_ring.dtype
+    LAYOUT: gl.constexpr = product_layout(BLOCK_R, WARPS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     r = gl.arange(0, BLOCK_R, layout=ROW)
+    dv = gl.arange(0, D_V, layout=KEY)
+    if fixed.encoding is not None:
+        dv = dims_of_rows(dv, fixed.encoding, fixed.head_dim_v)
     done = 0
     row = 0
     at = 0
     parted = 0
-    count, lo, u, hk, t, piece = posted(0, board, 4)
+    count, lo, u, hk, t, piece = posted(0, board, WARPS)
     while count > 0:
         unit = unit_of(UNITS, u)
         row_start = lo - t
@@ -336,9 +382,19 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
             fence_async_shared()
             zeros = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, layout=LAYOUT)
             q = q_ring.index(row % ROWS)
-            s = warpgroup_mma(k_ring.index(stage), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k_empty.index(stage))
+            if fixed.encoding is None:
+                s = warpgroup_mma(k_ring.index(stage), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                mbarrier.arrive(k_empty.index(stage))
+            else:
+                codes = load_keys(k_ring.index(stage), WARPS)
+                k_scale = scale_rings[0].index(stage).load(KEY)
+                k = keys_of(codes, fixed.encoding, HALF, BLOCK_R, WARPS)
+                s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(stage), phase)
+                codes = load_values(v_ring.index(stage), fixed.encoding, WARPS)
+                v_scale = scale_rings[1].index(stage).load(KEY)
+                s = warpgroup_mma_wait(0, deps=(s,)) * k_scale[:, None]
             offs_n = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=KEY)
             s = scores_of(s, unit, hk, unit[1] * BLOCK_R + r, offs_n, formula, scale, fixed)
             m_new = gl.maximum(m_i, gl.max(s, 0))
@@ -347,25 +403,45 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
             alpha = gl.exp2(m_i - m_use)
             m_i = m_new
             l_i = l_i * alpha + gl.sum(w, 0)
-            p_tile.store(w.to(p_tile.dtype))
             acc = acc * alpha[None, :]
-            mbarrier.wait(v_full.index(stage), phase)
-            fence_async_shared()
-            barrier()
-            acc = warpgroup_mma(v_ring.index(stage).permute((1, 0)), p_tile, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(stage))
+            if fixed.encoding is None:
+                p_tile.store(w.to(HALF))
+                mbarrier.wait(v_full.index(stage), phase)
+                fence_async_shared()
+                barrier()
+                acc = warpgroup_mma(v_ring.index(stage).permute((1, 0)), p_tile, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_empty.index(stage))
+            else:
+                top = 1.0
+                if HALF == gl.float16:  # whose small numbers are few: what is rounded to it is w times at most 1
+                    top = gl.max(v_scale, 0)
+                    top = gl.where(top > 0, top, 1.0)
+                    v_scale = v_scale / top
+                p_tile.store((w * v_scale[:, None]).to(HALF))
+                fence_async_shared()
+                barrier()  # behind it all codes of the tile have been read, too
+                mbarrier.arrive(k_empty.index(stage))
+                mbarrier.arrive(v_empty.index(stage))
+                v = values_of(codes, fixed.encoding, HALF, BLOCK_R, WARPS)
+                if HALF == gl.float16:
+                    zeros = gl.zeros([D_V, BLOCK_R], gl.float32, layout=LAYOUT)
+                    added = warpgroup_mma(v, p_tile, zeros, use_acc=False, is_async=True)
+                    acc += warpgroup_mma_wait(0, deps=(added,)) * top
+                else:
+                    acc = warpgroup_mma(v, p_tile, acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=(acc,))
 
             # the end of a row of tiles, or of what this piece has of it
             after = next_tile(u, hk, t, unit, coming, fixed.heads // fixed.group)
             whole = (row_start >= lo) & (after[2] == 0)
             if (after[2] == 0) | (n + 1 == done + count):
                 if whole:
-                    end_row(outputs, strides_o, unit, hk, unit[1] * BLOCK_R + r, acc, l_i, m_i, rows_q, 0, fixed)
+                    end_row(outputs, strides_o, unit, hk, unit[1] * BLOCK_R + r, dv, acc, l_i, m_i, rows_q, 0, fixed)
                 else:
-                    leave_part(parts, 2 * piece + (row_start >= lo).to(gl.int32), r, acc, l_i, m_i, fixed)
+                    leave_part(parts, 2 * piece + (row_start >= lo).to(gl.int32), r, dv, acc, l_i, m_i, fixed)
                     barrier()
-                    post((1, u, hk, row_start, piece), parted, left, 4)
+                    post((1, u, hk, row_start, piece), parted, left, WARPS)
                     parted += 1
                 m_i = gl.full([BLOCK_R], float("-inf"), gl.float32, layout=ROW)
                 l_i = gl.zeros([BLOCK_R], gl.float32, layout=ROW)
@@ -379,27 +455,38 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
             u, hk, t, unit = after
         done += count
         at += 1
-        count, lo, u, hk, t, piece = posted(at, board, 4)
-    post_last(parted, left, 4)
+        count, lo, u, hk, t, piece = posted(at, board, WARPS)
+    post_last(parted, left, WARPS)
 
 
 @gluon.jit(do_not_specialize=["stride_t", "rows_q", "slots", "mask_nums", "score_nums"])
 def attention_decode_sm90(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
     scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled."""
-    dtype: gl.constexpr = K.dtype.element_ty
-    K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, fixed.block_d], dtype)
-    V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, fixed.block_dv], dtype)
+    dtype: gl.constexpr = Q.dtype.element_ty
+    stored: gl.constexpr = K.dtype.element_ty
+    IN_BYTE: gl.constexpr = 2 if fixed.encoding == "int4" else 1
+    K_ROW: gl.constexpr = fixed.block_d // IN_BYTE
+    V_ROW: gl.constexpr = fixed.block_dv // IN_BYTE
+    K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, K_ROW], stored)
+    V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, V_ROW], stored)
     Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_r, fixed.block_d], dtype)
     P_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, fixed.block_r], dtype)
-    k_ring = gl.allocate_shared_memory(dtype, [fixed.stages, fixed.block_n, fixed.block_d], K_TILE)
-    v_ring = gl.allocate_shared_memory(dtype, [fixed.stages, fixed.block_n, fixed.block_dv], V_TILE)
+    k_ring = gl.allocate_shared_memory(stored, [fixed.stages, fixed.block_n, K_ROW], K_TILE)
+    v_ring = gl.allocate_shared_memory(stored, [fixed.stages, fixed.block_n, V_ROW], V_TILE)
     q_ring = gl.allocate_shared_memory(dtype, [2, fixed.block_r, fixed.block_d], Q_TILE)
     p_tile = gl.allocate_shared_memory(dtype, [fixed.block_n, fixed.block_r], P_TILE)
+    scale_rings = ()
+    if fixed.encoding is not None:
+        LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        scale_rings = (
+            gl.allocate_shared_memory(gl.float32, [fixed.stages, fixed.block_n], LINE),
+            gl.allocate_shared_memory(gl.float32, [fixed.stages, fixed.block_n], LINE),
+        )
     board = message_board(PIECE, 1)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
@@ -409,7 +496,7 @@ def attention_decode_sm90(
     v_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     for n in gl.static_range(2):
-        mbarrier.init(q_full.index(n), count=128)
+        mbarrier.init(q_full.index(n), count=128 if fixed.encoding is None else 1)
         mbarrier.init(q_empty.index(n), count=1)
     for stage in gl.static_range(fixed.stages):
         mbarrier.init(k_full.index(stage), count=128)
@@ -417,12 +504,12 @@ def attention_decode_sm90(
         mbarrier.init(k_empty.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=1)
     fence_async_shared()
-    memory = (q_ring, k_ring, v_ring, p_tile, board, message_board(LEFT, 1))
+    memory = (q_ring, k_ring, v_ring, p_tile, board, message_board(LEFT, 1), scale_rings)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     tl.extra.cuda.gdc_wait()  # for the plan
     tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
     work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds_of(gl.num_programs(0), tiles, fixed.rounds))
-    inputs = (Q, K, V, TABLE, FIRST, stride_t)
+    inputs = (Q, K, V, TABLE, FIRST, SCALES, stride_t)
     strides_q = (stride_qb, stride_qs, stride_qh)
     strides_o = (stride_ob, stride_os, stride_oh)
     strides = (strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh)

@@ -410,15 +410,15 @@ def attention_chunks(
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of a paged call: the plan, then all tiles."""
-    return planned_forward(call, _PLANS, _plans, _pool)
+    return planned_forward(call, _PLANS, _plans, pool_of)
 
 
 def plan(call: Call) -> PlannedCalls:
     """The plan that calls of one kind share."""
-    return PlannedCalls(call, _PLANS, _plans, _pool)
+    return PlannedCalls(call, _PLANS, _plans, pool_of)
 
 
-def _pool(call: Call) -> tuple[Any, ...]:
+def pool_of(call: Call) -> tuple[Any, ...]:
     """k and v as the kernels take them, and the scales of codes with their strides."""
     if call.scales is None:
         return call.k, call.v, None

@@ -6,12 +6,14 @@ from tilewise.core.dispatch import TRITON, Need, Row, untraced
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import symbols
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ANY_BATCH, HALF, HOPPER, NO_CODES, NO_DROPOUT, NO_GRAD
+from tilewise.ops.attention.rows.needs import ANY_BATCH, HALF, HOPPER, NO_DROPOUT, NO_GRAD
+from tilewise.quant.codes import KINDS
 
 
 def _other_dims(call: Call) -> str | None:
     dims = (call.head_dim, call.head_dim_v)
-    return None if all(32 < d <= 256 and d % 16 == 0 for d in dims) else f"{dims[0]}, {dims[1]}"
+    step = 32 if call.scales is not None and call.k.dtype == KINDS["int4"].dtype else 16
+    return None if all(32 < d <= 256 and d % step == 0 for d in dims) else f"{dims[0]}, {dims[1]}"
 
 
 def _rows_apart(call: Call) -> str | None:
@@ -38,8 +40,7 @@ ROW: Row[Call] = Row(
         HOPPER,
         HALF,
         Need("keys in pages, or a dense layout", lambda c: "packed" if c.packed and not c.pages else None),
-        NO_CODES,
-        Need("head dimensions of 48 to 256, multiples of 16", _other_dims),
+        Need("head dimensions of 48 to 256, multiples of 16 (of int4: of 32)", _other_dims),
         Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
         Need("no score formula, or one that reads the score", _other_scores),
         NO_DROPOUT,
