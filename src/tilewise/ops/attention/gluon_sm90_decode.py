@@ -31,12 +31,13 @@ from tilewise.ops.attention.triton_work import (
 from tilewise.tiles.arithmetic import LN2, LOG2E, decoded
 from tilewise.tiles.gluon_api import barrier, copy_async
 from tilewise.tiles.gluon_codes import dims_of_rows, keys_of, load_keys, load_values, permuted, values_of
-from tilewise.tiles.hopper import message_board, post, post_last, posted, product_layout, ring_turn, take
+from tilewise.tiles.hopper import message_board, post, posted, product_layout, ring_turn, take
 from tilewise.tiles.visit import call_once, row_ends
 
 PIECE = gl.constexpr(6)  # numbers of a message: tiles, first position, unit, head, first tile, piece
-LEFT = gl.constexpr(5)  # numbers of another: 1, unit, head, the position of a row's first tile, piece
 PARTS = gl.constexpr(8)  # partial results that are read at a time
+NOTHING = gl.constexpr(-1e30)  # what scores are relative to where nothing has been seen
+RISE = gl.constexpr(8.0)  # by how much scores may pass, in base 2, what they are relative to
 
 
 @gluon.jit
@@ -189,7 +190,9 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         coming = unit_of(UNITS, u + 1)
         here = pages.to(gl.int64)
         k_rows = here * stride_kp + (tokens % fixed.page) * stride_ks + hk * stride_kh
-        v_rows = here * stride_vp + (tokens % fixed.page) * stride_vs + hk * stride_vh
+        v_rows = k_rows
+        if not fixed.alike:
+            v_rows = here * stride_vp + (tokens % fixed.page) * stride_vs + hk * stride_vh
         in_k = tokens < unit[4]
         k_scales, v_scales = scales_of(SCALES, unit, hk, pages, tokens, scale_rings, fixed)
 
@@ -265,7 +268,7 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
     R: gl.constexpr = fixed.merged
     OF_PARTS: gl.constexpr = fixed.rows_of_part
     LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [PARTS, 1, 4], [1, 128 // D_V if D_V < 128 else 1, 32 if D_V >= 128 else D_V // 4], [1, 4, 1], [2, 1, 0]
+        [PARTS, 1, 4], [1, 128 // D_V if D_V < 128 else 1, 32 if D_V >= 128 else D_V // 4], [1, gl.num_warps(), 1], [2, 1, 0]
     )
     TILE: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
@@ -298,22 +301,15 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
 
 
 @gluon.jit
-def merge(outputs, parts, strides, work, memory, rows_q, D_V: gl.constexpr, fixed):
-    """The warps that merge: they are told of each part that is left, count it, and fold the row whose last it is."""
-    UNITS, ARRIVED, tiles, rounds = work[0], work[2] + 1, work[4], work[5]
-    board = memory[5]
-    at = 0
-    more, u, hk, row_start, _piece = posted(0, board, 4)
-    while more > 0:
-        unit = unit_of(UNITS, u)
-        first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
-        if gl.atomic_add(ARRIVED + first, 1, sem="acq_rel") == last - first:
-            gl.store(ARRIVED + first, 0)  # for the next run of the plan
-            barrier()
-            for first_row in range(0, fixed.rows_of_part, fixed.merged):
-                merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, D_V, fixed)
-        at += 1
-        more, u, hk, row_start, _piece = posted(at, board, 4)
+def merge_if_last(outputs, parts, strides, work, unit, hk, row_start, rows_q, D_V: gl.constexpr, fixed):
+    """Count a part of a row of tiles, and fold the row where it is the last."""
+    ARRIVED, tiles, rounds = work[2] + 1, work[4], work[5]
+    first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
+    if gl.atomic_add(ARRIVED + first, 1, sem="acq_rel") == last - first:
+        gl.store(ARRIVED + first, 0)  # for the next run of the plan
+        barrier()
+        for first_row in range(0, fixed.rows_of_part, fixed.merged):
+            merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, D_V, fixed)
 
 
 @gluon.jit
@@ -342,10 +338,44 @@ def scores_of(s, unit, hk, r, offs_n, formula, scale, fixed):
 
 
 @gluon.jit
+def by_warps(x, WARPS: gl.constexpr):
+    """x [keys, rows] of a product as [keys / 16 / WARPS, WARPS, 2, 8, rows]: a thread's keys are along 0 and 2."""
+    return x.reshape([x.shape[0] // (16 * WARPS), WARPS, 2, 8, x.shape[1]])
+
+
+@gluon.jit
+def thread_sums(w, WARPS: gl.constexpr):
+    """[WARPS, 8, rows]: what each thread has of a row, summed."""
+    return gl.sum(gl.sum(by_warps(w, WARPS), 2), 0)
+
+
+@gluon.jit
+def tell_if_above(x, flags, WARPS: gl.constexpr):
+    """Each warp says in shared memory whether any of its x [keys, rows] is above RISE."""
+    ROWS: gl.constexpr = x.shape[1]
+    largest = gl.max(gl.max(by_warps(x, WARPS), 2), 0).reshape([WARPS, 8, ROWS // 8, 4, 2])
+    largest = gl.max(gl.max(largest, 4), 2).reshape([WARPS, 32])
+    flags.store(gl.max((largest > RISE).to(gl.int32), 1))
+
+
+@gluon.jit
+def any_above(flags, WARPS: gl.constexpr):
+    return gl.max(flags.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0])), 0) > 0
+
+
+@gluon.jit
+def of_threads(x, like):
+    """x [rows], a number for each row, along `like` [WARPS, 8, rows]."""
+    LAYOUT: gl.constexpr = like.type.layout
+    x = gl.convert_layout(x, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    return gl.expand_dims(gl.expand_dims(x, 0), 0)
+
+
+@gluon.jit
 def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fixed):
     """The warps that compute, tile after tile of each piece."""
     UNITS = work[0]
-    q_ring, k_ring, v_ring, p_tile, board, left, scale_rings = memory
+    q_ring, k_ring, v_ring, p_tile, board, flags, scale_rings = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     scale, rows_q = scalars
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -365,15 +395,14 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
     done = 0
     row = 0
     at = 0
-    parted = 0
     count, lo, u, hk, t, piece = posted(0, board, WARPS)
     while count > 0:
         unit = unit_of(UNITS, u)
         row_start = lo - t
         place, turn = ring_turn(row, ROWS)
         mbarrier.wait(q_full.index(place), turn)
-        m_i = gl.full([BLOCK_R], float("-inf"), gl.float32, layout=ROW)
-        l_i = gl.zeros([BLOCK_R], gl.float32, layout=ROW)
+        m_i = gl.full([BLOCK_R], NOTHING, gl.float32, layout=ROW)
+        l_i = thread_sums(gl.zeros([BLOCK_N, BLOCK_R], gl.float32, layout=LAYOUT), WARPS)
         acc = gl.zeros([D_V, BLOCK_R], gl.float32, layout=LAYOUT)
         for n in range(done, done + count):
             coming = unit_of(UNITS, u + 1)
@@ -397,30 +426,43 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
                 s = warpgroup_mma_wait(0, deps=(s,)) * k_scale[:, None]
             offs_n = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=KEY)
             s = scores_of(s, unit, hk, unit[1] * BLOCK_R + r, offs_n, formula, scale, fixed)
-            m_new = gl.maximum(m_i, gl.max(s, 0))
-            m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
-            w = gl.exp2(s - m_use[None, :])
-            alpha = gl.exp2(m_i - m_use)
-            m_i = m_new
-            l_i = l_i * alpha + gl.sum(w, 0)
-            acc = acc * alpha[None, :]
-            if fixed.encoding is None:
-                p_tile.store(w.to(HALF))
-                mbarrier.wait(v_full.index(stage), phase)
-                fence_async_shared()
-                barrier()
-                acc = warpgroup_mma(v_ring.index(stage).permute((1, 0)), p_tile, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v_empty.index(stage))
-            else:
-                top = 1.0
+
+            # weights, relative to the largest score of tiles before while none passes that by RISE
+            x = s - m_i[None, :]
+            w = gl.exp2(x)
+            top = 1.0
+            if fixed.encoding is not None:
                 if HALF == gl.float16:  # whose small numbers are few: what is rounded to it is w times at most 1
                     top = gl.max(v_scale, 0)
                     top = gl.where(top > 0, top, 1.0)
                     v_scale = v_scale / top
                 p_tile.store((w * v_scale[:, None]).to(HALF))
+            else:
+                p_tile.store(w.to(HALF))
+                mbarrier.wait(v_full.index(stage), phase)
+            tell_if_above(x, flags, WARPS)
+            fence_async_shared()
+            barrier()  # behind it all codes of the tile have been read, too
+            if any_above(flags, WARPS):
+                largest = gl.maximum(m_i, gl.max(s, 0))
+                alpha = gl.exp2(m_i - largest)
+                m_i = largest
+                l_i = l_i * of_threads(alpha, l_i)
+                acc = acc * alpha[None, :]
+                w = gl.exp2(s - m_i[None, :])
+                if fixed.encoding is not None:
+                    p_tile.store((w * v_scale[:, None]).to(HALF))
+                else:
+                    p_tile.store(w.to(HALF))
                 fence_async_shared()
-                barrier()  # behind it all codes of the tile have been read, too
+                barrier()
+            l_i += thread_sums(w, WARPS)
+
+            if fixed.encoding is None:
+                acc = warpgroup_mma(v_ring.index(stage).permute((1, 0)), p_tile, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_empty.index(stage))
+            else:
                 mbarrier.arrive(k_empty.index(stage))
                 mbarrier.arrive(v_empty.index(stage))
                 v = values_of(codes, fixed.encoding, HALF, BLOCK_R, WARPS)
@@ -436,15 +478,15 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
             after = next_tile(u, hk, t, unit, coming, fixed.heads // fixed.group)
             whole = (row_start >= lo) & (after[2] == 0)
             if (after[2] == 0) | (n + 1 == done + count):
+                total = gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), ROW)
                 if whole:
-                    end_row(outputs, strides_o, unit, hk, unit[1] * BLOCK_R + r, dv, acc, l_i, m_i, rows_q, 0, fixed)
+                    end_row(outputs, strides_o, unit, hk, unit[1] * BLOCK_R + r, dv, acc, total, m_i, rows_q, 0, fixed)
                 else:
-                    leave_part(parts, 2 * piece + (row_start >= lo).to(gl.int32), r, dv, acc, l_i, m_i, fixed)
+                    leave_part(parts, 2 * piece + (row_start >= lo).to(gl.int32), r, dv, acc, total, m_i, fixed)
                     barrier()
-                    post((1, u, hk, row_start, piece), parted, left, WARPS)
-                    parted += 1
-                m_i = gl.full([BLOCK_R], float("-inf"), gl.float32, layout=ROW)
-                l_i = gl.zeros([BLOCK_R], gl.float32, layout=ROW)
+                    merge_if_last(outputs, parts, strides_o, work, unit, hk, row_start, rows_q, D_V, fixed)
+                m_i = gl.full([BLOCK_R], NOTHING, gl.float32, layout=ROW)
+                l_i = thread_sums(gl.zeros([BLOCK_N, BLOCK_R], gl.float32, layout=LAYOUT), WARPS)
                 acc = gl.zeros([D_V, BLOCK_R], gl.float32, layout=LAYOUT)
                 row_start = lo + n + 1 - done
                 mbarrier.arrive(q_empty.index(row % ROWS))
@@ -456,7 +498,6 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
         done += count
         at += 1
         count, lo, u, hk, t, piece = posted(at, board, WARPS)
-    post_last(parted, left, WARPS)
 
 
 @gluon.jit(do_not_specialize=["stride_t", "rows_q", "slots", "mask_nums", "score_nums"])
@@ -487,6 +528,7 @@ def attention_decode_sm90(
             gl.allocate_shared_memory(gl.float32, [fixed.stages, fixed.block_n], LINE),
             gl.allocate_shared_memory(gl.float32, [fixed.stages, fixed.block_n], LINE),
         )
+    flags = gl.allocate_shared_memory(gl.int32, [gl.num_warps()], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     board = message_board(PIECE, 1)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
@@ -504,7 +546,7 @@ def attention_decode_sm90(
         mbarrier.init(k_empty.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=1)
     fence_async_shared()
-    memory = (q_ring, k_ring, v_ring, p_tile, board, message_board(LEFT, 1), scale_rings)
+    memory = (q_ring, k_ring, v_ring, p_tile, board, flags, scale_rings)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     tl.extra.cuda.gdc_wait()  # for the plan
     tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
@@ -520,8 +562,7 @@ def attention_decode_sm90(
         [
             (compute, (outputs, parts, strides_o, work, memory, bars, formula, (scale, rows_q), fixed)),
             (fetch, (inputs, strides, work, memory, bars, fixed)),
-            (merge, (outputs, parts, strides_o, work, memory, rows_q, fixed.block_dv, fixed)),
         ],
-        [4, 4],
-        [fixed.registers, fixed.registers_of_merge],
+        [4],
+        [fixed.registers],
     )
