@@ -16,9 +16,9 @@ FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
 
 
 @gluon.constexpr_function
-def product_layout(columns, warps=4):
-    """Registers of an accumulator of `columns` columns and, for each four warps, 64 rows."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
+def product_layout(columns, depth=16):
+    """Registers of one warpgroup's 64 x `columns` accumulator, of products of `depth` numbers of 32 bytes at a time."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, depth])
 
 
 @gluon.constexpr_function

@@ -24,11 +24,11 @@ _PLANS = Plans()
 _SHARED = 220 * 1024  # bytes for tiles
 _SHARED_OF_TWO = 108 * 1024
 _ROUNDS = 3  # pieces of a large share: most of it first, then half of the rest each
-# registers of a thread: when the kernel starts, and of one that fetches; by rows of a tile, then where eight warps
-# compute, then where two programs share a multiprocessor
+# registers of a thread: when the kernel starts, and of one that fetches; by rows of a tile, then where two programs share
+# a multiprocessor
 _REGISTERS = {16: (None, 160), 32: (None, 168), 64: (None, 152)}
-_REGISTERS_BESIDE_EIGHT = (None, 120)
 _REGISTERS_OF_TWO = (128, 104)
+_REGISTERS_OF_INTEGERS = (128, 120)
 _ENDLESS = 2**30  # tokens of a page where each request has but one, so that lengths compile nothing
 _MERGED = 512  # values of o that are merged at a time
 
@@ -52,6 +52,7 @@ class Fixed(NamedTuple):
     rows_of_part: int
     merged: int  # rows of a part that are merged at a time
     encoding: str | None
+    integers: bool  # whether its codes are
     registers: int
     alike: bool  # whether keys and values lie alike in their pools
     rows: Any
@@ -106,17 +107,18 @@ def _whole(batch: int, seqlen_k: int, device: torch.device, _stream: int | None)
 def _plans(call: Call) -> Planned:
     mask, score = functions(call)
     block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
-    block_r = rows_of_tile(call)
     encoding = None if call.scales is None else BY_DTYPE[call.k.dtype]
-    two = block_r == 16 and block_d + block_dv <= 256  # programs for each multiprocessor: waits of one hide the other's
-    block_n = 64 if two or not encoding and (block_d + block_dv > 256 or block_r > 32) else 128
-    warps = 8 if encoding and block_n == 128 and block_dv >= 128 else 4  # 64 rows of each product for each four
-    rest = (_SHARED_OF_TWO if two else _SHARED) - 2 * block_r * (2 * block_d + block_n)
+    integers = encoding in ("int8", "int4")
+    block_r = rows_of_tile(call, least=4, most=16) if integers else rows_of_tile(call)
     of_key = 2 * (block_d + block_dv) if encoding is None else (block_d + block_dv) // KINDS[encoding].in_byte + 8
+    two = integers or (block_r == 16 and block_d + block_dv <= 256)  # programs on a multiprocessor: one hides another
+    wide = of_key <= 264 if integers else not two and block_d + block_dv <= 256 and block_r <= 32
+    block_n = 128 if wide else 64
+    rest = (_SHARED_OF_TWO if two else _SHARED) - 2 * block_r * (2 * block_d + block_n)
     stages = min(8 if encoding else 4, rest // (block_n * of_key))
     programs = (2 if two else 1) * multiprocessors(call.q.device)
+    registers = _REGISTERS_OF_INTEGERS if integers else _REGISTERS_OF_TWO if two else _REGISTERS[block_r]
     alike = block_d == block_dv and call.k.stride() == call.v.stride()
-    registers = _REGISTERS_OF_TWO if two else _REGISTERS[block_r] if warps == 4 else _REGISTERS_BESIDE_EIGHT
     rows = block_r if call.packed else min(block_r, triton.next_power_of_2(call.rows_q * call.group))
     side = mask and mask.queries
     assert call.pages is not None
@@ -124,11 +126,11 @@ def _plans(call: Call) -> Planned:
     fixed = Fixed(
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         _ENDLESS if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
-        block_dv, stages, _ROUNDS, rows, min(rows, _MERGED // block_dv), encoding,
+        block_dv, stages, _ROUNDS, rows, min(rows, _MERGED // block_dv), encoding, integers,
         registers[1], alike, side and side.rows,
         side and side.once, side and side.visible, score and score.queries.once, score and score.queries.apply,
     )  # fmt: skip
     fixed = Fixed(*(gl.constexpr(x) if isinstance(x, int | str) else x for x in fixed))
     work: Work = work_of(call, block_r, block_n, _ROUNDS * programs, rows, early=True)
     sizes = (call.rows_q, work.slots)
-    return work, Plan(attention_decode_sm90, programs, strides_of_pages(call), sizes, (fixed,), warps, 1, early=True, registers=registers[0])
+    return work, Plan(attention_decode_sm90, programs, strides_of_pages(call), sizes, (fixed,), 4, 1, early=True, registers=registers[0])

@@ -1,8 +1,7 @@
 """Few queries over pages, for Hopper, in Gluon: four warps gather keys, and a warpgroup computes.
 
 Keys are the rows of both products, S^T = K Q^T and O^T = V^T P^T, whose other side are the 16 to 64 rows of queries of
-a tile: a product is as wide as those are, and takes K and V from where the copies put them, or where they are codes
-from registers (`tiles.gluon_codes`). Who does what is planned on the device (`triton_work`). Sources: Ye et al.,
+a tile: a product is as wide as those are, and takes K and V from where the copies put them (`gluon_sm90_fold`). Who does what is planned on the device (`triton_work`). Sources: Ye et al.,
 "FlashInfer"; Shah et al., "FlashAttention-3".
 """
 
@@ -10,13 +9,15 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from tilewise.ops.attention.gluon_sm90_fold import (
+    NOTHING,
+    blank,
+    fold,
+    fold_integers,
+    thread_sums,
+)
 from tilewise.ops.attention.triton_work import (
     LOOK,
     next_tile,
@@ -30,14 +31,11 @@ from tilewise.ops.attention.triton_work import (
 )
 from tilewise.tiles.arithmetic import LN2, LOG2E, decoded
 from tilewise.tiles.gluon_api import barrier, copy_async
-from tilewise.tiles.gluon_codes import dims_of_rows, keys_of, load_keys, load_values, permuted, values_of
-from tilewise.tiles.hopper import message_board, post, posted, product_layout, ring_turn, take
-from tilewise.tiles.visit import call_once, row_ends
+from tilewise.tiles.gluon_codes import dims_of_rows, in_two, permuted
+from tilewise.tiles.hopper import message_board, post, posted, ring_turn, take
 
 PIECE = gl.constexpr(6)  # numbers of a message: tiles, first position, unit, head, first tile, piece
 PARTS = gl.constexpr(8)  # partial results that are read at a time
-NOTHING = gl.constexpr(-1e30)  # what scores are relative to where nothing has been seen
-RISE = gl.constexpr(8.0)  # by how much scores may pass, in base 2, what they are relative to
 
 
 @gluon.jit
@@ -103,10 +101,12 @@ def gather(pool, rows, mask, scales, at, ring, full, empty):
 
 
 @gluon.jit
-def gather_queries(Q, strides, unit, hk, at, ring, full, empty, fixed):
-    """Copy the rows of a unit's tile into the ring's place for the `at`-th, for codes with columns in their order."""
-    R: gl.constexpr = ring.shape[1]
-    D: gl.constexpr = ring.shape[2]
+def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
+    """Copy the rows of a unit's tile into the ring's place for the `at`-th: for codes of floats with columns in their
+    order, for those of integers as bytes, two rows of each, and a scale.
+    """
+    R: gl.constexpr = fixed.block_r
+    D: gl.constexpr = fixed.block_d
     LAYOUT: gl.constexpr = _of_rows(D, 16)
     offs_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     if fixed.encoding == "int4":  # the halves of a row begin with the tile's
@@ -123,7 +123,15 @@ def gather_queries(Q, strides, unit, hk, at, ring, full, empty, fixed):
         q = gl.load(Q + row[:, None] + offs_d[None, :], mask=mask, other=0.0)
         place, phase = ring_turn(at, ring.shape[0])
         mbarrier.wait(empty.index(place), phase ^ 1)
-        ring.index(place).store(permuted(q))
+        if fixed.integers:
+            q = q.to(gl.float32)
+            largest = gl.max(gl.where(q == q, gl.abs(q), float("inf")), 1)
+            scale = gl.where(largest < float("inf"), largest * (1.0 / 127.0), float("nan"))
+            first, second = in_two(q * gl.where(scale > 0.0, 1.0 / scale, 0.0)[:, None])
+            ring.index(place).store(gl.join(first, second).permute((0, 2, 1)).reshape([2 * R, D]))
+            scales.index(place).store(scale)
+        else:
+            ring.index(place).store(permuted(q))
         fence_async_shared()
         barrier()
         mbarrier.arrive(full.index(place))
@@ -161,6 +169,7 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     K_ROWS: gl.constexpr = gl.SliceLayout(1, OF_K)
     V_ROWS: gl.constexpr = gl.SliceLayout(1, OF_V)
     IN_BYTE: gl.constexpr = 2 if fixed.encoding == "int4" else 1
+    q_scales = scale_rings[2] if fixed.integers else None
     offs_d = gl.arange(0, k_ring.shape[2], layout=gl.SliceLayout(0, OF_K))
     offs_dv = gl.arange(0, v_ring.shape[2], layout=gl.SliceLayout(0, OF_V))
     n = 0
@@ -171,10 +180,11 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     left, _lo, u, hk, t, _p = piece
     unit = unit_of(UNITS, u)
     if left > 0:
-        gather_queries(Q, strides_q, unit, hk, 0, q_ring, q_full, q_empty, fixed)
+        gather_queries(Q, strides_q, unit, hk, 0, q_ring, q_scales, q_full, q_empty, fixed)
     tokens = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=K_ROWS)
     pages = page_rows(TABLE, FIRST, stride_t, unit[0], tokens, unit[4], fixed.page)
     after = unit
+    coming = unit_of(UNITS, u + 1)
     turn = 0
     known = 0  # of the next piece: nothing, its turn, all
     while left > 0:
@@ -187,7 +197,6 @@ def fetch(inputs, strides, work, memory, bars, fixed):
             posts += 1
             after = unit_of(UNITS, piece[2])
             known = 2
-        coming = unit_of(UNITS, u + 1)
         here = pages.to(gl.int64)
         k_rows = here * stride_kp + (tokens % fixed.page) * stride_ks + hk * stride_kh
         v_rows = k_rows
@@ -205,6 +214,7 @@ def fetch(inputs, strides, work, memory, bars, fixed):
             unit = after
             starts = left > 0
             known = 0
+        coming = unit_of(UNITS, u + 1)
         tokens = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=K_ROWS)
         pages = page_rows(TABLE, FIRST, stride_t, unit[0], tokens, unit[4], fixed.page)
 
@@ -214,7 +224,7 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         mask = gl.convert_layout(in_k, V_ROWS)[:, None] & (offs_dv < fixed.head_dim_v // IN_BYTE)[None, :]
         gather(V, v_rows[:, None] + offs_dv[None, :], mask, v_scales, n, v_ring, v_full, v_empty)
         if starts:
-            gather_queries(Q, strides_q, unit, hk, rows, q_ring, q_full, q_empty, fixed)
+            gather_queries(Q, strides_q, unit, hk, rows, q_ring, q_scales, q_full, q_empty, fixed)
             rows += 1
         n += 1
 
@@ -268,7 +278,7 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
     R: gl.constexpr = fixed.merged
     OF_PARTS: gl.constexpr = fixed.rows_of_part
     LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [PARTS, 1, 4], [1, 128 // D_V if D_V < 128 else 1, 32 if D_V >= 128 else D_V // 4], [1, gl.num_warps(), 1], [2, 1, 0]
+        [PARTS, 1, 4], [1, 128 // D_V if D_V < 128 else 1, 32 if D_V >= 128 else D_V // 4], [1, 4, 1], [2, 1, 0]
     )
     TILE: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
@@ -313,181 +323,66 @@ def merge_if_last(outputs, parts, strides, work, unit, hk, row_start, rows_q, D_
 
 
 @gluon.jit
-def scores_of(s, unit, hk, r, offs_n, formula, scale, fixed):
-    """Scores [keys, rows] in base 2, -inf where nothing is seen."""
-    mask_args, mask_nums, score_args, score_nums = formula
-    _in_r, _m, h, offs_i = rows_of_unit(unit, hk, r, fixed.group)
-    b = unit[0]
-    keys = unit[4]
-    if fixed.score is not None:
-        offs_j = gl.maximum(gl.minimum(offs_n, keys - 1), 0)
-        once = call_once(b, h[None, :], offs_i[None, :], score_args, score_nums, fixed.score_once)
-        s = fixed.score(s * scale, b, h[None, :], offs_i[None, :], offs_j[:, None], once, score_args, score_nums)
-        s = s * LOG2E
-    else:
-        s = s * (scale * LOG2E)
-    if fixed.visible is not None:
-        offs_j = gl.maximum(gl.minimum(offs_n, keys - 1), 0)
-        once = call_once(b, h[None, :], offs_i[None, :], mask_args, mask_nums, fixed.mask_once)
-        seen = fixed.visible(b, h[None, :], offs_i[None, :], offs_j[:, None], once, mask_args, mask_nums)
-        seen = seen & (offs_n < keys)[:, None]
-    else:
-        first_j, last_j = row_ends(b, h, offs_i, 0, keys, mask_args, mask_nums, fixed.rows)
-        seen = (offs_n[:, None] >= first_j[None, :]) & (offs_n[:, None] <= last_j[None, :])
-    return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
-def by_warps(x, WARPS: gl.constexpr):
-    """x [keys, rows] of a product as [keys / 16 / WARPS, WARPS, 2, 8, rows]: a thread's keys are along 0 and 2."""
-    return x.reshape([x.shape[0] // (16 * WARPS), WARPS, 2, 8, x.shape[1]])
-
-
-@gluon.jit
-def thread_sums(w, WARPS: gl.constexpr):
-    """[WARPS, 8, rows]: what each thread has of a row, summed."""
-    return gl.sum(gl.sum(by_warps(w, WARPS), 2), 0)
-
-
-@gluon.jit
-def tell_if_above(x, flags, WARPS: gl.constexpr):
-    """Each warp says in shared memory whether any of its x [keys, rows] is above RISE."""
-    ROWS: gl.constexpr = x.shape[1]
-    largest = gl.max(gl.max(by_warps(x, WARPS), 2), 0).reshape([WARPS, 8, ROWS // 8, 4, 2])
-    largest = gl.max(gl.max(largest, 4), 2).reshape([WARPS, 32])
-    flags.store(gl.max((largest > RISE).to(gl.int32), 1))
-
-
-@gluon.jit
-def any_above(flags, WARPS: gl.constexpr):
-    return gl.max(flags.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0])), 0) > 0
-
-
-@gluon.jit
-def of_threads(x, like):
-    """x [rows], a number for each row, along `like` [WARPS, 8, rows]."""
-    LAYOUT: gl.constexpr = like.type.layout
-    x = gl.convert_layout(x, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
-    return gl.expand_dims(gl.expand_dims(x, 0), 0)
-
-
-@gluon.jit
 def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fixed):
-    """The warps that compute, tile after tile of each piece."""
+    """The warpgroup that computes, tile after tile of each piece."""
     UNITS = work[0]
-    q_ring, k_ring, v_ring, p_tile, board, flags, scale_rings = memory
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_ring, board, scale_rings = memory[0], memory[4], memory[6]
+    q_full, q_empty = bars[0], bars[1]
     scale, rows_q = scalars
-    STAGES: gl.constexpr = k_ring.shape[0]
-    BLOCK_N: gl.constexpr = k_ring.shape[1]
+    STAGES: gl.constexpr = memory[1].shape[0]
+    BLOCK_N: gl.constexpr = fixed.block_n
+    BLOCK_R: gl.constexpr = fixed.block_r
     D_V: gl.constexpr = fixed.block_dv
-    BLOCK_R: gl.constexpr = q_ring.shape[1]
     ROWS: gl.constexpr = q_ring.shape[0]
-    WARPS: gl.constexpr = gl.num_warps()
-    HALF: gl.constexpr = q_ring.dtype
-    LAYOUT: gl.constexpr = product_layout(BLOCK_R, WARPS)
-    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    no_scores = blank(BLOCK_N, fixed)
+    no_output = blank(D_V, fixed)
+    ROW: gl.constexpr = gl.SliceLayout(0, no_scores.type.layout)
+    O_ROW: gl.constexpr = gl.SliceLayout(0, no_output.type.layout)
     r = gl.arange(0, BLOCK_R, layout=ROW)
-    dv = gl.arange(0, D_V, layout=KEY)
+    r_of_o = gl.arange(0, BLOCK_R, layout=O_ROW)
+    dv = gl.arange(0, D_V, layout=gl.SliceLayout(1, no_output.type.layout))
     if fixed.encoding is not None:
-        dv = dims_of_rows(dv, fixed.encoding, fixed.head_dim_v)
+        dv = dims_of_rows(dv, fixed.encoding, fixed.head_dim_v, D_V)
+    new = (gl.full([BLOCK_R], NOTHING, gl.float32, layout=ROW), thread_sums(no_scores), no_output, 2.0**-120)
     done = 0
     row = 0
     at = 0
-    count, lo, u, hk, t, piece = posted(0, board, WARPS)
+    count, lo, u, hk, t, piece = posted(0, board, 4)
     while count > 0:
         unit = unit_of(UNITS, u)
         row_start = lo - t
         place, turn = ring_turn(row, ROWS)
         mbarrier.wait(q_full.index(place), turn)
-        m_i = gl.full([BLOCK_R], NOTHING, gl.float32, layout=ROW)
-        l_i = thread_sums(gl.zeros([BLOCK_N, BLOCK_R], gl.float32, layout=LAYOUT), WARPS)
-        acc = gl.zeros([D_V, BLOCK_R], gl.float32, layout=LAYOUT)
+        m_i, l_i, acc, top = new
         for n in range(done, done + count):
             coming = unit_of(UNITS, u + 1)
             stage, phase = ring_turn(n, STAGES)
-            mbarrier.wait(k_full.index(stage), phase)
-            fence_async_shared()
-            zeros = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, layout=LAYOUT)
+            offs_n = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, no_scores.type.layout))
+            where = (unit, hk, unit[1] * BLOCK_R + r, offs_n)
             q = q_ring.index(row % ROWS)
-            if fixed.encoding is None:
-                s = warpgroup_mma(k_ring.index(stage), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(0, deps=(s,))
-                mbarrier.arrive(k_empty.index(stage))
+            state = (m_i, l_i, acc, top)
+            if fixed.integers:
+                q_scale = scale_rings[2].index(row % ROWS).load(ROW)
+                state = fold_integers(state, q, q_scale, stage, phase, memory, bars, where, formula, scale, fixed)
             else:
-                codes = load_keys(k_ring.index(stage), WARPS)
-                k_scale = scale_rings[0].index(stage).load(KEY)
-                k = keys_of(codes, fixed.encoding, HALF, BLOCK_R, WARPS)
-                s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(stage), phase)
-                codes = load_values(v_ring.index(stage), fixed.encoding, WARPS)
-                v_scale = scale_rings[1].index(stage).load(KEY)
-                s = warpgroup_mma_wait(0, deps=(s,)) * k_scale[:, None]
-            offs_n = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=KEY)
-            s = scores_of(s, unit, hk, unit[1] * BLOCK_R + r, offs_n, formula, scale, fixed)
-
-            # weights, relative to the largest score of tiles before while none passes that by RISE
-            x = s - m_i[None, :]
-            w = gl.exp2(x)
-            top = 1.0
-            if fixed.encoding is not None:
-                if HALF == gl.float16:  # whose small numbers are few: what is rounded to it is w times at most 1
-                    top = gl.max(v_scale, 0)
-                    top = gl.where(top > 0, top, 1.0)
-                    v_scale = v_scale / top
-                p_tile.store((w * v_scale[:, None]).to(HALF))
-            else:
-                p_tile.store(w.to(HALF))
-                mbarrier.wait(v_full.index(stage), phase)
-            tell_if_above(x, flags, WARPS)
-            fence_async_shared()
-            barrier()  # behind it all codes of the tile have been read, too
-            if any_above(flags, WARPS):
-                largest = gl.maximum(m_i, gl.max(s, 0))
-                alpha = gl.exp2(m_i - largest)
-                m_i = largest
-                l_i = l_i * of_threads(alpha, l_i)
-                acc = acc * alpha[None, :]
-                w = gl.exp2(s - m_i[None, :])
-                if fixed.encoding is not None:
-                    p_tile.store((w * v_scale[:, None]).to(HALF))
-                else:
-                    p_tile.store(w.to(HALF))
-                fence_async_shared()
-                barrier()
-            l_i += thread_sums(w, WARPS)
-
-            if fixed.encoding is None:
-                acc = warpgroup_mma(v_ring.index(stage).permute((1, 0)), p_tile, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v_empty.index(stage))
-            else:
-                mbarrier.arrive(k_empty.index(stage))
-                mbarrier.arrive(v_empty.index(stage))
-                v = values_of(codes, fixed.encoding, HALF, BLOCK_R, WARPS)
-                if HALF == gl.float16:
-                    zeros = gl.zeros([D_V, BLOCK_R], gl.float32, layout=LAYOUT)
-                    added = warpgroup_mma(v, p_tile, zeros, use_acc=False, is_async=True)
-                    acc += warpgroup_mma_wait(0, deps=(added,)) * top
-                else:
-                    acc = warpgroup_mma(v, p_tile, acc, is_async=True)
-                    acc = warpgroup_mma_wait(0, deps=(acc,))
+                state = fold(state, q, stage, phase, memory, bars, where, formula, scale, fixed)
+            m_i, l_i, acc, top = state
 
             # the end of a row of tiles, or of what this piece has of it
             after = next_tile(u, hk, t, unit, coming, fixed.heads // fixed.group)
             whole = (row_start >= lo) & (after[2] == 0)
             if (after[2] == 0) | (n + 1 == done + count):
-                total = gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), ROW)
+                total = gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), O_ROW)
+                largest = gl.convert_layout(m_i, O_ROW)
                 if whole:
-                    end_row(outputs, strides_o, unit, hk, unit[1] * BLOCK_R + r, dv, acc, total, m_i, rows_q, 0, fixed)
+                    r_of_unit = unit[1] * BLOCK_R + r_of_o
+                    end_row(outputs, strides_o, unit, hk, r_of_unit, dv, acc, total, largest, rows_q, 0, fixed)
                 else:
-                    leave_part(parts, 2 * piece + (row_start >= lo).to(gl.int32), r, dv, acc, total, m_i, fixed)
+                    slot = 2 * piece + (row_start >= lo).to(gl.int32)
+                    leave_part(parts, slot, r_of_o, dv, acc, total, largest, fixed)
                     barrier()
                     merge_if_last(outputs, parts, strides_o, work, unit, hk, row_start, rows_q, D_V, fixed)
-                m_i = gl.full([BLOCK_R], NOTHING, gl.float32, layout=ROW)
-                l_i = thread_sums(gl.zeros([BLOCK_N, BLOCK_R], gl.float32, layout=LAYOUT), WARPS)
-                acc = gl.zeros([D_V, BLOCK_R], gl.float32, layout=LAYOUT)
+                m_i, l_i, acc, top = new
                 row_start = lo + n + 1 - done
                 mbarrier.arrive(q_empty.index(row % ROWS))
                 row += 1
@@ -497,7 +392,7 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
             u, hk, t, unit = after
         done += count
         at += 1
-        count, lo, u, hk, t, piece = posted(at, board, WARPS)
+        count, lo, u, hk, t, piece = posted(at, board, 4)
 
 
 @gluon.jit(do_not_specialize=["stride_t", "rows_q", "slots", "mask_nums", "score_nums"])
@@ -509,26 +404,33 @@ def attention_decode_sm90(
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled."""
     dtype: gl.constexpr = Q.dtype.element_ty
-    stored: gl.constexpr = K.dtype.element_ty
     IN_BYTE: gl.constexpr = 2 if fixed.encoding == "int4" else 1
     K_ROW: gl.constexpr = fixed.block_d // IN_BYTE
     V_ROW: gl.constexpr = fixed.block_dv // IN_BYTE
+    if fixed.encoding == "int8":
+        K = K.to(gl.pointer_type(gl.int8), bitcast=True)
+        V = V.to(gl.pointer_type(gl.int8), bitcast=True)
+    stored: gl.constexpr = K.dtype.element_ty
+    factor: gl.constexpr = gl.int8 if fixed.integers else dtype
+    COLUMNS: gl.constexpr = 2 * fixed.block_r if fixed.integers else fixed.block_r
+    P_SHAPE: gl.constexpr = [COLUMNS, fixed.block_n] if fixed.integers else [fixed.block_n, COLUMNS]
     K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, K_ROW], stored)
     V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, V_ROW], stored)
-    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_r, fixed.block_d], dtype)
-    P_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, fixed.block_r], dtype)
+    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, fixed.block_d], factor)
+    P_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for(P_SHAPE, factor)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_ring = gl.allocate_shared_memory(stored, [fixed.stages, fixed.block_n, K_ROW], K_TILE)
     v_ring = gl.allocate_shared_memory(stored, [fixed.stages, fixed.block_n, V_ROW], V_TILE)
-    q_ring = gl.allocate_shared_memory(dtype, [2, fixed.block_r, fixed.block_d], Q_TILE)
-    p_tile = gl.allocate_shared_memory(dtype, [fixed.block_n, fixed.block_r], P_TILE)
+    q_ring = gl.allocate_shared_memory(factor, [2, COLUMNS, fixed.block_d], Q_TILE)
+    p_tile = gl.allocate_shared_memory(factor, P_SHAPE, P_TILE)
     scale_rings = ()
     if fixed.encoding is not None:
-        LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         scale_rings = (
             gl.allocate_shared_memory(gl.float32, [fixed.stages, fixed.block_n], LINE),
             gl.allocate_shared_memory(gl.float32, [fixed.stages, fixed.block_n], LINE),
+            gl.allocate_shared_memory(gl.float32, [2, fixed.block_r], LINE),
         )
-    flags = gl.allocate_shared_memory(gl.int32, [gl.num_warps()], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flags = gl.allocate_shared_memory(gl.int32, [4], LINE)
     board = message_board(PIECE, 1)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)

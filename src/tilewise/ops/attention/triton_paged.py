@@ -569,12 +569,12 @@ def _plans(call: Call) -> Planned:
     return work, tiles
 
 
-def rows_of_tile(call: Call) -> int:
+def rows_of_tile(call: Call, least: int = 16, most: int = 64) -> int:
     """For the mean request, or for four queries where other requests must not matter; up to 8,192 values of o."""
     mean = -(-call.rows_q // max(call.batch, 1) if call.packed else call.rows_q)
     rows = (4 if call.batch_invariant else mean) * call.group
-    most = max(16, min(64, 8192 // padded(max(call.head_dim, call.head_dim_v))))
-    return max(16, min(most, triton.next_power_of_2(rows)))
+    most = max(16, min(most, 8192 // padded(max(call.head_dim, call.head_dim_v))))
+    return max(least, min(most, triton.next_power_of_2(rows)))
 
 
 def _tile(call: Call) -> tuple[int, int]:
