@@ -239,6 +239,8 @@ def _line(record: Record) -> str:
         parts.append(f"{record.p50_ms:>10.4g} ms")
     if record.tflops is not None:
         parts.append(f"{record.tflops:>8.4g} TFLOP/s")
+    if record.gbps is not None:
+        parts.append(f"{record.gbps:>8.4g} GB/s")
     if record.peak_mib is not None:
         parts.append(f"{record.peak_mib:>8.4g} MiB")
     if record.count is not None:

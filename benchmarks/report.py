@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import grid_report
+from benchmarks import grid_report, serving_report
 from benchmarks.environment import ROOT
 from benchmarks.records import RESULTS, Record, read_all
 from tools.families import FAMILIES
@@ -30,12 +30,15 @@ tilewise is faster.
 
 Contenders: `cudnn` and `fa2` are the cuDNN and FlashAttention-2 back ends of PyTorch's `scaled_dot_product_attention`,
 `flex` is FlexAttention under `torch.compile`, `torch_varlen` is `torch.nn.attention.varlen` (FlashAttention-2), `fa4`
-is FlashAttention-4 (package `flash-attn-4`). TFLOP/s count visible pairs: 4 · head_dim operations per pair in the
-forward pass, 2.5 times that in the backward pass; percentages are shares of the same run's matrix product. "Not
-applicable" stands where a row of ours does not take the call.
+is FlashAttention-4 (package `flash-attn-4`), `flashinfer` is FlashInfer (package `flashinfer-python`). TFLOP/s count
+visible pairs: 4 · head_dim operations per pair in the forward pass, 2.5 times that in the backward pass; percentages
+are shares of the same run's matrix product. "Not applicable" stands where a row of ours does not take the call.
 """
 
 Table = list[tuple[str, dict[str, Record]]]
+LABELS: dict[str, Callable[[dict[str, Any]], str]] = {
+    question: shape.label for shape in (grid_report, serving_report) for question in shape.QUESTIONS
+}
 
 
 def latest(records: Iterable[tuple[str, Record]]) -> dict[tuple[str, str], Table]:
@@ -49,7 +52,7 @@ def latest(records: Iterable[tuple[str, Record]]) -> dict[tuple[str, str], Table
         chosen = [max(by_run.values(), key=lambda rows: rows[0].date) for by_run in by_problem.values()]
         if key[1] in grid_report.QUESTIONS:
             chosen.sort(key=lambda rows: grid_report.place(rows[0].problem))
-        label = grid_report.label if key[1] in grid_report.QUESTIONS else _label
+        label = LABELS.get(key[1], _label)
         tables[key] = [(label(rows[0].problem), {row.impl: row for row in rows}) for rows in chosen]
     return tables
 
@@ -71,7 +74,7 @@ def ratio(row: dict[str, Record]) -> float | None:
     return min(peers) / min(ours) if ours and peers and min(ours) > 0 else None
 
 
-def _cell(record: Record | None, best: float | None, share: bool) -> str:
+def _cell(record: Record | None, best: float | None, share: bool, speedup: float | None = None) -> str:
     if record is None:
         return ""
     if record.failed and record.error is not None:
@@ -82,10 +85,14 @@ def _cell(record: Record | None, best: float | None, share: bool) -> str:
     if record.p50_ms is not None:
         time = _time(record.p50_ms)
         parts.append(f"**{time}**" if record.p50_ms == best else time)
+    if speedup is not None:
+        parts.append(f"{speedup:.2f} x")
     if record.tflops is not None:
         parts.append(f"{record.tflops:.0f} TFLOP/s" if record.tflops >= 10 else f"{record.tflops:.3g} TFLOP/s")
         if share and record.ceiling_tflops:
             parts[-1] += f" ({100 * record.tflops / record.ceiling_tflops:.0f} %)"
+    if record.gbps is not None:
+        parts.append(f"{record.gbps:,.0f} GB/s" if record.gbps >= 10 else f"{record.gbps:.3g} GB/s")
     if record.peak_mib is not None:
         parts.append(f"+{record.peak_mib:,.0f} MiB" if record.peak_mib >= 10 else f"+{record.peak_mib:.1f} MiB")
     if record.count is not None:
@@ -109,7 +116,8 @@ def table(question: str, rows: Table) -> str:
     for label, row in rows:
         times = [record.p50_ms for record in row.values() if record.p50_ms is not None]
         share = question in grid_report.QUESTIONS
-        cells = [_cell(row.get(impl), min(times, default=None), share) for impl in impls]
+        best = min(times, default=None)
+        cells = [_cell(row.get(impl), best, share, serving_report.speedup(question, impl, row)) for impl in impls]
         if compared:
             value = ratio(row)
             cells.append("" if value is None else f"{value:.2f}")
@@ -125,6 +133,8 @@ def _caption(question: str, rows: Table) -> str:
         if key not in LABEL and all(record.problem.get(key) == value for record in records)
     }
     sentences = [f"Problem: {', '.join(f'{key} {value}' for key, value in shared.items())}." if shared else ""]
+    if question in serving_report.BASELINES:
+        sentences.append(f"x: the time of {serving_report.BASELINES[question][0]}, over this one.")
     what = "Time includes" if any(record.p50_ms is not None for record in records) else "What is counted"
     sentences.append(f"{what}: {'; '.join(_unique(record.includes for record in records))}.")
     ceilings = [record.ceiling_tflops for record in records if record.ceiling_tflops is not None]

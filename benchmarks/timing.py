@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ METHOD_CPU = (
     "{rounds} rounds after {warmup_ms:.0f} ms of warm-up each"
 )
 
+R = TypeVar("R")
 Call = Callable[[], object]
 Quantiles = tuple[float, float, float]
 
@@ -147,13 +149,13 @@ def host_times(calls: Mapping[str, Call], *, device: str, rounds: int = 20, repe
     return {name: Timed(times.get(name, []), failures.get(name)) for name in calls}
 
 
-def graphed(call: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.Tensor]:
-    """`call` captured in a CUDA graph, whose replays give the same tensor each time; on a CPU the call itself."""
+def graphed(call: Callable[[], R], device: str) -> Callable[[], R]:
+    """`call` captured in a CUDA graph, whose replays give the same tensors each time; on a CPU the call itself."""
     if device != "cuda":
         return call
     graph, result = captured(call)
 
-    def replay(_keep: object = call) -> torch.Tensor:  # with what it reads
+    def replay(_keep: object = call) -> R:  # with what it reads
         graph.replay()
         return result
 

@@ -27,6 +27,7 @@ from benchmarks.environment import current, version
 from benchmarks.records import Writer
 from benchmarks.reference import relative_error
 from benchmarks.timing import ceilings, failure_message, graphed, interleaved, method
+from tilewise.quant import Encoded, decode
 
 DECODE, PREFILL = "decode", "prefill_paged"
 INCLUDES = "one step: plan, attention and merge, replayed from a CUDA graph"
@@ -37,7 +38,10 @@ ROUNDS = 30
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests of these lengths, in pages of `page_size`; `mix` is how the lengths were drawn."""
+    """Requests of these lengths, in pages of `page_size`; `mix` is how the lengths were drawn.
+
+    The first `shared` tokens of all requests lie in the same pages, whole ones.
+    """
 
     lengths: tuple[int, ...]
     mix: str
@@ -45,6 +49,12 @@ class Batch:
     heads_q: int = 32
     heads_kv: int = 8
     head_dim: int = 128
+    shared: int = 0
+
+    @property
+    def distinct(self) -> int:
+        """Tokens that lie somewhere: shared ones count once."""
+        return self.shared + sum(self.lengths) - self.shared * len(self.lengths)
 
     @property
     def problem(self) -> dict[str, Any]:
@@ -91,12 +101,14 @@ def batches(quick: bool) -> list[Batch]:
 def tensors(batch: Batch, dtype: torch.dtype, device: str) -> Tensors:
     """Random keys, values and queries; pages in no order."""
     generator = torch.Generator(device).manual_seed(0)
-    counts = [-(-n // batch.page_size) for n in batch.lengths]
-    shape = (sum(counts), 2, batch.page_size, batch.heads_kv, batch.head_dim)
+    shared = batch.shared // batch.page_size
+    counts = [-(-n // batch.page_size) - shared for n in batch.lengths]
+    shape = (shared + sum(counts), 2, batch.page_size, batch.heads_kv, batch.head_dim)
     pool = torch.randn(shape, generator=generator, device=device).to(dtype)
     q = torch.randn(len(counts), 1, batch.heads_q, batch.head_dim, generator=generator, device=device).to(dtype)
-    pages = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(torch.int32).split(counts)
-    table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True).to(device)
+    numbers = torch.randperm(shape[0], generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    pages = [torch.cat([numbers[:shared], own]) for own in numbers[shared:].split(counts)]
+    table = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True).to(device)
     return Tensors(q, pool, tw.Paged(table, torch.tensor(batch.lengths, dtype=torch.int32, device=device)))
 
 
@@ -125,21 +137,35 @@ def contenders(batch: Batch, given: Tensors, flashinfer: Any) -> dict[str, Calla
 
 
 def _flashinfer(module: Any, batch: Batch, given: Tensors) -> Callable[[], torch.Tensor]:
-    workspace = torch.empty(512 * 2**20, dtype=torch.uint8, device=given.q.device)
-    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    wrapper.plan(
-        *_pages(batch, given), batch.heads_q, batch.heads_kv, batch.head_dim, batch.page_size,
-        q_data_type=given.q.dtype, kv_data_type=given.q.dtype,
-    )  # fmt: skip
+    wrapper, plan = flashinfer_decode(module, batch, given)
+    plan()
     return lambda: wrapper.run(given.q[:, 0], given.pool)[:, None]
 
 
-def reference(batch: Batch, given: Tensors, request: int) -> torch.Tensor:
-    """o of one request in float64, (heads, dim)."""
+def flashinfer_decode(module: Any, batch: Batch, given: Tensors) -> tuple[Any, Callable[[], object]]:
+    """FlashInfer's wrapper for one token of each request, and its plan. What the plan reads on the host lies there."""
+    workspace = torch.empty(512 * 2**20, dtype=torch.uint8, device=given.q.device)
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    indptr, indices, last = _pages(batch, given)
+    pages = (indptr.cpu(), indices, last.cpu())
+    return wrapper, lambda: wrapper.plan(
+        *pages, batch.heads_q, batch.heads_kv, batch.head_dim, batch.page_size,
+        q_data_type=given.q.dtype, kv_data_type=given.q.dtype,
+    )  # fmt: skip
+
+
+def rows_of(batch: Batch, given: Tensors, request: int, codes: Encoded | None = None) -> tuple[torch.Tensor, ...]:
+    """Keys and values of one request, (tokens, heads, dim); with `codes` of the pool, what these stand for."""
     assert isinstance(given.layout.block_table, torch.Tensor)
     length = batch.lengths[request]
     pages = given.layout.block_table[request, : -(-length // batch.page_size)].long()
-    k, v = (given.pool[pages, part].flatten(0, 1)[:length].double() for part in (0, 1))
+    rows = given.pool[pages] if codes is None else decode(Encoded(codes.data[pages], codes.scale[pages]))
+    return tuple(rows[:, part].flatten(0, 1)[:length] for part in (0, 1))
+
+
+def reference(batch: Batch, given: Tensors, request: int, codes: Encoded | None = None) -> torch.Tensor:
+    """o of one request in float64, (heads, dim); `codes` as for `rows_of`."""
+    k, v = (x.double() for x in rows_of(batch, given, request, codes))
     q = given.q[request, 0].double().view(batch.heads_kv, -1, batch.head_dim)
     p = torch.einsum("hgd,nhd->hgn", q, k).mul(batch.head_dim**-0.5).softmax(-1)
     return torch.einsum("hgn,nhd->hgd", p, v).flatten(0, 1)
@@ -173,7 +199,7 @@ def run(options: Options) -> None:
 
 
 def _decode(batch: Batch, device: str, flashinfer: Any, writer: Writer, rounds: int) -> None:
-    given = tensors(batch, _dtype(device), device)
+    given = tensors(batch, dtype_of(device), device)
     request = min(3, len(batch.lengths) - 1)
     want = reference(batch, given, request)
     found = contenders(batch, given, flashinfer)
@@ -202,14 +228,14 @@ def prefills(quick: bool) -> list[Batch]:
 
 
 def _prefill(batch: Batch, device: str, flashinfer: Any, writer: Writer, rounds: int) -> None:
-    given = tensors(batch, _dtype(device), device)
+    given = tensors(batch, dtype_of(device), device)
     total = sum(batch.lengths)
     generator = torch.Generator(device).manual_seed(1)
     q = torch.randn(total, batch.heads_q, batch.head_dim, generator=generator, device=device).to(given.q.dtype)
     cu_seqlens = torch.tensor([0, *batch.lengths]).cumsum(0).to(device, torch.int32)
     layout = tw.Paged(given.layout.block_table, given.layout.seqlens_k, cu_seqlens)
     pool_k, pool_v = given.pool[:, 0], given.pool[:, 1]
-    k, v = (_packed(batch, given, part) for part in (0, 1))
+    k, v = (torch.cat(x) for x in zip(*(rows_of(batch, given, r) for r in range(len(batch.lengths))), strict=True))
 
     def over_pages(row: str) -> Callable[[], torch.Tensor]:
         return lambda: tw.attention(q, pool_k, pool_v, mask=tw.causal, layout=layout, impl=row)
@@ -225,7 +251,7 @@ def _prefill(batch: Batch, device: str, flashinfer: Any, writer: Writer, rounds:
         found["flashinfer"] = _flashinfer_prefill(flashinfer, batch, given, q, cu_seqlens)
     last = len(batch.lengths) - 1
     rows_of_last = slice(total - batch.lengths[last], total)
-    want = _causal(q[rows_of_last, 0], k[rows_of_last, 0], v[rows_of_last, 0])
+    want = causal_head(q[rows_of_last, 0], k[rows_of_last, 0], v[rows_of_last, 0])
     timed = interleaved(found, device=device, rounds=rounds)
     pairs = sum(n * (n + 1) // 2 for n in batch.lengths)
     for name, call in found.items():
@@ -241,20 +267,12 @@ def _prefill(batch: Batch, device: str, flashinfer: Any, writer: Writer, rounds:
         )  # fmt: skip
 
 
-def _dtype(device: str) -> torch.dtype:
+def dtype_of(device: str) -> torch.dtype:
+    """Of queries, and of keys that are not encoded."""
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
-def _packed(batch: Batch, given: Tensors, part: int) -> torch.Tensor:
-    """Keys (part 0) or values (1) of all requests, one after another."""
-    assert isinstance(given.layout.block_table, torch.Tensor)
-    rows = []
-    for pages, length in zip(given.layout.block_table, batch.lengths, strict=True):
-        rows.append(given.pool[pages[: -(-length // batch.page_size)].long(), part].flatten(0, 1)[:length])
-    return torch.cat(rows)
-
-
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def causal_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """One head of one request in float64, a block of rows at a time."""
     blocks = []
     for start in range(0, len(q), 1024):
