@@ -81,6 +81,7 @@ class Plan:
     describe: Callable[[torch.Tensor, tuple[int, ...]], Any] = describe
     early: bool = False  # whether it may start while the kernel before it still runs, whose end it waits for itself
     scratch: bool = False  # whether the kernel writes tensor descriptors for itself
+    contract: bool = True  # whether a product that is added to something may be left unrounded
     compiled: Any = field(default=None, init=False)
     encoders: dict[int, Encoder] = field(default_factory=dict, init=False)
 
@@ -96,6 +97,8 @@ class Plan:
             self.compiled(*arguments)
             return
         options = {"launch_pdl": True} if self.early else {}
+        if not self.contract:
+            options["enable_fp_fusion"] = False
         compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.warps, num_stages=self.stages, **options)
         if remember and hasattr(compiled, "launch_metadata"):  # the interpreter returns nothing
             self.compiled, self.encoders = _shortcut(compiled, self.grid, pointers, sorted(self.boxes))
