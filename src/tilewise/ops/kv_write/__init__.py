@@ -45,7 +45,7 @@ def kv_write(
             tokens that are skipped may be anything. Queries are rotated by whoever attends.
         impl: "triton", "cpu" or "reference"; None picks the first that can.
 
-    Slots are checked on a CPU (that they exist, and come once), and positions (that the tables have them), and on a GPU
+    Slots (that they exist, and come once) and positions (that the tables have them) are checked on a CPU, and on a GPU
     with TILEWISE_DEBUG=1, since reading them there would wait for it. There is no gradient.
 
     Raises:

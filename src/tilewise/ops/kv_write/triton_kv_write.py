@@ -67,9 +67,7 @@ def encode_rows(
     token, head, page, offset, used, DIM: tl.constexpr, BLOCK: tl.constexpr, ENCODING: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of some tokens of k or v, turned where there is a ROPE, as codes, into their slots
-    # [BLOCK_R, BLOCK]
-    """
+    """Some heads of k or v, turned where there is a ROPE, as codes, into their slots  # [BLOCK_R, BLOCK]"""
     IN_BYTE: tl.constexpr = 2 if ENCODING == "int4" else 1
     STEP: tl.constexpr = DIM // IN_BYTE
     offs = tl.arange(0, BLOCK // IN_BYTE)
