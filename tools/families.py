@@ -71,6 +71,7 @@ _PORTABLE = (
 )
 
 _CODES = "src/tilewise/tiles/codes.py"
+_ROTARY = "src/tilewise/tiles/rotary.py"
 _PAGED = (_CODES, *(_ATTENTION + name for name in ("triton_paged.py", "triton_work.py")))
 
 _GPU_TESTS = ("tests/gpu/test_[as]*.py",)
@@ -88,6 +89,7 @@ _WRITE = "src/tilewise/ops/kv_write/"
 _WRITE_SHARED = (
     "src/tilewise/core/[er]*.py",
     "src/tilewise/quant/codes.py",
+    "src/tilewise/rotary.py",
     _DISPATCH,
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
@@ -160,7 +162,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="kv_write_triton",
-            sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _ATTENTION + "triton_launch.py", _CODES),
+            sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _ATTENTION + "triton_launch.py", _CODES, _ROTARY),
             tests=("tests/gpu/test_kv_write.py",),
             rows=("triton",),
             ci=_CI,

@@ -66,12 +66,23 @@ def _encoded_write(kind: str, dim: int, dtype: torch.dtype) -> Write:
     return write_call(*tokens, *(encode(pages, kind) for pages in _pool(dim, dtype)), torch.arange(SEQLEN))
 
 
+def _rotated_write(kind: str | None, dim: int, dtype: torch.dtype, interleaved: bool) -> Write:
+    tokens = [torch.zeros(SEQLEN, HEADS_KV, dim, dtype=dtype)] * 2
+    pages = [pages if kind is None else encode(pages, kind) for pages in _pool(dim, dtype)]
+    table, slots = torch.zeros(SEQLEN, dim // 2), torch.arange(SEQLEN)
+    return write_call(*tokens, *pages, slots, tw.Rope(table, table, slots, interleaved))
+
+
 WRITES: dict[str, Callable[[int, torch.dtype], Write | Copy]] = {
     "tokens": lambda dim, dtype: write_call(
         *[torch.zeros(SEQLEN, HEADS_KV, dim, dtype=dtype)] * 2, *_pool(dim, dtype), torch.arange(SEQLEN)
     ),
     "pages": lambda dim, dtype: copy_calls(*_pool(dim, dtype), torch.tensor([[0, 1], [2, 3]]))[0],
     **{kind: functools.partial(_encoded_write, kind) for kind in KINDS},
+    "tokens halves": lambda dim, dtype: _rotated_write(None, dim, dtype, interleaved=False),
+    "tokens neighbours": lambda dim, dtype: _rotated_write(None, dim, dtype, interleaved=True),
+    "fp8 halves": lambda dim, dtype: _rotated_write("fp8", dim, dtype, interleaved=False),
+    "int4 neighbours": lambda dim, dtype: _rotated_write("int4", dim, dtype, interleaved=True),
 }
 
 

@@ -26,6 +26,7 @@ from tilewise.ops.attention import Explanation, attention, attention_with_lse, p
 from tilewise.ops.attention.planned import AttentionPlan
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
+from tilewise.rotary import Rope
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "Mask",
     "Packed",
     "Paged",
+    "Rope",
     "Score",
     "alibi",
     "attention",

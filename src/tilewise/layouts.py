@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import host_values, once_per_version
+from tilewise.core.readback import host_values, once_per_version, values_checked
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def check_pages(pages: Pages, cu_seqlens_q: Any, q: torch.Tensor, k: torch.Tenso
             expected=f"{batch}, the requests of the block table",
             hint="queries of different lengths are packed: layout=tilewise.Paged(..., cu_seqlens_q=...)",
         )
-    read = q.device.type == "cpu" or os.environ.get("TILEWISE_DEBUG") == "1"
+    read = values_checked(q.device)
     if cu_seqlens_q is not None:
         _check_cu_seqlens("layout cu_seqlens_q", cu_seqlens_q, q.shape[0], q.device, read)
         if cu_seqlens_q.shape[0] != batch + 1:

@@ -102,6 +102,7 @@ BOTH: list[tuple[str, dict[str, Any]]] = [
     ("rotary_cos", {"rotary_cos": COS, "rotary_sin": SIN[:, :4]}),
     ("rotary_cos", {"rotary_cos": angles(9)[0], "rotary_sin": angles(9)[1]}),
     ("rotary_cos", {"rotary_cos": COS, "rotary_sin": SIN, "k": None, "v": None}),
+    ("rotary_cos", {"rotary_cos": COS[:, :0], "rotary_sin": SIN[:, :0]}),
     ("rotary_cos", {"rotary_cos": COS[:23], "rotary_sin": SIN[:23]}),
     ("softmax_scale", {"softmax_scale": float("nan")}),
     ("softmax_scale", {"softmax_scale": torch.ones(1)}),
@@ -235,7 +236,7 @@ def test_nothing_is_read_from_a_gpu(page_size: int, monkeypatch: pytest.MonkeyPa
         return q[..., :DIM_V], torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3], device="meta")
 
     monkeypatch.setattr(tw, "attention_with_lse", attention)
-    monkeypatch.setattr(tw, "kv_write", lambda *tensors: reached.append(tensors[-1]))
+    monkeypatch.setattr(tw, "kv_write", lambda *tensors, rope: reached.append(tensors[-1] if rope else None))
     arguments = {**make(page_size), "rotary_cos": COS, "rotary_sin": SIN, "cache_leftpad": TENSOR}
     arguments |= {"alibi_slopes": torch.ones(4), "softcap": 1.0, "causal": True}
     meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}

@@ -11,8 +11,11 @@ import pytest
 import torch
 import triton
 
+import tilewise as tw
 from tilewise.ops.attention import triton_attention
 from tilewise.ops.attention.problem import make_call
+from tilewise.ops.kv_write import triton_kv_write
+from tilewise.ops.kv_write.problem import write_call
 from tilewise.testing.offline import SHARED_LIMIT, Resources, compiling_for
 from tools.kernel_resources import DTYPES, Variant, as_entry, read_table, variants
 
@@ -114,3 +117,14 @@ class TestInstructions:
         ptx = kernels[-1].asm["ptx"]
         assert "min.NaN.f32" in ptx
         assert "max.NaN.f32" in ptx
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_products_of_a_rotation_are_rounded(self, interleaved: bool) -> None:
+        """A GPU's keys are then those of a CPU, bit for bit; the interpreter never fuses a product and a sum."""
+        x, pages = torch.zeros(64, 2, 128), torch.zeros(8, 16, 2, 128)
+        rope = tw.Rope(torch.zeros(64, 64), torch.zeros(64, 64), torch.arange(64), interleaved)
+        with compiling_for(90) as kernels:
+            triton_kv_write.write(write_call(x, x, pages, pages, torch.arange(64), rope))
+        ptx = kernels[-1].asm["ptx"]
+        assert "mul.rn.f32" in ptx
+        assert "fma" not in ptx

@@ -15,7 +15,7 @@ from tilewise.quant import KINDS, decode
 from tilewise.testing import writing
 from tilewise.testing.graphs import captured
 from tilewise.testing.properties import Setting
-from tilewise.testing.writing import BY_NAME, CASES, WriteCase
+from tilewise.testing.writing import BY_NAME, CASES, ENCODED_ROPE_CASES, ROPE_CASES, RopeCase, WriteCase
 
 SETTINGS = [Setting("triton", dtype, DEVICE) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 LARGE = [
@@ -43,18 +43,75 @@ def test_encodes_where_told(kind: str) -> None:
     writing.copies_encoded_pages(SETTINGS[0], BY_NAME["joint"], kind)
 
 
+PREFILL = replace(LARGE[1], tokens=700, num_pages=60)
+LARGE_ROPES = [
+    RopeCase("decode", LARGE[0], 128),
+    RopeCase("prefill", PREFILL, 128, joint=True),
+    RopeCase("pairs", PREFILL, 64, interleaved=True, table=torch.bfloat16),
+    RopeCase("latent", LARGE[2], 64, interleaved=True),
+    RopeCase("pages_of_64", replace(LARGE[0], page_size=64, num_pages=40, skip=False), 96),
+]
+
+
+@pytest.mark.parametrize("rotary", [*ROPE_CASES, *LARGE_ROPES], ids=repr)
+@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
+def test_rotates_where_told(setting: Setting, rotary: RopeCase) -> None:
+    """Bit for bit as on a CPU: no product is left unrounded."""
+    writing.rotates_where_told(setting, rotary)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rotary", [*ENCODED_ROPE_CASES, *LARGE_ROPES[::2]], ids=repr)
+def test_rotates_and_encodes_where_told(rotary: RopeCase, kind: str) -> None:
+    writing.rotates_where_told(SETTINGS[0], rotary, kind)
+
+
+def test_ropes_do_not_share_a_plan() -> None:
+    """With and without, of other widths, pairs and tables."""
+    case = BY_NAME["all_slots"]
+    for rotary in (*ROPE_CASES, *ROPE_CASES):
+        writing.rotates_where_told(SETTINGS[0], replace(rotary, case=case, rotary_dim=min(rotary.rotary_dim, 16)))
+        writing.writes_where_told(SETTINGS[0], case)
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_a_graph_replays_with_other_positions(kind: str | None) -> None:
+    rotary = ROPE_CASES[0]
+    held, wanted = (
+        writing.encoded_memory(rotary.case, SETTINGS[0], kind)
+        if kind
+        else writing.make_memory(rotary.case, SETTINGS[0])
+        for _ in range(2)
+    )
+    k, v, slots = writing.make_tokens(rotary.case, SETTINGS[0])
+    given = writing.make_rope(rotary, slots)
+    rope = replace(given, positions=torch.zeros_like(given.positions))
+
+    def step() -> tuple[torch.Tensor, ...]:
+        tw.kv_write(k, v, held.k_pages, held.v_pages, slots, rope=rope)
+        return ()
+
+    graph, _ = captured(step)
+    rope.positions.copy_(given.positions)
+    graph.replay()
+    tw.kv_write(k, v, wanted.k_pages, wanted.v_pages, slots, rope=given)
+    assert all(torch.equal(a, b) for a, b in zip(held.bits, wanted.bits, strict=True))
+
+
 def test_a_step_of_an_encoded_cache() -> None:
     """Pages copied, tokens written and read, as the same cache has it on the CPU: codes bit for bit."""
     found, codes = [], []
+    angle = torch.outer(torch.arange(64.0), 10_000.0 ** (-torch.arange(64) / 64))
     for device in (DEVICE, "cpu"):
         cache = KVCache(2, 40, 16, 8, 128, device=device, encoding="fp8")
         sequences = [cache.new() for _ in range(3)]
+        cos, sin = (x.to(device) for x in (angle.cos(), angle.sin()))
         make = torch.Generator().manual_seed(0)
         for counts in ([40, 3, 17], [1, 1, 1], [1, 1, 1]):
             batch = cache.extend(sequences, counts)
             k, v = torch.randn(2, sum(counts), 8, 128, generator=make).to(device, torch.bfloat16)
             for layer in range(2):
-                batch.write(layer, k, v)
+                batch.write(layer, k, v, rope=tw.Rope(cos, sin, batch.positions))
             sequences[1] = cache.fork(sequences[0])[0]  # the next step copies a page
             q = torch.randn(sum(counts), 32, 128, generator=make).to(device, torch.bfloat16)
             o = tw.attention(q, *cache.pages(1), layout=batch.layout, mask=tw.causal)
@@ -104,11 +161,12 @@ def test_a_step_of_a_cache_waits_for_nothing() -> None:
     sequences = [cache.new() for _ in range(8)]
     k = torch.randn(8, 8, 128, device=DEVICE, dtype=torch.bfloat16)
     q = torch.randn(8, 32, 128, device=DEVICE, dtype=torch.bfloat16)
+    table = torch.rand(100, 64, device=DEVICE)
 
     def step() -> torch.Tensor:
         batch = cache.extend(sequences, 1)
         for layer in range(2):
-            batch.write(layer, k, k)
+            batch.write(layer, k, k, rope=tw.Rope(table, table, batch.positions))
         return tw.attention(q, *cache.pages(1), layout=batch.layout, mask=tw.causal)
 
     step()
@@ -129,18 +187,24 @@ def test_slots_are_checked_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TILEWISE_DEBUG", "1")
     with pytest.raises(InputError, match="below 28"):
         tw.kv_write(k, v, held.k_pages, held.v_pages, slots + 28)
+    rope = tw.Rope(torch.ones(9, 8, device=DEVICE), torch.ones(9, 8, device=DEVICE), torch.arange(1, 10, device=DEVICE))
+    with pytest.raises(InputError, match="position 9; expected 0 to 8"):
+        tw.kv_write(k, v, held.k_pages, held.v_pages, slots, rope=rope)
 
 
-def test_inductor_compiles_it_whole() -> None:
+@pytest.mark.parametrize("rotates", [False, True])
+def test_inductor_compiles_it_whole(rotates: bool) -> None:
     torch._dynamo.reset()
     case, setting = BY_NAME["skips"], SETTINGS[2]
     found = []
+    table = torch.rand(30, 8, device=DEVICE)
+    rope = tw.Rope(table, table, torch.arange(case.tokens, device=DEVICE)) if rotates else None
     for compiled in (True, False):
         held = writing.make_memory(case, setting)
         k, v, slots = writing.make_tokens(case, setting)
 
         def step(k: torch.Tensor, v: torch.Tensor, *pages: torch.Tensor) -> None:
-            tw.kv_write(k * 2.0, v + 1.0, *pages, slots)  # noqa: B023
+            tw.kv_write(k * 2.0, v + 1.0, *pages, slots, rope=rope)  # noqa: B023
 
         run = torch.compile(step, fullgraph=True) if compiled else step
         run(k, v, held.k_pages, held.v_pages)

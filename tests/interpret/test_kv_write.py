@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,16 @@ from tilewise.ops.kv_write import triton_kv_write
 from tilewise.quant import KINDS, encode
 from tilewise.testing import writing
 from tilewise.testing.properties import Setting
-from tilewise.testing.writing import BY_NAME, CASES, ENCODED_CASES, WriteCase
+from tilewise.testing.writing import (
+    BY_NAME,
+    CASES,
+    ENCODED_CASES,
+    ENCODED_ROPE_CASES,
+    ROPE_CASES,
+    RopeCase,
+    WriteCase,
+)
+from tilewise.tiles import rotary as rotary_tiles
 
 SETTINGS = [Setting("triton", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
 
@@ -94,15 +104,37 @@ def test_any_row_is_encoded_as_on_the_cpu(kind: str) -> None:
         torch.testing.assert_close(got.scale.flatten(0, 1), want.scale, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("rotary", ROPE_CASES, ids=repr)
+@pytest.mark.parametrize("setting", SETTINGS[:2], ids=repr)  # the interpreter cuts off what bfloat16 has no bits for
+def test_rotates_where_told(setting: Setting, rotary: RopeCase) -> None:
+    writing.rotates_where_told(setting, rotary)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rotary", ENCODED_ROPE_CASES, ids=repr)
+def test_rotates_and_encodes_where_told(rotary: RopeCase, kind: str) -> None:
+    setting = SETTINGS[sum(map(ord, rotary.name)) % len(SETTINGS)]
+    writing.rotates_where_told(setting, rotary, kind)
+
+
+def test_ropes_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without, of other widths, pairs and tables."""
+    monkeypatch.setattr(triton_launch, "remember", True)
+    case = BY_NAME["all_slots"]
+    for rotary in (*ROPE_CASES, *ROPE_CASES):
+        writing.rotates_where_told(SETTINGS[0], replace(rotary, case=case, rotary_dim=min(rotary.rotary_dim, 16)))
+        writing.writes_where_told(SETTINGS[0], case)
+
+
 TWINS = [  # all of them stay inside the tensors
     ("write_tokens", "used = slot >= 0", "used = slot > 0", "all_slots"),
     ("write_tokens", "page = slot // PAGE", "page = slot // PAGE // 2", "plain"),
     ("write_tokens", "offset = slot % PAGE", "offset = slot % PAGE // 2", "plain"),
     ("write_tokens", "into_page = columns_of(column, stride_ph,", "into_page = columns_of(column, DIM,", "joint"),
-    ("write_tokens", "K, K_PAGES, stride_kt,", "K, K_PAGES, 0 * stride_kt,", "odd"),
+    ("write_tokens", "K, K_PAGES, ROPE, stride_kt,", "K, K_PAGES, ROPE, 0 * stride_kt,", "odd"),
     ("encode_tokens", "offset * stride_ss", "0 * offset", "plain"),
     ("encode_tokens", "head = row % HEADS", "head = row % HEADS * 0", "plain"),
-    ("encode_tokens", "rows + DIM // 2", "rows", "plain"),
+    ("encode_tokens", "offs[None, :] + STEP, mask", "offs[None, :], mask", "plain"),
     (
         "encode_tokens",
         "slot = page * stride_pp + offset * stride_ps + head * stride_ph",
@@ -136,3 +168,33 @@ def test_a_broken_twin_is_caught(
     monkeypatch.setattr(triton_kv_write, kernel, getattr(copy, kernel))
     with pytest.raises(AssertionError):
         check(SETTINGS[0], case)
+
+
+ROPE_TWINS = [  # all of them stay inside the tensors
+    ("pair < HALF", "pair < HALF - 1", "neighbours"),
+    ("a * c - b * s, a)", "a * c + b * s, a)", "neighbours"),
+    ("tl.where(is_turned, b * c + a * s, b)", "b * c + a * s", "one_pair"),
+    ("tl.where(is_first[None, :], -s, s), x)", "s, x)", "halves_of_some"),
+    ("tl.where(is_turned, x * c", "tl.where(dim[None, :] < HALF, x * c", "halves"),
+    ("dim ^ 1", "dim", "odd_neighbours"),
+    ("inside & is_turned, other=0.0", "inside & is_turned & is_first[None, :], other=0.0", "uneven"),
+    ("ROPE[2] + token", "ROPE[2] + token * 0", "all_slots"),
+    ("position * ROPE[3]", "position // 2 * ROPE[3]", "uneven"),
+    ("position * ROPE[4]", "position // 2 * ROPE[4]", "uneven"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "name"), ROPE_TWINS)
+def test_a_broken_rotation_is_caught(
+    old: str, new: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotary = {**{x.name: x for x in ROPE_CASES}, "all_slots": RopeCase("all_slots", BY_NAME["all_slots"], 16)}[name]
+    kinds = (None,) if rotary.case.head_dim % 2 else (None, "int4")
+    for kind in kinds:
+        writing.rotates_where_told(SETTINGS[0], rotary, kind)  # whole, it passes
+    copy = broken_copy(rotary_tiles, old, new, tmp_path)
+    monkeypatch.setattr(triton_kv_write, "turned", copy.turned)
+    monkeypatch.setattr(triton_kv_write, "angles_of", copy.angles_of)
+    for kind in kinds:
+        with pytest.raises(AssertionError):
+            writing.rotates_where_told(SETTINGS[0], rotary, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,6 +22,13 @@ def unreadable(tensor: torch.Tensor) -> bool:
     if being_traced() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def values_checked(device: torch.device) -> bool:
+    """Whether calls check the values of tensors there: on a CPU, and on a GPU, which has to be waited for, with
+    TILEWISE_DEBUG=1.
+    """
+    return device.type == "cpu" or os.environ.get("TILEWISE_DEBUG") == "1"
 
 
 def once_per_version(read: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T | None]:

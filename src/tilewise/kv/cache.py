@@ -16,6 +16,7 @@ from tilewise.kv.prefix import PrefixCache
 from tilewise.layouts import Paged
 from tilewise.ops.kv_write import kv_write
 from tilewise.quant import Encoded
+from tilewise.rotary import Rope
 
 Tokens = collections.abc.Sequence[int]
 
@@ -26,18 +27,22 @@ class Batch:
 
     Attributes:
         slot_mapping: int32 (total,), where each new token goes, for `tilewise.kv_write`.
+        positions: int32 (total,), of each new token in its sequence, for `tilewise.Rope`.
         layout: what `tilewise.attention` needs to read all tokens of the sequences, the new ones included, for queries
             q (total, num_heads_q, head_dim) of the new ones.
         pool: the pages.
     """
 
     slot_mapping: torch.Tensor
+    positions: torch.Tensor
     layout: Paged
     pool: PagePool
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write keys (total, num_heads_kv, head_dim) and values of the new tokens into the pages of a layer."""
-        kv_write(k, v, *self.pool.pages(layer), self.slot_mapping)
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None = None) -> None:
+        """Write keys (total, num_heads_kv, head_dim) and values of the new tokens into the pages of a layer; keys are
+        rotated on the way with rope=tilewise.Rope(cos, sin, batch.positions).
+        """
+        kv_write(k, v, *self.pool.pages(layer), self.slot_mapping, rope=rope)
 
 
 class KVCache:
@@ -114,10 +119,10 @@ class KVCache:
                 "counts", got=f"{len(counts)}", expected=f"{len(sequences)}, one a sequence", hint="or one number"
             )
         writes = self.allocator.append_all(zip(sequences, counts, strict=True))
-        slots, pairs, batch = self._indices(sequences, counts, writes)
+        slots, positions, pairs, layout = self._indices(sequences, counts, writes)
         if pairs.shape[0]:
             self.pool.copy(pairs)
-        return Batch(slots, batch, self.pool)
+        return Batch(slots, positions, layout, self.pool)
 
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
         """`n` more sequences with the same tokens, in the same pages until one of them is extended."""
@@ -133,13 +138,16 @@ class KVCache:
 
     def _indices(
         self, sequences: list[Sequence], counts: list[int], writes: list[Write]
-    ) -> tuple[torch.Tensor, torch.Tensor, Paged]:
-        """(slots of the new tokens, pairs of pages to copy, layout), parts of one tensor that is sent once."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Paged]:
+        """(slots and positions of the new tokens, pairs of pages to copy, layout), parts of one tensor that is sent
+        once.
+        """
         most = max((len(sequence.pages) for sequence in sequences), default=0)
         parts = [
             list(itertools.accumulate(counts, initial=0)),
             [sequence.length for sequence in sequences],
             [slot for write in writes for slot in write.slots],
+            [at for s, count in zip(sequences, counts, strict=True) for at in range(s.length - count, s.length)],
             [page for write in writes for pair in write.copies for page in pair],
             [page for sequence in sequences for page in (*sequence.pages, *[0] * (most - len(sequence.pages)))],
         ]
@@ -151,5 +159,5 @@ class KVCache:
             values += [0] * (-len(values) % 4)  # 16 bytes, as kernels like pointers
         host = torch.tensor(values, dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
         sent = host.to(self.pool.device, non_blocking=True)
-        cu_seqlens_q, seqlens_k, slots, pairs, table = (sent[place] for place in places)
-        return slots, pairs.view(-1, 2), Paged(table.view(len(sequences), most), seqlens_k, cu_seqlens_q)
+        cu_seqlens_q, seqlens_k, slots, positions, pairs, table = (sent[place] for place in places)
+        return slots, positions, pairs.view(-1, 2), Paged(table.view(len(sequences), most), seqlens_k, cu_seqlens_q)

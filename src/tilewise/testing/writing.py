@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,41 @@ CASES = [
 ]
 BY_NAME = {case.name: case for case in CASES}
 ENCODED_CASES = [case for case in CASES if not (case.head_dim % 2 or case.head_dim_v % 2)]
+
+
+@dataclass(frozen=True)
+class RopeCase:
+    """Tokens of `case` whose keys are rotated: `rotary_dim` dimensions of them. `joint` tables are halves of one."""
+
+    name: str
+    case: WriteCase
+    rotary_dim: int
+    interleaved: bool = False
+    table: torch.dtype = torch.float32
+    joint: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+FARTHEST = 100_000  # the largest position
+ROPE_CASES = [
+    RopeCase("halves", BY_NAME["plain"], 16),
+    RopeCase("neighbours", BY_NAME["hnd"], 16, interleaved=True, joint=True),
+    RopeCase("halves_of_some", BY_NAME["joint"], 12, table=torch.bfloat16),
+    RopeCase("neighbours_of_some", BY_NAME["joint"], 20, interleaved=True, joint=True),
+    RopeCase("odd_halves", BY_NAME["odd"], 2, joint=True),
+    RopeCase("odd_neighbours", BY_NAME["odd"], 4, interleaved=True, table=torch.float16),
+    RopeCase("one_pair", BY_NAME["skips"], 2, interleaved=True),
+    RopeCase("three_halves", WriteCase("three", head_dim=6, head_dim_v=4, page_size=64, num_pages=3), 6),
+    RopeCase("three_neighbours", WriteCase("three", head_dim=6, head_dim_v=2, page_size=16), 6, interleaved=True),
+    RopeCase("uneven", WriteCase("uneven", heads=3, head_dim=48, page_size=1, num_pages=11), 32, joint=True),
+    RopeCase("page_of_one", BY_NAME["page_of_one"], 8),
+    RopeCase("wide", BY_NAME["wide"], 64, interleaved=True),
+    RopeCase("one_token", BY_NAME["one_token"], 128),
+    RopeCase("no_token", BY_NAME["no_token"], 16),
+]
+ENCODED_ROPE_CASES = [rotary for rotary in ROPE_CASES if not (rotary.case.head_dim % 2 or rotary.case.head_dim_v % 2)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +184,72 @@ def encodes_where_told(setting: Setting, case: WriteCase, kind: str) -> None:
                 made = encode(x[token], kind)
                 pages.data[at], pages.scale[at] = made.data, made.scale
     _same(memory, wanted)
+
+
+def make_rope(rotary: RopeCase, slots: torch.Tensor) -> tw.Rope:
+    """Any positions up to `FARTHEST`, both ends among them; of tokens without a slot positions that no table has."""
+    make = torch.Generator().manual_seed(rotary.case.seed + 2)
+    positions = torch.randint(0, FARTHEST + 1, slots.shape, generator=make)
+    positions[1::4], positions[2::4] = 0, FARTHEST
+    positions[slots.cpu() < 0] = torch.iinfo(rotary.case.index).max
+    cos, sin = _tables(rotary.rotary_dim // 2, rotary.table, rotary.joint, slots.device)
+    return tw.Rope(cos, sin, positions.to(slots.device, rotary.case.index), rotary.interleaved)
+
+
+@functools.lru_cache(maxsize=32)
+def _tables(half: int, dtype: torch.dtype, joint: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin)"""
+    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.outer(torch.arange(FARTHEST + 1, dtype=torch.float64), frequency)
+    both = torch.cat((angle.cos(), angle.sin()), 1).to(device, dtype)
+    cos, sin = both.chunk(2, 1)
+    return (cos, sin) if joint else (cos.contiguous(), sin.contiguous())
+
+
+def rotates_where_told(setting: Setting, rotary: RopeCase, kind: str | None = None) -> None:
+    """As `writes_where_told`, or with `kind` as `encodes_where_told`, with keys that are the products of complex
+    numbers up to rounding, and bit for bit those of float32 arithmetic.
+    """
+    case = rotary.case
+    memory, wanted = ((encoded_memory(case, setting, kind) if kind else make_memory(case, setting)) for _ in range(2))
+    k, v, slots = make_tokens(case, setting)
+    rope = make_rope(rotary, slots)
+    if case.head_dim - rotary.rotary_dim > 1 and not kind:  # what stays, stays as it is
+        k[1:, :, -2], k[1:, :, -1] = torch.inf, -0.0
+    tw.kv_write(k, v, memory.k_pages, memory.v_pages, slots, rope=rope, impl=setting.impl)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            at = divmod(slot, case.page_size)
+            turned, exact, error = _turned(k[token], rope, token)
+            assert bool(((turned.double() - exact).abs() <= error)[..., : rope.rotary_dim].all())
+            for x, pages in ((turned, wanted.k_pages), (v[token], wanted.v_pages)):
+                if kind:
+                    made = encode(x, kind)
+                    pages.data[at], pages.scale[at] = made.data, made.scale
+                else:
+                    pages[at] = x.to(pages.dtype)
+            if not kind:
+                half = torch.finfo(k.dtype).eps / 2  # of a unit
+                near = half * (exact.abs() + error + 2 * torch.finfo(k.dtype).tiny)
+                off = (memory.k_pages[at].double() - exact).abs()
+                assert bool((off <= error + near)[..., : rope.rotary_dim].all())
+    _same(memory, wanted)
+
+
+def _turned(x: torch.Tensor, rope: tw.Rope, token: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The heads of one token, turned: in float32, in float64 by complex numbers, and how far these may be apart."""
+    half = rope.rotary_dim // 2
+    first = torch.arange(half, device=x.device) * (2 if rope.interleaved else 1)
+    second = first + (1 if rope.interleaved else half)
+    cos, sin = (table[int(rope.positions[token])] for table in (rope.cos, rope.sin))
+    a, b, c, s = (y.float() for y in (x[:, first], x[:, second], cos, sin))
+    turned, exact, error = x.float(), x.double(), torch.zeros_like(x, dtype=torch.float64)
+    turned[:, first], turned[:, second] = a * c - b * s, b * c + a * s
+    product = torch.complex(a.double(), b.double()) * torch.complex(c.double(), s.double())
+    exact[:, first], exact[:, second] = product.real, product.imag
+    for at, y, z in ((first, b, a), (second, a, b)):  # two products and their sum, each rounded
+        error[:, at] = torch.finfo(torch.float32).eps * ((z * c).abs() + (y * s).abs()).double()
+    return turned, exact, error
 
 
 def copies_encoded_pages(setting: Setting, case: WriteCase, kind: str) -> None:

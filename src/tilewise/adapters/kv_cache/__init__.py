@@ -1,9 +1,10 @@
 """Attention over a cache that grows in place, as FlashAttention's `flash_attn_with_kvcache` has it: what its second and
 third version share.
 
-A `CacheCall` (`call`) is checked whole (`check`) before a key is written; then new keys are rotated and written,
-queries rotated, and one `tilewise.attention` runs over pages. A contiguous cache is one, too: each row is a page. With
-left padding every token is a page of its own, since what lies before a sequence's first token may be anything, NaN too.
+A `CacheCall` (`call`) is checked whole (`check`) before a key is written; then new keys are rotated on the way into the
+cache, queries rotated, and one `tilewise.attention` runs over pages. A contiguous cache is one, too: each row is a
+page. With left padding every token is a page of its own, since what lies before a sequence's first token may be
+anything, NaN too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tilewise as tw
 from tilewise.adapters.axes import unit_stride
 from tilewise.adapters.kv_cache.call import CacheCall, int32, step_of, stride_of
 from tilewise.adapters.kv_cache.check import check, check_steering
+from tilewise.rotary import rotated
 
 __all__ = ["CacheCall", "attend", "check_steering"]
 
@@ -28,16 +30,18 @@ def attend(call: CacheCall) -> State:
     """
     with torch.no_grad():
         mask, score, scale = check(call)
-        q, cos, sin = unit_stride(call.q), call.rotary_cos, call.rotary_sin
+        q = unit_stride(call.q)
         if call.k is not None:
             flat = q if q.ndim == 3 else q.flatten(0, 1)
             k, v = (unit_stride(x if x.ndim == 3 else x.flatten(0, 1)) for x in (call.k, call.v))
-            if cos is not None:
-                of_queries, of_keys = call.places
-                flat = _rotated(flat, cos, sin, of_queries, call.rotary_interleaved)
-                k = _rotated(k, cos, sin, of_keys, call.rotary_interleaved)
-                q = flat.view(q.shape)
-            tw.kv_write(_bits(k), _bits(v), _bits(call.k_cache), _bits(call.v_cache), call.slots)
+            rope = None
+            if call.rotary_cos is not None:
+                tables = (unit_stride(call.rotary_cos), unit_stride(call.rotary_sin))
+                of_queries, rope = (tw.Rope(*tables, places, call.rotary_interleaved) for places in call.places)
+                q = rotated(flat, of_queries).to(q.dtype).view(q.shape)
+                if k.dtype == torch.float64:
+                    k, rope = rotated(k, rope), None
+            tw.kv_write(_bits(k), _bits(v), _bits(call.k_cache), _bits(call.v_cache), call.slots, rope=rope)
         k, v, table, seqlens = call.k_cache, call.v_cache, call.table, call.seqlens
         if call.cache_leftpad is not None:
             k, v, table, seqlens = _tokens(call)
@@ -54,21 +58,6 @@ def attend(call: CacheCall) -> State:
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """What is copied; `kv_write` has no float64, but two halves of it are copied as well."""
     return x.view(torch.float32) if x.dtype == torch.float64 else x
-
-
-def _rotated(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, places: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    """x (rows, heads, dim) with its first dimensions rotated in pairs, neighbours or a half apart, in float32 (float64
-    for float64): Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding".
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    c, s = (table[places].to(wide)[:, None] for table in (cos, sin))
-    turned = 2 * cos.shape[1]
-    halves = (-1, 2) if interleaved else (2, cos.shape[1])
-    a, b = x[..., :turned].to(wide).reshape(*x.shape[:-1], *halves).unbind(-1 if interleaved else -2)
-    pairs = torch.stack((a * c - b * s, b * c + a * s), -1 if interleaved else -2)
-    return torch.cat((pairs.flatten(-2).to(x.dtype), x[..., turned:]), -1)
 
 
 def _tokens(call: CacheCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import tilewise as tw
 from tilewise.adapters.axes import check_tensors, distance_score, window_mask
 from tilewise.adapters.kv_cache.call import CacheCall, step_of
 from tilewise.core.errors import InputError, UnsupportedError
-from tilewise.core.readback import unreadable
+from tilewise.core.readback import unreadable, values_checked
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX = (torch.int32, torch.int64)
@@ -64,7 +63,7 @@ def check(call: CacheCall) -> Variant:
         raise UnsupportedError("cache_leftpad", got=got, expected=expected, hint="make both caches contiguous")
     _check_rotary(call)
     variant = _variant(call)
-    if (call.device.type == "cpu" or os.environ.get("TILEWISE_DEBUG") == "1") and not unreadable(call.q):
+    if values_checked(call.device) and not unreadable(call.q):
         _check_values(call)
     return variant
 
@@ -123,9 +122,9 @@ def _check_rotary(call: CacheCall) -> None:
         if x is None and other is None:
             continue
         half = call.q.shape[-1] // 2
-        expected = f"a float tensor (seqlen_ro, rotary_dim / 2), at most {half} wide, cos and sin alike"
+        expected = f"a float tensor (seqlen_ro, rotary_dim / 2), 1 to {half} wide, cos and sin alike"
         hint = "row p holds the angles of position p"
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim != 2 or x.shape[1] > half:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim != 2 or not 1 <= x.shape[1] <= half:
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
             raise InputError(name, got=got, expected=expected, hint=hint)
         if isinstance(other, torch.Tensor) and other.shape != x.shape:

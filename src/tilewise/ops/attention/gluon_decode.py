@@ -16,7 +16,15 @@ from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.gluon_sm90_decode import attention_decode_sm90
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_launch import Plan, Plans
-from tilewise.ops.attention.triton_paged import Planned, PlannedCalls, Work, pool_of, rows_of_tile, strides_of_pages, work_of
+from tilewise.ops.attention.triton_paged import (
+    Planned,
+    PlannedCalls,
+    Work,
+    pool_of,
+    rows_of_tile,
+    strides_of_pages,
+    work_of,
+)
 from tilewise.ops.attention.triton_plans import functions, multiprocessors
 from tilewise.quant.codes import BY_DTYPE, KINDS
 
@@ -133,4 +141,8 @@ def _plans(call: Call) -> Planned:
     fixed = Fixed(*(gl.constexpr(x) if isinstance(x, int | str) else x for x in fixed))
     work: Work = work_of(call, block_r, block_n, _ROUNDS * programs, rows, early=True)
     sizes = (call.rows_q, work.slots)
-    return work, Plan(attention_decode_sm90, programs, strides_of_pages(call), sizes, (fixed,), 4, 1, early=True, registers=registers[0])
+    options = {} if registers[0] is None else {"maxnreg": registers[0]}
+    tiles = Plan(
+        attention_decode_sm90, programs, strides_of_pages(call), sizes, (fixed,), 4, 1, early=True, options=options
+    )  # fmt: skip
+    return work, tiles

@@ -80,8 +80,8 @@ class Plan:
     boxes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of the pointers that go as descriptors
     describe: Callable[[torch.Tensor, tuple[int, ...]], Any] = describe
     early: bool = False  # whether it may start while the kernel before it still runs, whose end it waits for itself
-    registers: int | None = None  # of a thread at most, where the compiler shall not choose
     scratch: bool = False  # whether the kernel writes tensor descriptors for itself
+    options: dict[str, Any] = field(default_factory=dict)  # what else the compiler is told
     compiled: Any = field(default=None, init=False)
     encoders: dict[int, Encoder] = field(default_factory=dict, init=False)
 
@@ -96,9 +96,7 @@ class Plan:
         if self.compiled is not None:
             self.compiled(*arguments)
             return
-        options: dict[str, Any] = {"launch_pdl": True} if self.early else {}
-        if self.registers is not None:
-            options["maxnreg"] = self.registers
+        options = self.options | ({"launch_pdl": True} if self.early else {})
         compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.warps, num_stages=self.stages, **options)
         if remember and hasattr(compiled, "launch_metadata"):  # the interpreter returns nothing
             self.compiled, self.encoders = _shortcut(compiled, self.grid, pointers, sorted(self.boxes))

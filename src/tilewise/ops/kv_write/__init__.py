@@ -13,6 +13,7 @@ from tilewise.ops.kv_write.problem import copy_calls, write_call
 from tilewise.ops.kv_write.table import choose
 from tilewise.ops.kv_write.torch_op import compiled_copy, compiled_write, run
 from tilewise.quant import Encoded
+from tilewise.rotary import Rope
 
 
 def kv_write(
@@ -22,6 +23,7 @@ def kv_write(
     v_pages: torch.Tensor | Encoded,
     slot_mapping: torch.Tensor,
     *,
+    rope: Rope | None = None,
     impl: str | None = None,
 ) -> None:
     """Write new keys and values into pages, in place: token t goes to slot `slot_mapping[t]`, which is offset slot %
@@ -39,16 +41,18 @@ def kv_write(
             is then encoded on the way, as `tilewise.quant.encode` does it.
         slot_mapping: int32 or int64 (tokens,), contiguous, on that device; a token whose slot is negative is skipped.
             No slot may come twice: which token would stay is undefined.
+        rope: a `tilewise.Rope` by which keys are rotated on the way, before they are rounded or encoded; positions of
+            tokens that are skipped may be anything. Queries are rotated by whoever attends.
         impl: "triton", "cpu" or "reference"; None picks the first that can.
 
-    Slots are checked on a CPU (that they exist, and come once), and on a GPU with TILEWISE_DEBUG=1, since reading them
-    there would wait for it. There is no gradient.
+    Slots (that they exist, and come once) and positions (that the tables have them) are checked on a CPU, and on a GPU
+    with TILEWISE_DEBUG=1, since reading them there would wait for it. There is no gradient.
 
     Raises:
         InputError: an argument is wrong, or one takes a gradient while gradients are enabled.
         UnsupportedError: `impl` cannot run this call.
     """
-    call = write_call(k, v, k_pages, v_pages, slot_mapping)
+    call = write_call(k, v, k_pages, v_pages, slot_mapping, rope)
     row = choose(call, impl)
     compiled_write(row, call) if being_traced() else run(row, call)
 

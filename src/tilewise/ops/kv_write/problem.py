@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import once_per_version
+from tilewise.core.readback import once_per_version, values_checked
 from tilewise.quant import Encoded
+from tilewise.rotary import Rope, check_positions, check_rope
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _INDEX = (torch.int32, torch.int64)
@@ -21,7 +21,8 @@ _INDEX = (torch.int32, torch.int64)
 class Write:
     """Tokens k (tokens, heads, head_dim) and v that go to slots of the pages. Implementations read nothing else.
 
-    With `scales` of both (num_pages, page_size, heads), pages hold codes, whose kind their dtype says (`Encoded`).
+    With `scales` of both (num_pages, page_size, heads), pages hold codes, whose kind their dtype says (`Encoded`). Keys
+    are turned by `rope` before they are rounded or encoded.
     """
 
     k: torch.Tensor
@@ -30,6 +31,7 @@ class Write:
     v_pages: torch.Tensor
     slots: torch.Tensor
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    rope: Rope | None = None
 
     @property
     def changed(self) -> tuple[torch.Tensor, ...]:
@@ -54,7 +56,7 @@ class Copy:
 Call = Write | Copy
 
 
-def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> Write:
+def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, rope: Any = None) -> Write:
     """The call of `kv_write`; raises InputError."""
     encoded = _check_pages(k_pages, v_pages)
     for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
@@ -76,12 +78,15 @@ def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> Write:
     if v.shape[0] != k.shape[0]:
         raise InputError("v", got=f"{v.shape[0]} tokens", expected=f"{k.shape[0]}, as k has", hint="one row a token")
     _check_index("slot_mapping", slots, (k.shape[0],), "(tokens,)", k.device)
+    if rope is not None:
+        check_rope(rope, "k", k)
+        _check_no_gradient(cos=rope.cos, sin=rope.sin)
     if encoded:
         _check_no_gradient(k=k, v=v)
-        call = Write(k, v, k_pages.data, v_pages.data, slots, (k_pages.scale, v_pages.scale))
+        call = Write(k, v, k_pages.data, v_pages.data, slots, (k_pages.scale, v_pages.scale), rope)
     else:
         _check_no_gradient(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
-        call = Write(k, v, k_pages, v_pages, slots)
+        call = Write(k, v, k_pages, v_pages, slots, None, rope)
     check_values(call)
     return call
 
@@ -101,8 +106,8 @@ def copy_calls(k_pages: Any, v_pages: Any, pairs: Any) -> tuple[Copy, ...]:
 
 
 def check_values(call: Call) -> None:
-    """The checks that need values: on a CPU, and on a GPU with TILEWISE_DEBUG=1, unless they cannot be read now."""
-    if call.k_pages.device.type != "cpu" and os.environ.get("TILEWISE_DEBUG") != "1":
+    """The checks that need values, where these are checked, and unless they cannot be read now."""
+    if not values_checked(call.k_pages.device):
         return
     num_pages, page_size = call.k_pages.shape[:2]
     if isinstance(call, Write):
@@ -118,6 +123,8 @@ def check_values(call: Call) -> None:
             raise InputError(
                 "slot_mapping", got=f"slot {again} twice", expected="every slot once", hint="give -1 to all but one"
             )
+        if call.rope is not None:
+            check_positions(call.rope, call.slots)
         return
     largest, again = _pairs(call.pairs) or (-1, None)
     if largest >= num_pages:

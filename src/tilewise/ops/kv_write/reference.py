@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.quant import encode
 from tilewise.quant.codes import BY_DTYPE
+from tilewise.rotary import Rope
 
 
 def write(call: Write) -> None:
@@ -12,13 +15,26 @@ def write(call: Write) -> None:
     for token, slot in enumerate(call.slots.tolist()):
         if slot >= 0:
             page, offset = divmod(slot, call.k_pages.shape[1])
-            for n, (x, pages) in enumerate(((call.k, call.k_pages), (call.v, call.v_pages))):
+            k = call.k[token] if call.rope is None else _turned(call.k[token], call.rope, token)
+            for n, (x, pages) in enumerate(((k, call.k_pages), (call.v[token], call.v_pages))):
                 if call.scales is None:
-                    pages[page, offset].copy_(x[token])
+                    pages[page, offset].copy_(x)
                 else:
-                    made = encode(x[token], BY_DTYPE[pages.dtype])
+                    made = encode(x, BY_DTYPE[pages.dtype])
                     pages[page, offset].copy_(made.data)
                     call.scales[n][page, offset].copy_(made.scale)
+
+
+def _turned(x: torch.Tensor, rope: Rope, token: int) -> torch.Tensor:
+    """The heads of a token, one pair of dimensions after another, float32."""
+    cos, sin = (table[rope.positions[token]].float() for table in (rope.cos, rope.sin))
+    x = x.float()
+    y = x.clone()
+    for n in range(rope.rotary_dim // 2):
+        first, second = (2 * n, 2 * n + 1) if rope.interleaved else (n, n + rope.rotary_dim // 2)
+        y[:, first] = x[:, first] * cos[n] - x[:, second] * sin[n]
+        y[:, second] = x[:, second] * cos[n] + x[:, first] * sin[n]
+    return y
 
 
 def copy(call: Copy) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tilewise.core.dispatch import Row
 from tilewise.ops.kv_write.problem import Call, Copy, Write, check_values
 from tilewise.ops.kv_write.table import ROWS
+from tilewise.rotary import Rope
 
 _BY_NAME = {row.name: row for row in ROWS}
 _PAGES = ("k_pages", "v_pages")
@@ -22,19 +25,28 @@ def run(row: Row[Call], call: Call) -> None:
     torch.autograd.graph.increment_version(counted)
 
 
+def _rope(parts: Sequence[torch.Tensor], interleaved: bool) -> Rope | None:
+    """Of no parts none."""
+    if not parts:
+        return None
+    cos, sin, positions = parts
+    return Rope(cos, sin, positions, interleaved)
+
+
 def _write(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slots: torch.Tensor, impl: str
-) -> None:
-    call = Write(k, v, k_pages, v_pages, slots)
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slots: torch.Tensor,
+    rope: Sequence[torch.Tensor], interleaved: bool, impl: str,
+) -> None:  # fmt: skip
+    call = Write(k, v, k_pages, v_pages, slots, None, _rope(rope, interleaved))
     check_values(call)  # nothing had a value when torch.compile saw the arguments
     run(_BY_NAME[impl], call)
 
 
 def _write_encoded(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, k_scale: torch.Tensor,
-    v_scale: torch.Tensor, slots: torch.Tensor, impl: str,
+    v_scale: torch.Tensor, slots: torch.Tensor, rope: Sequence[torch.Tensor], interleaved: bool, impl: str,
 ) -> None:  # fmt: skip
-    call = Write(k, v, k_pages, v_pages, slots, (k_scale, v_scale))
+    call = Write(k, v, k_pages, v_pages, slots, (k_scale, v_scale), _rope(rope, interleaved))
     check_values(call)
     run(_BY_NAME[impl], call)
 
@@ -54,10 +66,13 @@ copy_operator = torch.library.custom_op("tilewise::copy_pages", _copy, mutates_a
 
 def compiled_write(row: Row[Call], call: Write) -> None:
     """Through the custom operator, which torch.compile keeps whole."""
+    rope = call.rope
+    angles = [] if rope is None else [rope.cos, rope.sin, rope.positions]
+    how = (angles, rope is not None and rope.interleaved, row.name)
     if call.scales is None:
-        write_operator(call.k, call.v, call.k_pages, call.v_pages, call.slots, row.name)
+        write_operator(call.k, call.v, call.k_pages, call.v_pages, call.slots, *how)
     else:
-        encoded_operator(call.k, call.v, call.k_pages, call.v_pages, *call.scales, call.slots, row.name)
+        encoded_operator(call.k, call.v, call.k_pages, call.v_pages, *call.scales, call.slots, *how)
 
 
 def compiled_copy(row: Row[Call], call: Copy) -> None:

@@ -5,6 +5,8 @@ A thread has neighbouring columns, so where dimensions, strides and pointers are
 one. Pools are larger than 2**31 elements: whatever is multiplied by a stride is 64 bits wide.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,9 @@ import triton.language as tl
 from tilewise.ops.attention.triton_launch import Plan, Plans, on_device
 from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.quant.codes import BY_DTYPE
+from tilewise.rotary import Rope
 from tilewise.tiles.codes import codes_of, scales_of
+from tilewise.tiles.rotary import angles_of, turned
 
 _WRITTEN = 1024  # elements of a program's tile (tokens, columns): a decode step has few tokens, and wants programs
 _COPIED = 2048  # columns of a program, of a page
@@ -24,42 +28,60 @@ _PLANS = Plans()
 
 
 @triton.jit
-def columns_of(column, stride_h, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Where columns of a row of heads, or of several rows, lie in their row."""
+def head_and_dim(column, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """The head and the dimension of columns of a row of heads, or of several rows."""
     RUN: tl.constexpr = 16 if DIM % 16 == 0 else DIM & (0 - DIM)  # columns that lie side by side, whatever DIM is
     head = tl.max_constancy(column // DIM % HEADS, RUN)
-    into_head = tl.max_contiguous(tl.multiple_of(column % DIM, RUN), RUN)
-    return head.to(tl.int64) * stride_h + into_head
+    return head, tl.max_contiguous(tl.multiple_of(column % DIM, RUN), RUN)
+
+
+@triton.jit
+def columns_of(column, stride_h, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Where columns of a row of heads, or of several rows, lie in their row."""
+    head, dim = head_and_dim(column, HEADS, DIM)
+    return head.to(tl.int64) * stride_h + dim
 
 
 @triton.jit
 def write_rows(
-    X, PAGES, stride_xt, stride_xh, stride_pp, stride_ps, stride_ph, token, page, offset, used, column,
-    HEADS: tl.constexpr, DIM: tl.constexpr,
+    X, PAGES, ROPE, stride_xt, stride_xh, stride_pp, stride_ps, stride_ph, token, page, offset, used, column,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of k or v into their slots  # [BLOCK_T, BLOCK_C]"""
+    """Some columns of k or v into their slots, turned where there is a ROPE  # [BLOCK_T, BLOCK_C]"""
     into_x = columns_of(column, stride_xh, HEADS, DIM)
     into_page = columns_of(column, stride_ph, HEADS, DIM)
     inside = used[:, None] & (column < HEADS * DIM)[None, :]
     x = tl.load(X + (token * stride_xt)[:, None] + into_x[None, :], mask=inside)
+    if ROPE is not None:
+        head, dim = head_and_dim(column, HEADS, DIM)
+        rows = X + (token * stride_xt)[:, None] + (head.to(tl.int64) * stride_xh)[None, :]
+        cos, sin = angles_of(ROPE, token, used)
+        x = turned(x, rows, dim, cos, sin, inside, used, DIM, ROTARY, INTERLEAVED).to(X.dtype.element_ty)
     slot = page * stride_pp + offset * stride_ps
     tl.store(PAGES + slot[:, None] + into_page[None, :], x, mask=inside)
 
 
 @triton.jit
 def encode_rows(
-    X, PAGES, SCALES, stride_xt, stride_xh, stride_pp, stride_ps, stride_ph, stride_sp, stride_ss, stride_sh,
+    X, PAGES, SCALES, ROPE, stride_xt, stride_xh, stride_pp, stride_ps, stride_ph, stride_sp, stride_ss, stride_sh,
     token, head, page, offset, used, DIM: tl.constexpr, BLOCK: tl.constexpr, ENCODING: tl.constexpr,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of some tokens of k or v, as codes, into their slots  # [BLOCK_R, BLOCK]"""
+    """Some heads of k or v, turned where there is a ROPE, as codes, into their slots  # [BLOCK_R, BLOCK]"""
     IN_BYTE: tl.constexpr = 2 if ENCODING == "int4" else 1
+    STEP: tl.constexpr = DIM // IN_BYTE
     offs = tl.arange(0, BLOCK // IN_BYTE)
-    inside = used[:, None] & (offs < DIM // IN_BYTE)[None, :]
-    rows = X + (token * stride_xt + head * stride_xh)[:, None] + offs[None, :]
-    low = tl.load(rows, mask=inside, other=0.0).to(tl.float32)
+    inside = used[:, None] & (offs < STEP)[None, :]
+    rows = X + (token * stride_xt + head * stride_xh)[:, None]
+    low = tl.load(rows + offs[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ROPE is not None:
+        cos, sin = angles_of(ROPE, token, used)
+        low = turned(low, rows, offs, cos, sin, inside, used, STEP, ROTARY, INTERLEAVED)
     high = low
     if ENCODING == "int4":
-        high = tl.load(rows + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(rows + offs[None, :] + STEP, mask=inside, other=0.0).to(tl.float32)
+        if ROPE is not None:
+            high = turned(high, rows, offs + STEP, cos, sin, inside, used, STEP, ROTARY, INTERLEAVED)
     scale = scales_of(low, high, ENCODING)
     code = codes_of(low, scale, ENCODING)
     if ENCODING == "int4":
@@ -88,10 +110,10 @@ def copy_columns(
 
 @triton.jit(do_not_specialize=["tokens"])
 def write_tokens(
-    K, V, K_PAGES, V_PAGES, SLOTS, stride_kt, stride_kh, stride_vt, stride_vh, stride_kpp, stride_kps, stride_kph,
+    K, V, K_PAGES, V_PAGES, SLOTS, ROPE, stride_kt, stride_kh, stride_vt, stride_vh, stride_kpp, stride_kps, stride_kph,
     stride_vpp, stride_vps, stride_vph, tokens,
     PAGE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     # who am I
     program = tl.program_id(0)
@@ -105,22 +127,23 @@ def write_tokens(
     offset = slot % PAGE
 
     write_rows(
-        K, K_PAGES, stride_kt, stride_kh, stride_kpp, stride_kps, stride_kph, token, page, offset, used, column,
-        HEADS, DIM,
+        K, K_PAGES, ROPE, stride_kt, stride_kh, stride_kpp, stride_kps, stride_kph, token, page, offset, used, column,
+        HEADS, DIM, ROTARY, INTERLEAVED,
     )  # fmt: skip
     write_rows(
-        V, V_PAGES, stride_vt, stride_vh, stride_vpp, stride_vps, stride_vph, token, page, offset, used, column,
-        HEADS, DIM_V,
+        V, V_PAGES, None, stride_vt, stride_vh, stride_vpp, stride_vps, stride_vph, token, page, offset, used, column,
+        HEADS, DIM_V, 0, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def encode_tokens(
-    K, V, K_PAGES, V_PAGES, K_SCALES, V_SCALES, SLOTS, stride_kt, stride_kh, stride_vt, stride_vh, stride_kpp,
+    K, V, K_PAGES, V_PAGES, K_SCALES, V_SCALES, SLOTS, ROPE, stride_kt, stride_kh, stride_vt, stride_vh, stride_kpp,
     stride_kps, stride_kph, stride_vpp, stride_vps, stride_vph, stride_ksp, stride_kss, stride_ksh, stride_vsp,
     stride_vss, stride_vsh, tokens,
     PAGE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ENCODING: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ENCODING: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     # who am I
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -134,12 +157,12 @@ def encode_tokens(
     offset = slot % PAGE
 
     encode_rows(
-        K, K_PAGES, K_SCALES, stride_kt, stride_kh, stride_kpp, stride_kps, stride_kph, stride_ksp, stride_kss,
-        stride_ksh, token, head, page, offset, used, DIM, BLOCK_D, ENCODING,
+        K, K_PAGES, K_SCALES, ROPE, stride_kt, stride_kh, stride_kpp, stride_kps, stride_kph, stride_ksp, stride_kss,
+        stride_ksh, token, head, page, offset, used, DIM, BLOCK_D, ENCODING, ROTARY, INTERLEAVED,
     )  # fmt: skip
     encode_rows(
-        V, V_PAGES, V_SCALES, stride_vt, stride_vh, stride_vpp, stride_vps, stride_vph, stride_vsp, stride_vss,
-        stride_vsh, token, head, page, offset, used, DIM_V, BLOCK_DV, ENCODING,
+        V, V_PAGES, V_SCALES, None, stride_vt, stride_vh, stride_vpp, stride_vps, stride_vph, stride_vsp, stride_vss,
+        stride_vsh, token, head, page, offset, used, DIM_V, BLOCK_DV, ENCODING, 0, False,
     )  # fmt: skip
 
 
@@ -172,23 +195,29 @@ def write(call: Write) -> None:
         _write_encoded(call)
         return
     tensors = (call.k, call.v, call.k_pages, call.v_pages, call.slots)
-    key = _key("write", tensors)
+    key = _key("write", tensors, call.rope)
     plan = _PLANS.get(key)
     if plan is None:
         plan = _PLANS.put(key, _write_plan(call))
     with on_device(call.k):
-        plan.launch(tensors, ())
+        plan.launch((*tensors, _angles(call)), ())
 
 
 def _write_encoded(call: Write) -> None:
     tensors = (call.k, call.v, call.k_pages, call.v_pages, *call.scales, call.slots)
-    key = _key("encode", tensors)
+    key = _key("encode", tensors, call.rope)
     plan = _PLANS.get(key)
     if plan is None:
         plan = _PLANS.put(key, _encode_plan(call))
     k, v, k_pages, v_pages, *rest = tensors
     with on_device(call.k):  # Triton has no float8 on older GPUs
-        plan.launch((k, v, k_pages.view(torch.uint8), v_pages.view(torch.uint8), *rest), ())
+        plan.launch((k, v, k_pages.view(torch.uint8), v_pages.view(torch.uint8), *rest, _angles(call)), ())
+
+
+def _angles(call: Write) -> tuple[Any, ...] | None:
+    """A rope as kernels take it."""
+    rope = call.rope
+    return None if rope is None else (rope.cos, rope.sin, rope.positions, rope.cos.stride(0), rope.sin.stride(0))
 
 
 def copy(call: Copy) -> None:
@@ -202,10 +231,13 @@ def copy(call: Copy) -> None:
         plan.launch(tensors, ())
 
 
-def _key(what: str, tensors: tuple[torch.Tensor, ...]):
+def _key(what: str, tensors: tuple[torch.Tensor, ...], rope: Rope | None = None):
     """Everything that may change which kernel runs or how; None where a pointer would need a variant of its own."""
     pointers = 0
     parts: list[object] = [what]
+    if rope is not None:
+        parts.append(rope.interleaved)
+        tensors = (*tensors, rope.cos, rope.sin, rope.positions)
     for x in tensors:
         pointers |= x.data_ptr()
         parts += (x.dtype, x.device, x.shape, x.stride())
@@ -222,8 +254,9 @@ def _write_plan(call: Write) -> Plan:
     strides = (
         *call.k.stride()[:2], *call.v.stride()[:2], *call.k_pages.stride()[:3], *call.v_pages.stride()[:3],
     )  # fmt: skip
-    constants = (call.k_pages.shape[1], heads, dim, dim_v, parts, block_t, block_c)
-    return Plan(write_tokens, -(-tokens // block_t) * parts, strides, (tokens,), constants, _WARPS, 1)
+    constants = (call.k_pages.shape[1], heads, dim, dim_v, parts, block_t, block_c, *_turns(call))
+    grid = -(-tokens // block_t) * parts
+    return Plan(write_tokens, grid, strides, (tokens,), constants, _WARPS, 1, options=_options(call))
 
 
 def _encode_plan(call: Write) -> Plan:
@@ -236,9 +269,20 @@ def _encode_plan(call: Write) -> Plan:
         *call.scales[0].stride(), *call.scales[1].stride(),
     )  # fmt: skip
     constants = (
-        call.k_pages.shape[1], heads, dim, dim_v, block_r, block_d, block_dv, BY_DTYPE[call.k_pages.dtype]
+        call.k_pages.shape[1], heads, dim, dim_v, block_r, block_d, block_dv, BY_DTYPE[call.k_pages.dtype],
+        *_turns(call),
     )  # fmt: skip
-    return Plan(encode_tokens, triton.cdiv(tokens * heads, block_r), strides, (tokens,), constants, _WARPS, 1)
+    grid = triton.cdiv(tokens * heads, block_r)
+    return Plan(encode_tokens, grid, strides, (tokens,), constants, _WARPS, 1, options=_options(call))
+
+
+def _turns(call: Write) -> tuple[int, bool]:
+    """How many dimensions are turned, and whether neighbours are."""
+    return (0, False) if call.rope is None else (call.rope.rotary_dim, call.rope.interleaved)
+
+
+def _options(call: Write) -> dict[str, Any]:
+    return {} if call.rope is None else {"enable_fp_fusion": False}
 
 
 def _copy_plan(call: Copy) -> Plan:
