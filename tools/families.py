@@ -116,8 +116,9 @@ FAMILIES: dict[str, Family] = {
             sources=(
                 *_PORTABLE,
                 *_PAGED,
-                *(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "hopper")),
-                *(_ATTENTION + name for name in ("gluon_decode.py", "gluon_sm90_decode.py", "rows/decode.py")),
+                *(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "gluon_codes", "hopper")),
+                *(_ATTENTION + name for name in ("gluon_decode.py", "gluon_sm90_decode.py", "gluon_sm90_fold.py")),
+                _ATTENTION + "rows/decode.py",
             ),
             tests=(*_PAGED_TESTS, "tests/gpu/test_paged_decode.py"),
             rows=("hopper_decode",),

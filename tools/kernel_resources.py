@@ -202,6 +202,8 @@ def variants() -> Iterator[Variant]:
         for dtype, formula in (("bf16", "plain"), ("bf16", "softcap"), ("bf16", "packed"), ("fp16", "window")):
             quick = head_dim == 128 and formula in ("plain", "packed")
             yield Variant(90, "hopper_decode", dtype, head_dim, formula, quick)
+        for dtype, kind in (("bf16", "int8"), ("bf16", "fp8"), ("bf16", "int4"), ("fp16", "fp8")):
+            yield Variant(90, "hopper_decode", dtype, head_dim, kind, head_dim == 128)
 
 
 def as_entry(found: Resources) -> dict[str, int]:

@@ -13,6 +13,7 @@ from tests.gpu.paging import PAGED_CASES, UP_TO_256, decoding, lengths_around_pa
 from tilewise.core.errors import UnsupportedError
 from tilewise.ops.attention import gluon_decode
 from tilewise.ops.attention.triton_launch import Plans
+from tilewise.quant import KINDS, decode, encode
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import causal, window
@@ -61,6 +62,46 @@ def test_keys_in_rows_that_grow() -> None:
 def test_formulas(case: Case) -> None:
     wide = case.with_(head_dim=80, head_dim_v=96)
     properties.pages_hold_the_keys(Setting(IMPL, torch.float16, DEVICE), wide, 7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", UP_TO_256, ids=repr)
+def test_codes_hold_the_keys(case: Case, kind: str) -> None:
+    dtype = torch.float16 if kind == "fp8" and case.name in ("verify", "mixed") else torch.bfloat16
+    properties.encoded_pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, kind, 5 if case.packed else 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", FORMULAS[::3], ids=repr)
+def test_codes_and_formulas(case: Case, kind: str) -> None:
+    wide = case.with_(head_dim=96, head_dim_v=64)
+    properties.encoded_pages_hold_the_keys(Setting(IMPL, torch.bfloat16, DEVICE), wide, kind, 7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_far_apart(kind: str) -> None:
+    """Rows of zeros, of NaN, and values a thousand times others', after which small ones count no less."""
+    q, pool, layout = decoding([3000, 700, 64, 2000])
+    k, v = (encode(x.nan_to_num(), kind) for x in pool)
+    assert isinstance(layout.block_table, torch.Tensor)
+    table = layout.block_table.long()
+    k.scale[table[0, 3]] = 0.0
+    v.scale[table[0, 5]] = 0.0
+    v.scale[table[1, 2], 4] *= 1000.0
+    k.scale[table[2, 1], 3, 2] = torch.nan  # for one head of the third request
+    v.scale[table[3, 7], 1, 5] = torch.nan
+    o, lse = tw.attention_with_lse(q, k, v, layout=layout, impl=IMPL)
+    want, want_lse = tw.attention_with_lse(q, k, v, layout=layout, impl="reference")
+    assert torch.equal(o.isnan(), want.isnan())
+    assert int(o.isnan().all(-1).sum()) == 8  # two groups of four heads
+    half = torch.finfo(torch.bfloat16).eps / 2  # weights are rounded before the product, and o after it
+    lengths = [int(n) for n in layout.seqlens_k]
+    values = [decode(v)[row[: -(-n // 16)]].nan_to_num().abs().amax() for row, n in zip(table, lengths, strict=True)]
+    allowed = 2 * half * want.abs() + half * torch.stack(values)[:, None, None]
+    assert bool(((o - want).abs() <= allowed)[~want.isnan()].all())
+    part = q.abs().amax() / (2 * 127 * 254)  # by which a query in two bytes may be off
+    apart = part * decode(k).nan_to_num().abs().sum(-1).amax() * q.shape[-1] ** -0.5
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=float(apart) + 1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("group", [1, 2, 8, 64])

@@ -178,9 +178,9 @@ def test_what_does_not_read_codes_says_so() -> None:
     k, v, layout = _codes(), _codes(), tw.Paged(TABLE, LENGTHS)
     explained = tw.why(Q, k, v, layout=layout)
     assert explained.chosen == "cpu_tiled"
-    for impl in ("hopper", "hopper_decode"):
-        row = table.named(impl)
-        assert any(need.unmet(make_call(Q, k, v, layout=layout)) == "torch.int8" for need in row.needs)
+    for impl, q, what in (("hopper", Q, "torch.int8"), ("hopper_decode", Q.half(), "torch.float16")):
+        unmet = [need.unmet(make_call(q, k, v, layout=layout)) for need in table.named(impl).needs]
+        assert what in unmet
     q = Q.clone().requires_grad_()
     for impl, message in ((None, "no gradient wanted of paged keys"), ("reference", "no gradient wanted of encoded")):
         with pytest.raises(UnsupportedError, match=message):

@@ -29,40 +29,50 @@ from tilewise.ops.attention.triton_plans import functions, multiprocessors
 from tilewise.quant.codes import BY_DTYPE, KINDS
 
 _PLANS = Plans()
-_SHARED = 220 * 1024  # bytes for tiles
-_SHARED_OF_TWO = 108 * 1024
 _ROUNDS = 3  # pieces of a large share: most of it first, then half of the rest each
-# registers of a thread: when the kernel starts, and of one that fetches; by rows of a tile, then where two programs share
-# a multiprocessor
-_REGISTERS = {16: (None, 160), 32: (None, 168), 64: (None, 152)}
-_REGISTERS_OF_TWO = (128, 104)
-_REGISTERS_OF_INTEGERS = (128, 120)
 _ENDLESS = 2**30  # tokens of a page where each request has but one, so that lengths compile nothing
 _MERGED = 512  # values of o that are merged at a time
+
+
+class Build(NamedTuple):
+    """How a kernel is built: programs of a multiprocessor, bytes that each has for tiles, and registers of a thread
+    when it starts (None: as many as there are) and of one that fetches.
+    """
+
+    programs: int
+    shared: int
+    registers: int | None
+    registers_of_fetch: int
+
+
+# Two programs hide each other's waits, where a product leaves them room. By rows of a tile where there is one.
+_ONE = {16: Build(1, 220 * 1024, None, 160), 32: Build(1, 220 * 1024, None, 168), 64: Build(1, 220 * 1024, None, 152)}
+_TWO = Build(2, 108 * 1024, 128, 104)
+_TWO_OF_INTEGERS = Build(2, 108 * 1024, 128, 120)
 
 
 class Fixed(NamedTuple):
     """What is known when the kernel is compiled: numbers, and the formula's device functions, None where not needed."""
 
-    heads: int
-    group: int
-    head_dim: int
-    head_dim_v: int
-    page: int
-    packed: bool
-    sinks: bool
-    block_r: int
-    block_n: int
-    block_d: int
-    block_dv: int
-    stages: int
-    rounds: int
-    rows_of_part: int
-    merged: int  # rows of a part that are merged at a time
-    encoding: str | None
-    integers: bool  # whether its codes are
-    registers: int
-    alike: bool  # whether keys and values lie alike in their pools
+    heads: Any
+    group: Any
+    head_dim: Any
+    head_dim_v: Any
+    page: Any
+    packed: Any
+    sinks: Any
+    block_r: Any
+    block_n: Any
+    block_d: Any
+    block_dv: Any
+    stages: Any
+    rounds: Any
+    rows_of_part: Any
+    merged: Any  # rows of a part that are merged at a time
+    encoding: Any
+    integers: Any  # whether its codes are
+    registers: Any  # of a thread that fetches
+    alike: Any  # whether keys and values lie alike in their pools
     rows: Any
     mask_once: Any
     visible: Any
@@ -116,33 +126,38 @@ def _plans(call: Call) -> Planned:
     mask, score = functions(call)
     block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
     encoding = None if call.scales is None else BY_DTYPE[call.k.dtype]
-    integers = encoding in ("int8", "int4")
-    block_r = rows_of_tile(call, least=4, most=16) if integers else rows_of_tile(call)
-    of_key = 2 * (block_d + block_dv) if encoding is None else (block_d + block_dv) // KINDS[encoding].in_byte + 8
-    two = integers or (block_r == 16 and block_d + block_dv <= 256)  # programs on a multiprocessor: one hides another
-    wide = of_key <= 264 if integers else not two and block_d + block_dv <= 256 and block_r <= 32
+    if encoding in ("int8", "int4"):
+        build, block_r = _TWO_OF_INTEGERS, rows_of_tile(call, least=4, most=16)
+    else:
+        block_r = rows_of_tile(call)
+        build = _TWO if block_r == 16 and block_d + block_dv <= 256 else _ONE[block_r]
+    if encoding is None:
+        of_key, most = 2 * (block_d + block_dv), 4
+    else:
+        of_key, most = (block_d + block_dv) // KINDS[encoding].in_byte + 8, 8
+    wide = (
+        of_key <= 264
+        if build is _TWO_OF_INTEGERS
+        else build is not _TWO and block_d + block_dv <= 256 and block_r <= 32
+    )
     block_n = 128 if wide else 64
-    rest = (_SHARED_OF_TWO if two else _SHARED) - 2 * block_r * (2 * block_d + block_n)
-    stages = min(8 if encoding else 4, rest // (block_n * of_key))
-    programs = (2 if two else 1) * multiprocessors(call.q.device)
-    registers = _REGISTERS_OF_INTEGERS if integers else _REGISTERS_OF_TWO if two else _REGISTERS[block_r]
-    alike = block_d == block_dv and call.k.stride() == call.v.stride()
+    stages = min(most, (build.shared - 2 * block_r * (2 * block_d + block_n)) // (block_n * of_key))
+    programs = build.programs * multiprocessors(call.q.device)
     rows = block_r if call.packed else min(block_r, triton.next_power_of_2(call.rows_q * call.group))
     side = mask and mask.queries
     assert call.pages is not None
     one_each = call.pages.first is None and call.pages.longest == 1
-    fixed = Fixed(
+    fixed = (
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         _ENDLESS if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
-        block_dv, stages, _ROUNDS, rows, min(rows, _MERGED // block_dv), encoding, integers,
-        registers[1], alike, side and side.rows,
+        block_dv, stages, _ROUNDS, rows, min(rows, _MERGED // block_dv), encoding, build is _TWO_OF_INTEGERS,
+        build.registers_of_fetch, block_d == block_dv and call.k.stride() == call.v.stride(), side and side.rows,
         side and side.once, side and side.visible, score and score.queries.once, score and score.queries.apply,
     )  # fmt: skip
-    fixed = Fixed(*(gl.constexpr(x) if isinstance(x, int | str) else x for x in fixed))
+    constants = Fixed(*(gl.constexpr(x) if isinstance(x, int | str) else x for x in fixed))
     work: Work = work_of(call, block_r, block_n, _ROUNDS * programs, rows, early=True)
-    sizes = (call.rows_q, work.slots)
-    options = {} if registers[0] is None else {"maxnreg": registers[0]}
     tiles = Plan(
-        attention_decode_sm90, programs, strides_of_pages(call), sizes, (fixed,), 4, 1, early=True, options=options
+        attention_decode_sm90, programs, strides_of_pages(call), (call.rows_q, work.slots), (constants,), 4, 1,
+        early=True, options={} if build.registers is None else {"maxnreg": build.registers},
     )  # fmt: skip
     return work, tiles

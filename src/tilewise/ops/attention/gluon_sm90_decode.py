@@ -1,8 +1,8 @@
 """Few queries over pages, for Hopper, in Gluon: four warps gather keys, and a warpgroup computes.
 
-Keys are the rows of both products, S^T = K Q^T and O^T = V^T P^T, whose other side are the 16 to 64 rows of queries of
-a tile: a product is as wide as those are, and takes K and V from where the copies put them (`gluon_sm90_fold`). Who does what is planned on the device (`triton_work`). Sources: Ye et al.,
-"FlashInfer"; Shah et al., "FlashAttention-3".
+Keys are the rows of both products, S^T = K Q^T and O^T = V^T P^T, whose other side are the 4 to 64 rows of queries of a
+tile: a product is as wide as those are, and takes K and V from where the copies put them (`gluon_sm90_fold`). Who does
+what is planned on the device (`triton_work`). Sources: Ye et al., "FlashInfer"; Shah et al., "FlashAttention-3".
 """
 
 import triton.language as tl
@@ -231,7 +231,7 @@ def fetch(inputs, strides, work, memory, bars, fixed):
 
 @gluon.jit
 def end_row(outputs, strides, unit, hk, r, dv, o, l, top, rows_q, AXIS: gl.constexpr, fixed):
-    """Write rows of o and lse: o, with the dimensions dv along AXIS, is not divided by l yet, and `top` is in base 2."""
+    """Write rows of o and lse: o, with dimensions dv along AXIS, is not divided by l yet, and `top` is in base 2."""
     O, LSE, SINK = outputs
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
     if fixed.sinks:

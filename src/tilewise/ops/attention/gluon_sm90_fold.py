@@ -138,7 +138,7 @@ def fold(state, q, stage, phase, memory, bars, where, formula, scale, fixed):
         codes = load_float_values(v_ring.index(stage))
         v_scale = scale_rings[1].index(stage).load(KEY)
         s = warpgroup_mma_wait(0, deps=(s,)) * k_scale[:, None]
-        if HALF == gl.float16:  # whose small numbers are few: what is rounded to it is a weight times at most 1
+        if gl.float16 == HALF:  # whose small numbers are few: what is rounded to it is a weight times at most 1
             top = gl.max(v_scale, 0)
             top = gl.where(top > 0, top, 1.0)
             v_scale = v_scale / top
@@ -175,7 +175,7 @@ def fold(state, q, stage, phase, memory, bars, where, formula, scale, fixed):
         mbarrier.arrive(k_empty.index(stage))  # all warps have read their codes before they told
         mbarrier.arrive(v_empty.index(stage))
         v = float_values(codes, HALF, _product(fixed.block_r, fixed.integers))
-        if HALF == gl.float16:
+        if gl.float16 == HALF:
             added = warpgroup_mma(v, p_tile, blank(fixed.block_dv, fixed), use_acc=False, is_async=True)
             acc += warpgroup_mma_wait(0, deps=(added,)) * top
         else:

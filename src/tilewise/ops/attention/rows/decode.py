@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tilewise.core.dispatch import TRITON, Need, Row, untraced
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import symbols
@@ -14,6 +16,12 @@ def _other_dims(call: Call) -> str | None:
     dims = (call.head_dim, call.head_dim_v)
     step = 32 if call.scales is not None and call.k.dtype == KINDS["int4"].dtype else 16
     return None if all(32 < d <= 256 and d % step == 0 for d in dims) else f"{dims[0]}, {dims[1]}"
+
+
+def _half_and_integers(call: Call) -> str | None:
+    """Queries beside such codes are bytes in two (`tiles.gluon_codes`), which have fewer bits than float16 has."""
+    integers = call.scales is not None and call.k.dtype != KINDS["fp8"].dtype
+    return "torch.float16" if integers and call.q.dtype == torch.float16 else None
 
 
 def _rows_apart(call: Call) -> str | None:
@@ -41,6 +49,7 @@ ROW: Row[Call] = Row(
         HALF,
         Need("keys in pages, or a dense layout", lambda c: "packed" if c.packed and not c.pages else None),
         Need("head dimensions of 48 to 256, multiples of 16 (of int4: of 32)", _other_dims),
+        Need("queries of bfloat16 beside codes that are integers", _half_and_integers),
         Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
         Need("no score formula, or one that reads the score", _other_scores),
         NO_DROPOUT,
