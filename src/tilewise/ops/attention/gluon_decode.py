@@ -15,6 +15,7 @@ from tilewise.ops.attention import triton_decode, triton_paged
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.gluon_sm90_decode import attention_decode_sm90
 from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.sharing import requests_of_tile
 from tilewise.ops.attention.triton_launch import Plan, Plans
 from tilewise.ops.attention.triton_paged import Planned, PlannedCalls, Work, rows_of_tile, strides_of_pages, work_of
 from tilewise.ops.attention.triton_plans import functions, multiprocessors
@@ -47,6 +48,7 @@ class Fixed(NamedTuple):
     block_dv: int
     stages: int
     rounds: int
+    shared: int  # requests of a tile of a prefix, 0 where none is shared
     rows_of_part: int
     merged: int  # rows of a part that are merged at a time
     registers: int
@@ -112,15 +114,16 @@ def _plans(call: Call) -> Planned:
     rest = _SHARED - 2 * block_r * (2 * block_d + block_n)
     stages = min(4, rest // (2 * block_n * (block_d + block_dv)))
     programs = multiprocessors(call.q.device)
-    rows = block_r if call.packed else min(block_r, triton.next_power_of_2(call.rows_q * call.group))
+    shared = requests_of_tile(call)
+    rows = block_r if call.packed or shared else min(block_r, triton.next_power_of_2(call.rows_q * call.group))
     side = mask and mask.queries
     assert call.pages is not None
     one_each = call.pages.first is None and call.pages.longest == 1
     fixed = Fixed(
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         _ENDLESS if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
-        block_dv, stages, _ROUNDS, rows, min(rows, _MERGED // block_dv), *_REGISTERS[block_r], side and side.rows,
-        side and side.once, side and side.visible, score and score.queries.once, score and score.queries.apply,
+        block_dv, stages, _ROUNDS, shared, rows, min(rows, _MERGED // block_dv), *_REGISTERS[block_r],
+        side and side.rows, side and side.once, side and side.visible, score and score.queries.once, score and score.queries.apply,
     )  # fmt: skip
     fixed = Fixed(*(gl.constexpr(x) if isinstance(x, int) else x for x in fixed))
     work: Work = work_of(call, block_r, block_n, _ROUNDS * programs, rows, early=True)

@@ -16,8 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.ops.attention.triton_prefixes import PREFIX, cut_row, first_rows, left_last, parts_of_request, whole_row
 from tilewise.ops.attention.triton_work import (
     LOOK,
+    UNIT,
     next_tile,
     piece_of_turn,
     piece_start,
@@ -99,7 +101,13 @@ def gather_queries(Q, strides, unit, hk, at, ring, full, empty, fixed):
     offs_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     r = unit[1] * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
-    row = unit[0].to(gl.int64) * strides[0] + (unit[6] + m).to(gl.int64) * strides[1] + h * strides[2]
+    if fixed.shared:  # of several requests, where the unit is a prefix's
+        rows_q = strides[3]
+        row = (
+            (unit[0] + m // rows_q).to(gl.int64) * strides[0] + (m % rows_q).to(gl.int64) * strides[1] + h * strides[2]
+        )
+    else:
+        row = unit[0].to(gl.int64) * strides[0] + (unit[6] + m).to(gl.int64) * strides[1] + h * strides[2]
     mask = in_r[:, None] & (offs_d < fixed.head_dim)[None, :]
     gather(Q, row[:, None] + offs_d[None, :], mask, at, ring, full, empty, False)
 
@@ -204,22 +212,25 @@ def end_row(outputs, strides, unit, hk, r, o, l, top, rows_q, AXIS: gl.constexpr
 
 
 @gluon.jit
-def leave_part(parts, slot, r, o, l, top, fixed):
-    """Leave a normalised partial result [DV, R] with its lse in base 2, -inf of nothing."""
+def leave_part(parts, row, rows, r, o, l, top):
+    """Leave `rows` of a normalised partial result [DV, R] with its lse in base 2, -inf of nothing, from a row of memory
+    on.
+    """
     O_PART, LSE_PART = parts
     D_V: gl.constexpr = o.shape[0]
-    R: gl.constexpr = fixed.rows_of_part
     dv = gl.arange(0, D_V, layout=gl.SliceLayout(1, o.type.layout))
     empty = l == 0.0
     l_safe = gl.where(empty, 1.0, l)
-    to = slot.to(gl.int64) * R + r
-    gl.store(LSE_PART + to, gl.where(empty, float("-inf"), top + gl.log2(l_safe)), mask=r < R)
-    gl.store(O_PART + to[None, :] * D_V + dv[:, None], o / l_safe[None, :], mask=(r < R)[None, :])
+    to = row + r
+    gl.store(LSE_PART + to, gl.where(empty, float("-inf"), top + gl.log2(l_safe)), mask=r < rows)
+    gl.store(O_PART + to[None, :] * D_V + dv[:, None], o / l_safe[None, :], mask=(r < rows)[None, :])
 
 
 @gluon.jit
-def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, D_V: gl.constexpr, fixed):
-    """Fold the parts of some rows that the pieces `first` to `last` left, PARTS of them at a time."""
+def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, found, D_V: gl.constexpr, fixed):
+    """Fold the parts of some rows that the pieces `first` to `last` left, PARTS of them at a time; where prefixes are
+    shared the `first` to `last` of a request's, which are `found` by `triton_prefixes.first_rows`.
+    """
     O_PART, LSE_PART = parts
     R: gl.constexpr = fixed.merged
     OF_PARTS: gl.constexpr = fixed.rows_of_part
@@ -238,9 +249,14 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
     acc = gl.zeros([R, D_V], gl.float32, layout=TILE)
     for at in range(first, last + 1, PARTS):
         p = at + offs_p
-        slot = gl.where(p == first, 2 * p + 1, 2 * p)
-        row = slot.to(gl.int64)[:, None] * OF_PARTS + r_of_pair[None, :]
         there = (p <= last)[:, None]
+        if fixed.shared:
+            begins = first_rows(p, unit[0], hk, found[0], found[1], fixed.heads // fixed.group, fixed.block_r)
+            row = begins[:, None] + r_of_pair[None, :]
+            there = there & (r_of_pair < unit[5] * fixed.group)[None, :]
+        else:
+            slot = gl.where(p == first, 2 * p + 1, 2 * p)
+            row = slot.to(gl.int64)[:, None] * OF_PARTS + r_of_pair[None, :]
         lse = gl.load(LSE_PART + row, mask=there, other=float("-inf"), cache_modifier=".cg")
         o = gl.load(
             O_PART + gl.expand_dims(row, 2) * D_V + gl.expand_dims(gl.expand_dims(dv, 0), 0),
@@ -257,6 +273,44 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
 
 
 @gluon.jit
+def room_of(work, rows_q, fixed):
+    """Where parts lie, as `triton_prefixes` says."""
+    return gl.num_programs(0) * fixed.rounds, work[3] // 2, rows_q * fixed.group
+
+
+@gluon.jit
+def merge_shared(outputs, parts, strides, work, u, hk, rows_q, D_V: gl.constexpr, fixed):
+    """Count a part of a unit whose requests may share prefixes, and fold the requests whose last it is."""
+    UNITS, BEFORE, TURNS, _slots, tiles, rounds = work
+    HEADS_KV: gl.constexpr = fixed.heads // fixed.group
+    split = (gl.num_programs(0), rounds, tiles)
+    room = room_of(work, rows_q, fixed)
+    lanes = gl.arange(0, fixed.shared, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    unit = unit_of(UNITS, u)
+    first, count, last = left_last(u, unit, hk, lanes, TURNS + 1, UNITS, BEFORE, split, rows_q, HEADS_KV)
+    for n in range(count):
+        if gl.sum((last & (lanes == n)).to(gl.int32), 0) > 0:
+            barrier()
+            unit = unit_of(UNITS, first + n)
+            found = parts_of_request(first + n, hk, UNITS, BEFORE, split, HEADS_KV)
+            for row in range(0, unit[5] * fixed.group, fixed.merged):
+                merge_rows(
+                    outputs,
+                    parts,
+                    strides,
+                    unit,
+                    hk,
+                    0,
+                    found[2] + found[4] - 1,
+                    row,
+                    rows_q,
+                    (found, room),
+                    D_V,
+                    fixed,
+                )
+
+
+@gluon.jit
 def merge(outputs, parts, strides, work, memory, rows_q, D_V: gl.constexpr, fixed):
     """The warps that merge: they are told of each part that is left, count it, and fold the row whose last it is."""
     UNITS, ARRIVED, tiles, rounds = work[0], work[2] + 1, work[4], work[5]
@@ -264,13 +318,16 @@ def merge(outputs, parts, strides, work, memory, rows_q, D_V: gl.constexpr, fixe
     at = 0
     more, u, hk, row_start, _piece = posted(0, board, 4)
     while more > 0:
-        unit = unit_of(UNITS, u)
-        first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
-        if gl.atomic_add(ARRIVED + first, 1, sem="acq_rel") == last - first:
-            gl.store(ARRIVED + first, 0)  # for the next run of the plan
-            barrier()
-            for first_row in range(0, fixed.rows_of_part, fixed.merged):
-                merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, D_V, fixed)
+        if fixed.shared:
+            merge_shared(outputs, parts, strides, work, u, hk, rows_q, D_V, fixed)
+        else:
+            unit = unit_of(UNITS, u)
+            first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
+            if gl.atomic_add(ARRIVED + first, 1, sem="acq_rel") == last - first:
+                gl.store(ARRIVED + first, 0)  # for the next run of the plan
+                barrier()
+                for first_row in range(0, fixed.rows_of_part, fixed.merged):
+                    merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, None, D_V, fixed)
         at += 1
         more, u, hk, row_start, _piece = posted(at, board, 4)
 
@@ -298,6 +355,19 @@ def scores_of(s, unit, hk, r, offs_n, formula, scale, fixed):
         first_j, last_j = row_ends(b, h, offs_i, 0, keys, mask_args, mask_nums, fixed.rows)
         seen = (offs_n[:, None] >= first_j[None, :]) & (offs_n[:, None] <= last_j[None, :])
     return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def part_of_row(work, unit, u, hk, piece, begins, whole, rows_q, fixed):
+    """(the first row of its part, how many, whether nothing else is to be merged with it) of a piece's row of tiles."""
+    cut = cut_row(piece, begins, fixed.rows_of_part)
+    if fixed.shared:
+        prefix = gl.load(work[0] + u * UNIT + PREFIX)
+        HEADS_KV: gl.constexpr = fixed.heads // fixed.group
+        kept = whole_row(unit[0], hk, prefix < 0, room_of(work, rows_q, fixed), HEADS_KV, fixed.block_r)
+        return gl.where(whole, kept, cut), unit[5] * fixed.group, whole & (prefix == 0)
+    else:
+        return cut, fixed.rows_of_part, whole
 
 
 @gluon.jit
@@ -360,10 +430,11 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
             after = next_tile(u, hk, t, unit, coming, fixed.heads // fixed.group)
             whole = (row_start >= lo) & (after[2] == 0)
             if (after[2] == 0) | (n + 1 == done + count):
-                if whole:
+                to, rows, alone = part_of_row(work, unit, u, hk, piece, row_start >= lo, whole, rows_q, fixed)
+                if alone:
                     end_row(outputs, strides_o, unit, hk, unit[1] * BLOCK_R + r, acc, l_i, m_i, rows_q, 0, fixed)
                 else:
-                    leave_part(parts, 2 * piece + (row_start >= lo).to(gl.int32), r, acc, l_i, m_i, fixed)
+                    leave_part(parts, to, rows, r, acc, l_i, m_i)
                     barrier()
                     post((1, u, hk, row_start, piece), parted, left, 4)
                     parted += 1
@@ -424,6 +495,8 @@ def attention_decode_sm90(
     work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds_of(gl.num_programs(0), tiles, fixed.rounds))
     inputs = (Q, K, V, TABLE, FIRST, stride_t)
     strides_q = (stride_qb, stride_qs, stride_qh)
+    if fixed.shared:
+        strides_q = (stride_qb, stride_qs, stride_qh, rows_q)
     strides_o = (stride_ob, stride_os, stride_oh)
     strides = (strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh)
     formula = (mask_args, mask_nums, score_args, score_nums)
