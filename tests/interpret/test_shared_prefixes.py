@@ -18,6 +18,7 @@ from tilewise.ops.attention import triton_launch, triton_paged, triton_parts, tr
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.sharing import bytes_of, requests_of_tile, unshared
 from tilewise.ops.attention.triton_work import UNIT
+from tilewise.quant import encode
 from tilewise.schedule.sharing import common_tiles, groups_of
 from tilewise.schedule.worklist import WorkList
 from tilewise.testing.case import Case
@@ -82,7 +83,25 @@ def test_half_precision_and_a_score() -> None:
     shared_prefixes_hold_the_keys(Setting("triton_paged", torch.float16), case, common, 16)
 
 
-def test_queries_may_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_codes(kind: str) -> None:
+    """As in a call that shares nothing."""
+    keys, common = BATCHES["two_groups"]
+    batch = alike(PAGED, case_of(keys, 2, mask=causal), common)
+    k, v = (encode(x.nan_to_num(), kind) for x in (batch.k, batch.v))
+    layout = batch.arguments["layout"]
+    plain = batch.arguments | {"layout": replace(layout, share_prefixes=False)}
+    with torch.no_grad():
+        got, want = (
+            tw.attention_with_lse(batch.q, k, v, impl="triton_paged", **arguments)
+            for arguments in (batch.arguments, plain)
+        )
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(got[0], want[0]), "nothing was shared"
+
+
+def test_queries_may_lie_anywhere() -> None:
     """Rows of a request apart from those of the next one."""
     batch = alike(PAGED, case_of([300, 310, 290], 2, mask=causal), [0, 280, 280])
     want = tw.attention(batch.q, batch.k, batch.v, impl="triton_paged", **batch.arguments)
@@ -151,6 +170,13 @@ def test_the_device_plans_as_the_host(
     before = np.append(0, np.cumsum(want.count))
     assert np.array_equal(memory.before.numpy()[: count + 1], before)
     assert (memory.before.numpy()[count:] == before[-1]).all()
+
+
+def test_why_says_what_is_shared() -> None:
+    batch = alike(PAGED, case_of([300, 300]), [0, 300])
+    with torch.no_grad():
+        found = tw.why(batch.q, batch.k, batch.v, impl="triton_paged", **batch.arguments)
+    assert "; shares prefixes of neighbours, 8 requests to a tile" in str(found)
 
 
 def test_a_prefix_is_read_by_few() -> None:

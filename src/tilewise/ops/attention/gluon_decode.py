@@ -123,7 +123,8 @@ def _plans(call: Call) -> Planned:
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         _ENDLESS if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
         block_dv, stages, _ROUNDS, shared, rows, min(rows, _MERGED // block_dv), *_REGISTERS[block_r],
-        side and side.rows, side and side.once, side and side.visible, score and score.queries.once, score and score.queries.apply,
+        side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
+        score and score.queries.apply,
     )  # fmt: skip
     fixed = Fixed(*(gl.constexpr(x) if isinstance(x, int) else x for x in fixed))
     work: Work = work_of(call, block_r, block_n, _ROUNDS * programs, rows, early=True)

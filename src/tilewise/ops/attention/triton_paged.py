@@ -19,7 +19,7 @@ import triton.language as tl
 from tilewise.formula.emit import encoded
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.sharing import REQUESTS, bytes_of, most_rows, requests_of_tile, rows_of_shared_tile
+from tilewise.ops.attention.sharing import bytes_of, most_rows, requests_of_tile, rows_of_shared_tile
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
 from tilewise.ops.attention.triton_parts import merge_row, merge_share, store_part, store_rows
 from tilewise.ops.attention.triton_plans import (
@@ -50,6 +50,7 @@ from tilewise.tiles.visit import call_once, row_ends
 
 _PROGRAMS_PER_SM = 2
 _AT_ONCE = 1024  # slots that the plan looks at at a time
+_COMPARED = 4096  # pages of two requests that are compared at a time
 CHUNK_KEYS = 2048  # of a chunk, where results must not depend on the batch
 _PLANS = Plans()
 
@@ -508,9 +509,10 @@ def _shared_work_of(call: Call, block_n: int, pieces: int, rows: int, early: boo
     """`work_of` requests that may share prefixes: a unit for each, and at most one more of a prefix."""
     assert call.pages is not None
     heads, slots = call.num_heads_kv, 2 * call.batch
+    at_once = min(_COMPARED, triton.next_power_of_2(max(call.pages.longest, 1)))
     common = Plan(
         common_prefixes, call.batch, (call.pages.row_stride,), (call.rows_q,),
-        (call.k.shape[1], block_n, heads, triton.next_power_of_2(heads), REQUESTS), 4, 1,
+        (call.k.shape[1], block_n, heads, triton.next_power_of_2(heads), at_once), 8, 1,
     )  # fmt: skip
     plan = Plan(
         plan_shared_work, 1, (), (call.batch, call.rows_q, slots, *bytes_of(call)),

@@ -138,8 +138,8 @@ def write_unit(UNITS, BEFORE, unit, there, b, begin, count, keys, queries, prefi
 
 # parts ---------------------------------------------------------------------------------------------------------------
 # `split` is how the line is cut: (programs, rounds, work). `room` is where parts lie: (pieces, requests, rows of one
-# for a key/value head). First come two tiles of rows for each piece, of what it ends and of what it begins; behind them,
-# for rows that were not cut, the rows of all requests of all heads, and these once more for prefixes.
+# for a key/value head). First come two tiles of rows for each piece, of what it ends and of what it begins; behind
+# them, for rows that were not cut, the rows of all requests of all heads, and these once more for prefixes.
 
 
 @triton.jit
