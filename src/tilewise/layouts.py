@@ -62,7 +62,8 @@ class Paged:
             alike) once for all of them, and merge that with the rest in the same launch, where a count of bytes says
             that it pays. Results are equal within rounding, the same bits at each repeat. For q that is not packed, 2
             to 1,024 requests, few queries, no mask or `causal`, and scores that look at neither b nor i (`softcap`);
-            `tilewise.why` says whether a call is one. Ignored elsewhere, and an error with `batch_invariant=True`.
+            `tilewise.why` says whether a call is one. Ignored elsewhere, and an error with `batch_invariant=True`. By
+            name alone.
 
     All on the device of q and contiguous (rows of `block_table` may lie apart); the last query of a request stands at
     its last token. What unused slots hold does not matter. Shapes and types are checked at every call; values (pages

@@ -89,7 +89,8 @@ class WorkList:
                 tile; all requests have then one tile.
 
         Raises:
-            InputError: a size is not positive, lengths differ in number, or requests that share have several tiles.
+            InputError: a size is not positive, lengths differ in number, or requests that share have several tiles or
+                do not see the first keys.
         """
         queries, keys = (np.asarray(x, dtype=np.int64).reshape(-1) for x in (seqlens_q, seqlens_k))
         for name, size in {"programs": programs, "rows": rows, "block_n": block_n, "heads_kv": heads_kv}.items():
@@ -119,6 +120,9 @@ class WorkList:
             raise InputError(
                 "groups", got=got, expected="one tile for each request", hint="fewer queries, or more rows"
             )
+        if self.begin.any():
+            got = "a mask that hides first keys"
+            raise InputError("groups", got=got, expected="runs that begin at key 0", hint="causal, or no mask")
         begin, count, prefix = self.begin.copy(), self.count.copy(), self.prefix.copy()
         heads, tiles = [], []
         for group in groups:

@@ -152,8 +152,8 @@ def plan(
         q, k, v, sink: examples: runs take tensors of the same shapes, strides, dtypes and device. Keys that do not
             lie there yet may be written between plan and run.
         mask, score, layout, scale, batch_invariant: as `attention` takes them, and fixed. What the layout's tensors
-            hold may change in place: pages at any time; after lengths have changed, call `update` or plan anew. Both
-            may be captured in a CUDA graph.
+            hold may change in place: pages at any time, unless prefixes are shared; after lengths have changed, and
+            then pages too, call `update` or plan anew. Both may be captured in a CUDA graph.
         impl: name of an implementation; None picks the first that can.
 
     Raises:
