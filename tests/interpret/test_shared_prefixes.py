@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
@@ -134,6 +134,11 @@ def test_any_groups(
 
 @settings(max_examples=40, deadline=None)
 @given(requests=GROUPINGS, page_size=st.integers(1, 40), queries=st.integers(1, 4), group=st.integers(1, 6))
+@example(requests=[(700, 0), (700, 140), (700, 600)], page_size=16, queries=1, group=1)
+@example(requests=[(700, 0), (700, 600), (700, 140)], page_size=16, queries=1, group=1)
+@example(requests=[(700, 0)] + [(700, 600)] * 6, page_size=1, queries=4, group=4)
+@example(requests=[(700, 0)] + [(700, 130)] * 2, page_size=16, queries=1, group=32)  # costs more than it saves
+@example(requests=[(700, 0)] + [(700, 130)] * 3, page_size=16, queries=1, group=32)  # does not
 def test_the_device_plans_as_the_host(
     requests: list[tuple[int, int]], page_size: int, queries: int, group: int
 ) -> None:
@@ -170,6 +175,21 @@ def test_the_device_plans_as_the_host(
     before = np.append(0, np.cumsum(want.count))
     assert np.array_equal(memory.before.numpy()[: count + 1], before)
     assert (memory.before.numpy()[count:] == before[-1]).all()
+
+
+def test_pages_that_agree_again_are_not_shared() -> None:
+    """Behind the first page that is another's, and after 4,096 pages."""
+    for different, tiles in ((9, 1), (4095, 511), (4096, 512)):
+        table = torch.arange(5000, dtype=torch.int32).repeat(3, 1)
+        table[1, different] = 5000
+        pool = [torch.zeros(5001, 16, 1, 16)] * 2
+        layout = tw.Paged(table, torch.full((3,), 80_000, dtype=torch.int32), share_prefixes=True)
+        call = make_call(torch.zeros(3, 1, 1, 16), *pool, layout=layout)
+        work, _ = triton_paged._plans(call)
+        memory = work.memory(call)
+        work.launch(call, memory)
+        assert memory.common is not None
+        assert memory.common.tolist() == [0, tiles, tiles]
 
 
 def test_why_says_what_is_shared() -> None:

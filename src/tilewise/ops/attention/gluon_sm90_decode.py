@@ -212,16 +212,16 @@ def end_row(outputs, strides, unit, hk, r, o, l, top, rows_q, AXIS: gl.constexpr
 
 
 @gluon.jit
-def leave_part(parts, row, rows, r, o, l, top):
-    """Leave `rows` of a normalised partial result [DV, R] with its lse in base 2, -inf of nothing, from a row of memory
-    on.
+def leave_part(parts, at, rows, r, o, l, top, fixed):
+    """Leave `rows` of a normalised partial result [DV, R] with its lse in base 2, -inf of nothing: in slot `at`, or
+    where prefixes are shared from row `at` on.
     """
     O_PART, LSE_PART = parts
     D_V: gl.constexpr = o.shape[0]
     dv = gl.arange(0, D_V, layout=gl.SliceLayout(1, o.type.layout))
     empty = l == 0.0
     l_safe = gl.where(empty, 1.0, l)
-    to = row + r
+    to = at + r if fixed.shared else at.to(gl.int64) * fixed.rows_of_part + r
     gl.store(LSE_PART + to, gl.where(empty, float("-inf"), top + gl.log2(l_safe)), mask=r < rows)
     gl.store(O_PART + to[None, :] * D_V + dv[:, None], o / l_safe[None, :], mask=(r < rows)[None, :])
 
@@ -249,14 +249,14 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
     acc = gl.zeros([R, D_V], gl.float32, layout=TILE)
     for at in range(first, last + 1, PARTS):
         p = at + offs_p
-        there = (p <= last)[:, None]
         if fixed.shared:
             begins = first_rows(p, unit[0], hk, found[0], found[1], fixed.heads // fixed.group, fixed.block_r)
             row = begins[:, None] + r_of_pair[None, :]
-            there = there & (r_of_pair < unit[5] * fixed.group)[None, :]
+            there = (p <= last)[:, None] & (r_of_pair < unit[5] * fixed.group)[None, :]
         else:
             slot = gl.where(p == first, 2 * p + 1, 2 * p)
             row = slot.to(gl.int64)[:, None] * OF_PARTS + r_of_pair[None, :]
+            there = (p <= last)[:, None]
         lse = gl.load(LSE_PART + row, mask=there, other=float("-inf"), cache_modifier=".cg")
         o = gl.load(
             O_PART + gl.expand_dims(row, 2) * D_V + gl.expand_dims(gl.expand_dims(dv, 0), 0),
@@ -359,15 +359,17 @@ def scores_of(s, unit, hk, r, offs_n, formula, scale, fixed):
 
 @gluon.jit
 def part_of_row(work, unit, u, hk, piece, begins, whole, rows_q, fixed):
-    """(the first row of its part, how many, whether nothing else is to be merged with it) of a piece's row of tiles."""
-    cut = cut_row(piece, begins, fixed.rows_of_part)
+    """(where its part goes, as `leave_part` takes it, how many rows it has, whether it is all there is) of what a piece
+    has of a row of tiles.
+    """
     if fixed.shared:
         prefix = gl.load(work[0] + u * UNIT + PREFIX)
         HEADS_KV: gl.constexpr = fixed.heads // fixed.group
         kept = whole_row(unit[0], hk, prefix < 0, room_of(work, rows_q, fixed), HEADS_KV, fixed.block_r)
-        return gl.where(whole, kept, cut), unit[5] * fixed.group, whole & (prefix == 0)
+        to = gl.where(whole, kept, cut_row(piece, begins, fixed.block_r))
+        return to, unit[5] * fixed.group, whole & (prefix == 0)
     else:
-        return cut, fixed.rows_of_part, whole
+        return 2 * piece + begins.to(gl.int32), fixed.rows_of_part, whole
 
 
 @gluon.jit
@@ -434,7 +436,7 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
                 if alone:
                     end_row(outputs, strides_o, unit, hk, unit[1] * BLOCK_R + r, acc, l_i, m_i, rows_q, 0, fixed)
                 else:
-                    leave_part(parts, to, rows, r, acc, l_i, m_i)
+                    leave_part(parts, to, rows, r, acc, l_i, m_i, fixed)
                     barrier()
                     post((1, u, hk, row_start, piece), parted, left, 4)
                     parted += 1

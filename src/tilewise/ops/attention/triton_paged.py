@@ -234,7 +234,7 @@ def attention_work(
                     row = tl.where(cut, cut_row(p, begun == 0, BLOCK_R), row)
                     store_part(O_PART, LSE_PART, row, l_i, m_i, acc, unit[5] * GROUP)
                 else:
-                    store_part(O_PART, LSE_PART, (2 * p).to(tl.int64) * BLOCK_R, l_i, m_i, acc)
+                    store_part(O_PART, LSE_PART, 2 * p, l_i, m_i, acc)
             else:
                 store_rows(
                     O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, l_i, m_i, rows_q, HEADS,
@@ -259,7 +259,7 @@ def attention_work(
         )  # fmt: skip
     else:
         if t > 0:
-            store_part(O_PART, LSE_PART, (2 * p + 1 - begun.to(tl.int32)).to(tl.int64) * BLOCK_R, l_i, m_i, acc)
+            store_part(O_PART, LSE_PART, 2 * p + 1 - begun.to(tl.int32), l_i, m_i, acc)
         tl.debug_barrier()
         for side in range(2):  # the row that others began and that ended here, the row that others go on with
             unit = unit_of(UNITS, tl.where(side == 0, first_u, u))
@@ -337,8 +337,7 @@ def attention_chunks(
             shared = begin < last
             # a row that programs share has its room with the first of them, beside that of rows of its own
             room = (2 * begin + shared.to(tl.int32)) * most
-            slot = room + (unit[2] + t) // CHUNK - unit[2] // CHUNK
-            store_part(O_PART, LSE_PART, slot.to(tl.int64) * BLOCK_R, l_i, m_i, acc)
+            store_part(O_PART, LSE_PART, room + (unit[2] + t) // CHUNK - unit[2] // CHUNK, l_i, m_i, acc)
             if (end == unit[3]) | (place + 1 == hi):
                 tl.debug_barrier()
                 others = last - begin
@@ -509,7 +508,7 @@ def _shared_work_of(call: Call, block_n: int, pieces: int, rows: int, early: boo
     """`work_of` requests that may share prefixes: a unit for each, and at most one more of a prefix."""
     assert call.pages is not None
     heads, slots = call.num_heads_kv, 2 * call.batch
-    at_once = min(_COMPARED, triton.next_power_of_2(max(call.pages.longest, 1)))
+    at_once = min(_COMPARED, max(16, triton.next_power_of_2(call.pages.longest)))
     common = Plan(
         common_prefixes, call.batch, (call.pages.row_stride,), (call.rows_q,),
         (call.k.shape[1], block_n, heads, triton.next_power_of_2(heads), at_once), 8, 1,

@@ -41,21 +41,17 @@ def store_rows(O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, 
 
 
 @triton.jit
-def store_part(O_PART, LSE_PART, row, l, top, o, rows=None):
-    """Leave a normalised partial result, or `rows` of it, from a row of memory on, with its lse, -inf of nothing."""
+def store_part(O_PART, LSE_PART, at, l, top, o, rows=None):
+    """Leave a normalised partial result with its lse, -inf of nothing: in slot `at`, or from row `at` on, `rows`."""
     offs_r = tl.arange(0, o.shape[0])
     offs_dv = tl.arange(0, o.shape[1])
     empty = l == 0.0
     l_safe = tl.where(empty, 1.0, l)
-    to = row + offs_r
-    lse = tl.where(empty, float("-inf"), top + tl.math.log2(l_safe) * LN2)
-    at = to[:, None] * o.shape[1] + offs_dv[None, :]
-    if rows is None:
-        tl.store(LSE_PART + to, lse)
-        tl.store(O_PART + at, o / l_safe[:, None])
-    else:
-        tl.store(LSE_PART + to, lse, mask=offs_r < rows)
-        tl.store(O_PART + at, o / l_safe[:, None], mask=(offs_r < rows)[:, None])
+    to = at + offs_r if rows is not None else at.to(tl.int64) * o.shape[0] + offs_r
+    there = None if rows is None else offs_r < rows
+    tl.store(LSE_PART + to, tl.where(empty, float("-inf"), top + tl.math.log2(l_safe) * LN2), mask=there)
+    there = None if rows is None else there[:, None]
+    tl.store(O_PART + to[:, None] * o.shape[1] + offs_dv[None, :], o / l_safe[:, None], mask=there)
 
 
 @triton.jit
