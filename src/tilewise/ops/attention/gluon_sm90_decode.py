@@ -103,9 +103,8 @@ def gather_queries(Q, strides, unit, hk, at, ring, full, empty, fixed):
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
     if fixed.shared:  # of several requests, where the unit is a prefix's
         rows_q = strides[3]
-        row = (
-            (unit[0] + m // rows_q).to(gl.int64) * strides[0] + (m % rows_q).to(gl.int64) * strides[1] + h * strides[2]
-        )
+        b = unit[0] + m // rows_q
+        row = b.to(gl.int64) * strides[0] + (m % rows_q).to(gl.int64) * strides[1] + h * strides[2]
     else:
         row = unit[0].to(gl.int64) * strides[0] + (unit[6] + m).to(gl.int64) * strides[1] + h * strides[2]
     mask = in_r[:, None] & (offs_d < fixed.head_dim)[None, :]

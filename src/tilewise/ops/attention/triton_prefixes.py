@@ -12,9 +12,7 @@ import triton.language as tl
 
 from tilewise.ops.attention.triton_work import FIELD, UNIT, row_pieces
 
-PREFIX = tl.constexpr(
-    7
-)  # number of a unit: how far before it its prefix unit is; 0 of none, -1 of a prefix unit itself
+PREFIX = tl.constexpr(7)  # a number of a unit: how many before it its prefix unit is, 0 of none; -1 of a prefix unit
 MOST = tl.constexpr(2**20)  # tiles of a prefix, at most
 
 
