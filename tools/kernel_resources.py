@@ -51,6 +51,7 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "repeats": lambda: {"mask": tw.causal, "deterministic": True},
     "pages": lambda: {"mask": tw.causal, "layout": _packed()},
     "invariant": lambda: {"mask": tw.causal, "batch_invariant": True},
+    "shared": lambda: {"mask": tw.causal},  # prefixes, of requests over pages
     **dict.fromkeys(KINDS, dict),  # of pages, encoded
 }
 PAGES, PAGE_SIZE = 64, 16
@@ -124,11 +125,14 @@ class Variant:
         return make_call(q, k, v, **arguments)
 
     def _paged(self, arguments: dict[str, Any]) -> Call:
-        """Two requests of four queries, or of a packed prefill, over pages."""
-        table = torch.zeros(2, PAGES // 2, dtype=torch.int32)
+        """Two requests of four queries, sixteen where they share prefixes, or of a packed prefill, over pages."""
+        shared = self.formula == "shared"
+        batch = 16 if shared else 2
+        table = torch.zeros(batch, PAGES // 2, dtype=torch.int32)
+        seqlens = torch.tensor([100, 256], dtype=torch.int32).repeat(batch // 2)
         packed = arguments.pop("layout", None)
-        layout = tw.Paged(table, torch.tensor([100, 256], dtype=torch.int32), packed and packed.cu_seqlens_q[[0, 1, 3]])
-        q = torch.zeros(*((2, 4) if packed is None else (SEQLEN,)), HEADS, self.head_dim, dtype=DTYPES[self.dtype])
+        layout = tw.Paged(table, seqlens, packed and packed.cu_seqlens_q[[0, 1, 3]], share_prefixes=shared)
+        q = torch.zeros(*((batch, 4) if packed is None else (SEQLEN,)), HEADS, self.head_dim, dtype=DTYPES[self.dtype])
         pool: Any = torch.zeros(PAGES, PAGE_SIZE, HEADS_KV, self.head_dim, dtype=q.dtype)
         if self.formula in KINDS:
             pool = encode(pool, self.formula)
@@ -161,7 +165,9 @@ def variants() -> Iterator[Variant]:
     """Every variant: each configuration row of each kernel is reached by several."""
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256, 512)):
         portable = tuple(
-            formula for formula in FORMULAS if formula not in ("slopes", "repeats", "pages", "invariant", *KINDS)
+            formula
+            for formula in FORMULAS
+            if formula not in ("slopes", "repeats", "pages", "invariant", "shared", *KINDS)
         )  # kernels of others
         by_dtype = {"bf16": portable, "fp16": ("plain",), "fp32": ("causal", "alibi")}
         for dtype, formulas in by_dtype.items():
@@ -171,9 +177,11 @@ def variants() -> Iterator[Variant]:
         for dtype, formula in (("bf16", "causal"), ("bf16", "alibi"), ("fp32", "causal")):
             quick = head_dim == 128 and formula == "causal"
             yield Variant(sm, "triton_decode", dtype, head_dim, formula, quick)
-        for formula in ("plain", "window", "packed", "causal", "invariant"):
+        for formula in ("plain", "window", "packed", "causal", "invariant", "shared"):
             dtype = "fp32" if formula == "causal" else "bf16"
-            quick = head_dim == 128 and (formula == "plain" or (formula in ("packed", "invariant") and sm == 90))
+            quick = head_dim == 128 and (
+                formula == "plain" or (formula in ("packed", "invariant", "shared") and sm == 90)
+            )
             yield Variant(sm, "triton_paged", dtype, head_dim, formula, quick)
         for dtype, kind in (("bf16", "int8"), ("bf16", "fp8"), ("bf16", "int4"), ("fp16", "int8")):
             if head_dim in (64, 128, 256):
@@ -199,8 +207,9 @@ def variants() -> Iterator[Variant]:
         ):
             quick = head_dim == 128 or formula == "causal"
             yield Variant(90, "hopper", "bf16", head_dim, formula, quick)
-        for dtype, formula in (("bf16", "plain"), ("bf16", "softcap"), ("bf16", "packed"), ("fp16", "window")):
-            quick = head_dim == 128 and formula in ("plain", "packed")
+        for dtype, formula in (("bf16", "plain"), ("bf16", "softcap"), ("bf16", "packed"), ("fp16", "window"),
+                               ("bf16", "shared")):  # fmt: skip
+            quick = head_dim == 128 and formula in ("plain", "packed", "shared")
             yield Variant(90, "hopper_decode", dtype, head_dim, formula, quick)
         for dtype, kind in (("bf16", "int8"), ("bf16", "fp8"), ("bf16", "int4"), ("fp16", "fp8")):
             yield Variant(90, "hopper_decode", dtype, head_dim, kind, head_dim == 128)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,12 @@ class Paged:
         seqlens_k: int32 (batch,), how many tokens of each request lie in its pages, new ones included; 0 is fine.
         cu_seqlens_q: int32 (batch + 1,), cumulative query lengths of a packed q (total_q, num_heads_q, head_dim); None
             for q (batch, seqlen_q, num_heads_q, head_dim).
+        share_prefixes: on a GPU, read keys that neighbouring requests have in common (their rows of `block_table` begin
+            alike) once for all of them, and merge that with the rest in the same launch, where a count of bytes says
+            that it pays. Results are equal within rounding, the same bits at each repeat. For q that is not packed, 2
+            to 1,024 requests, few queries, no mask or `causal`, and scores that look at neither b nor i (`softcap`);
+            `tilewise.why` says whether a call is one. Ignored elsewhere, and an error with `batch_invariant=True`. By
+            name alone.
 
     All on the device of q and contiguous (rows of `block_table` may lie apart); the last query of a request stands at
     its last token. What unused slots hold does not matter. Shapes and types are checked at every call; values (pages
@@ -67,6 +73,7 @@ class Paged:
     block_table: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     seqlens_k: torch.Tensor
     cu_seqlens_q: torch.Tensor | None = None
+    share_prefixes: bool = field(default=False, kw_only=True)
 
     @property
     def pages(self) -> Pages:

@@ -14,6 +14,7 @@ from tilewise.core.errors import InputError
 from tilewise.explain import ladder
 from tilewise.explain import traffic as closed_forms
 from tilewise.explain.ladder import ORDER, Report
+from tilewise.schedule.sharing import Group
 from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, TileMap
 from tilewise.schedule.worklist import WorkList
 
@@ -207,11 +208,14 @@ def plan(
     programs: Annotated[int, typer.Option(min=1, help="How many share the work: two a multiprocessor on a GPU.")] = 16,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a tile: queries times heads of a group.")] = 16,
     block_n: Annotated[int, typer.Option("--block-n", min=1, help="Keys of a tile.")] = 64,
+    shared: Annotated[int, typer.Option(min=0, help="First keys that all requests have in common.")] = 0,
     mask_text: shapes.MaskText = None,
     out: Annotated[Path | None, typer.Option("--out", help="Draw into this .svg or .png file.")] = None,
     as_json: shapes.Json = False,
 ) -> None:
     """Show how programs divide attention over pages: equal shares of all requests' tiles, and what is merged.
+
+    With --shared, keys that all requests have in common are in units of their own, for as many requests as fill a tile.
 
     Example: tilewise explain plan "100,4000,64,900" --programs 8 --out plan.svg
     """
@@ -220,9 +224,13 @@ def plan(
 
         draw.check_target(out)
     keys = shapes.lengths(lengths, "LENGTHS")
+    heads_kv = heads_kv or heads_q
+    together = rows * heads_kv // max(queries * heads_q, 1)
+    tiles = min([shared, *(n - queries for n in keys)]) // block_n
     work = WorkList.build(
-        [queries] * len(keys), keys, heads_q=heads_q, heads_kv=heads_kv or heads_q, programs=programs, rows=rows,
-        block_n=block_n, mask=None if mask_text is None else read_mask(mask_text),
+        [queries] * len(keys), keys, heads_q=heads_q, heads_kv=heads_kv, programs=programs, rows=rows, block_n=block_n,
+        mask=None if mask_text is None else read_mask(mask_text), together=together,
+        groups=[Group(0, len(keys), tiles)] if tiles > 0 and together > 1 else (),
     )  # fmt: skip
     merges = work.merges()
     done = [list(work.segments(program)) for program in range(programs)]
@@ -236,12 +244,18 @@ def plan(
     say(f"{len(keys)} requests, {work.work} tiles of {rows} rows and {block_n} keys")
     say(f"{programs} programs, of which none has more than {most}")
     for program, segments in enumerate(done[:WIDEST]):
-        shown = ", ".join(f"request {work.request[u]} head {h} tiles {a}-{b - 1}" for u, h, a, b in segments[:4])
+        shown = ", ".join(f"{_named(work, u)} head {h} tiles {a}-{b - 1}" for u, h, a, b in segments[:4])
         more = f", and {len(segments) - 4} more" if len(segments) > 4 else ""
         say(f"  {program}: {shown or 'nothing'}{more}")
-    say(f"merged: {len(merges)} rows of tiles, in {sum(len(merge.slots) for merge in merges)} parts")
+    say(f"merged: {len(merges)} cut rows of tiles, in {sum(len(merge.slots) for merge in merges)} parts")
     if out is not None:
         say(f"drawn: {out}")
+
+
+def _named(work: WorkList, unit: int) -> str:
+    """Whose rows a unit has."""
+    prefix = "prefix from " if work.prefix[unit] < 0 else ""
+    return f"{prefix}request {work.request[unit]}"
 
 
 def register(app: typer.Typer) -> None:

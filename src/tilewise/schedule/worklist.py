@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from tilewise.core.errors import InputError
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import as_mask
 from tilewise.schedule.rule import tile_rule
+from tilewise.schedule.sharing import Group
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -49,6 +50,8 @@ class WorkList:
         request, tile: of each unit, which request and which of its tiles.
         begin, count: of each unit, the first key tile and how many.
         heads: key/value heads. programs: how many share the work.
+        prefix: of each unit, how many units before it the one of the prefix stands that its request shares, 0 of none;
+            -1 of a prefix's own unit, whose rows are those of several requests, from `request` on.
     """
 
     request: Array
@@ -57,6 +60,7 @@ class WorkList:
     count: Array
     heads: int
     programs: int
+    prefix: Array
 
     @staticmethod
     def build(
@@ -69,6 +73,8 @@ class WorkList:
         rows: int = 16,
         block_n: int = 64,
         mask: Any = None,
+        groups: Sequence[Group] = (),
+        together: int = 1,
     ) -> WorkList:
         """Divide a batch of requests.
 
@@ -79,9 +85,12 @@ class WorkList:
             programs: how many share the work.
             rows, block_n: rows of a tile (queries times heads of a group) and its keys.
             mask: as `attention` takes it; masks that are no run visit every tile.
+            groups: requests that share prefixes (`schedule.sharing.groups_of`), of which the rows of `together` make a
+                tile; all requests have then one tile.
 
         Raises:
-            InputError: a size is not positive, or lengths differ in number.
+            InputError: a size is not positive, lengths differ in number, or requests that share have several tiles or
+                do not see the first keys.
         """
         queries, keys = (np.asarray(x, dtype=np.int64).reshape(-1) for x in (seqlens_q, seqlens_k))
         for name, size in {"programs": programs, "rows": rows, "block_n": block_n, "heads_kv": heads_kv}.items():
@@ -101,7 +110,33 @@ class WorkList:
             first = tile * rows // group + shift
             last = (np.minimum((tile + 1) * rows, queries[request] * group) - 1) // group + shift
             begin, end = _visited(mask, request, heads_q, first, last, seen, block_n)
-        return WorkList(request, tile, begin, np.maximum(end - begin, 1), heads_kv, programs)
+        work = WorkList(request, tile, begin, np.maximum(end - begin, 1), heads_kv, programs, np.zeros_like(request))
+        return work._sharing(groups, together) if groups else work
+
+    def _sharing(self, groups: Sequence[Group], together: int) -> WorkList:
+        """With the prefixes of `groups` in units of their own, each before the units of those that share it."""
+        if self.tile.any() or self.tile.size != self.request.max() + 1:
+            got = f"{self.tile.max() + 1} tiles"
+            raise InputError(
+                "groups", got=got, expected="one tile for each request", hint="fewer queries, or more rows"
+            )
+        if self.begin.any():
+            got = "a mask that hides first keys"
+            raise InputError("groups", got=got, expected="runs that begin at key 0", hint="causal, or no mask")
+        begin, count, prefix = self.begin.copy(), self.count.copy(), self.prefix.copy()
+        heads, tiles = [], []
+        for group in groups:
+            those = np.arange(group.first, group.first + group.requests)
+            begin[those] += group.tiles
+            count[those] -= group.tiles
+            prefix[those] = np.arange(group.requests) % together + 1
+            heads += those[::together].tolist()
+            tiles += [group.tiles] * -(-group.requests // together)
+        at = np.array(heads)
+        return WorkList(
+            np.insert(self.request, at, at), np.insert(self.tile, at, 0), np.insert(begin, at, 0),
+            np.insert(count, at, tiles), self.heads, self.programs, np.insert(prefix, at, -1),
+        )  # fmt: skip
 
     @property
     def work(self) -> int:

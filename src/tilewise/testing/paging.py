@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,14 +20,26 @@ class Pool(NamedTuple):
     layout: Paged
 
 
-def paged(inputs: Inputs, page_size: int, *, flat: bool = False, seed: int = 0) -> Pool:
+def paged(
+    inputs: Inputs, page_size: int, *, flat: bool = False, seed: int = 0, common: Sequence[int] | None = None
+) -> Pool:
     """Each sequence's keys in pages that stand in no order, among pages of nobody; every slot that holds no token is
-    NaN. With `flat`, the block table is a pair (indptr, indices), with indices to spare.
+    NaN. With `flat`, the block table is a pair (indptr, indices), with indices to spare. With `common`, the first
+    tokens of each sequence, of which that many are those of the one before, lie in that one's pages where they fill
+    them, or where the sequence ends in them.
     """
     case, device = inputs.case, inputs.q.device
     lengths = [k for _, k in case.lengths]
     counts = [-(-n // page_size) for n in lengths]
     order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+    start = 0
+    for r, count in enumerate(counts):
+        if common is not None and r > 0:
+            most = min(lengths[r - 1 : r + 1])
+            whole = common[r] >= lengths[r] == most
+            pages = counts[r] if whole else min(common[r], most) // page_size
+            order[start : start + pages] = order[start - counts[r - 1] :][:pages]
+        start += count
     pools = []
     for x in (inputs.k, inputs.v):
         rows = x.detach() if case.packed is not None else x.detach().flatten(0, 1)

@@ -17,6 +17,7 @@ from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.planned import AttentionPlan, refuse_gradients
 from tilewise.ops.attention.problem import make_call
+from tilewise.ops.attention.sharing import remark
 from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
 from tilewise.quant import Encoded
@@ -151,8 +152,8 @@ def plan(
         q, k, v, sink: examples: runs take tensors of the same shapes, strides, dtypes and device. Keys that do not
             lie there yet may be written between plan and run.
         mask, score, layout, scale, batch_invariant: as `attention` takes them, and fixed. What the layout's tensors
-            hold may change in place: pages at any time; after lengths have changed, call `update` or plan anew. Both
-            may be captured in a CUDA graph.
+            hold may change in place: pages at any time, unless prefixes are shared; after lengths have changed, and
+            then pages too, call `update` or plan anew. Both may be captured in a CUDA graph.
         impl: name of an implementation; None picks the first that can.
 
     Raises:
@@ -197,7 +198,7 @@ def why(
         deferred = row.deferred(call) if unmet is None and impl is None else None
         wanted = row.name == impl if impl is not None else deferred is None
         if unmet is None and wanted and chosen is None:
-            chosen, verdict = row.name, f"chosen: {row.summary}"
+            chosen, verdict = row.name, f"chosen: {row.summary}{remark(call, row.name)}"
         elif unmet is not None:
             verdict = unmet
         elif deferred is not None:

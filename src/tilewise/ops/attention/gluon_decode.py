@@ -15,6 +15,7 @@ from tilewise.ops.attention import triton_decode, triton_paged
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.gluon_sm90_decode import attention_decode_sm90
 from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.sharing import requests_of_tile
 from tilewise.ops.attention.triton_launch import Plan, Plans
 from tilewise.ops.attention.triton_paged import (
     Planned,
@@ -45,8 +46,8 @@ class Build(NamedTuple):
     registers_of_fetch: int
 
 
-# Two programs hide each other's waits, where a product leaves them room. By rows of a tile where there is one.
-_ONE = {16: Build(1, 220 * 1024, None, 160), 32: Build(1, 220 * 1024, None, 168), 64: Build(1, 220 * 1024, None, 152)}
+# Two programs hide each other's waits, where a product leaves them room.
+_ONE = Build(1, 220 * 1024, None, 224)
 _TWO = Build(2, 108 * 1024, 128, 104)
 _TWO_OF_INTEGERS = Build(2, 108 * 1024, 128, 120)
 
@@ -67,6 +68,7 @@ class Fixed(NamedTuple):
     block_dv: Any
     stages: Any
     rounds: Any
+    shared: Any  # requests of a tile of a prefix, 0 where none is shared
     rows_of_part: Any
     merged: Any  # rows of a part that are merged at a time
     encoding: Any
@@ -130,7 +132,7 @@ def _plans(call: Call) -> Planned:
         build, block_r = _TWO_OF_INTEGERS, rows_of_tile(call, least=4, most=16)
     else:
         block_r = rows_of_tile(call)
-        build = _TWO if block_r == 16 and block_d + block_dv <= 256 else _ONE[block_r]
+        build = _TWO if block_r == 16 and block_d + block_dv <= 256 else _ONE
     if encoding is None:
         of_key, most = 2 * (block_d + block_dv), 4
     else:
@@ -143,14 +145,15 @@ def _plans(call: Call) -> Planned:
     block_n = 128 if wide else 64
     stages = min(most, (build.shared - 2 * block_r * (2 * block_d + block_n)) // (block_n * of_key))
     programs = build.programs * multiprocessors(call.q.device)
-    rows = block_r if call.packed else min(block_r, triton.next_power_of_2(call.rows_q * call.group))
+    shared = requests_of_tile(call)
+    rows = block_r if call.packed or shared else min(block_r, triton.next_power_of_2(call.rows_q * call.group))
     side = mask and mask.queries
     assert call.pages is not None
     one_each = call.pages.first is None and call.pages.longest == 1
     fixed = (
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         _ENDLESS if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
-        block_dv, stages, _ROUNDS, rows, min(rows, _MERGED // block_dv), encoding, build is _TWO_OF_INTEGERS,
+        block_dv, stages, _ROUNDS, shared, rows, min(rows, _MERGED // block_dv), encoding, build is _TWO_OF_INTEGERS,
         build.registers_of_fetch, block_d == block_dv and call.k.stride() == call.v.stride(), side and side.rows,
         side and side.once, side and side.visible, score and score.queries.once, score and score.queries.apply,
     )  # fmt: skip

@@ -18,8 +18,10 @@ from tilewise.ops.attention.gluon_sm90_fold import (
     fold_integers,
     thread_sums,
 )
+from tilewise.ops.attention.triton_prefixes import PREFIX, cut_row, first_rows, left_last, parts_of_request, whole_row
 from tilewise.ops.attention.triton_work import (
     LOOK,
+    UNIT,
     next_tile,
     piece_of_turn,
     piece_start,
@@ -115,7 +117,12 @@ def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
         offs_d = gl.where(column < HALF, offs_d // (D // 2) * HALF + column, fixed.head_dim)
     r = unit[1] * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
-    row = unit[0].to(gl.int64) * strides[0] + (unit[6] + m).to(gl.int64) * strides[1] + h * strides[2]
+    if fixed.shared:  # of several requests, where the unit is a prefix's
+        rows_q = strides[3]
+        b = unit[0] + m // rows_q
+        row = b.to(gl.int64) * strides[0] + (m % rows_q).to(gl.int64) * strides[1] + h * strides[2]
+    else:
+        row = unit[0].to(gl.int64) * strides[0] + (unit[6] + m).to(gl.int64) * strides[1] + h * strides[2]
     mask = in_r[:, None] & (offs_d < fixed.head_dim)[None, :]
     if fixed.encoding is None:
         gather(Q, row[:, None] + offs_d[None, :], mask, (), at, ring, full, empty)
@@ -256,24 +263,27 @@ def end_row(outputs, strides, unit, hk, r, dv, o, l, top, rows_q, AXIS: gl.const
 
 
 @gluon.jit
-def leave_part(parts, slot, r, dv, o, l, top, fixed):
-    """Leave a normalised partial result [DV, R] with its lse in base 2, -inf of nothing."""
+def leave_part(parts, at, rows, r, dv, o, l, top, fixed):
+    """Leave `rows` of a normalised partial result [DV, R] with its lse in base 2, -inf of nothing: in slot `at`, or
+    where prefixes are shared from row `at` on.
+    """
     O_PART, LSE_PART = parts
     D_V: gl.constexpr = o.shape[0]
-    R: gl.constexpr = fixed.rows_of_part
     empty = l == 0.0
     l_safe = gl.where(empty, 1.0, l)
-    to = slot.to(gl.int64) * R + r
-    gl.store(LSE_PART + to, gl.where(empty, float("-inf"), top + gl.log2(l_safe)), mask=r < R)
-    mask = (r < R)[None, :]
+    to = at + r if fixed.shared else at.to(gl.int64) * fixed.rows_of_part + r
+    gl.store(LSE_PART + to, gl.where(empty, float("-inf"), top + gl.log2(l_safe)), mask=r < rows)
+    mask = (r < rows)[None, :]
     if fixed.encoding == "int4":  # whose rows of a tile may be of no dimension
         mask = mask & (dv < D_V)[:, None]
     gl.store(O_PART + to[None, :] * D_V + dv[:, None], o / l_safe[None, :], mask=mask)
 
 
 @gluon.jit
-def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, D_V: gl.constexpr, fixed):
-    """Fold the parts of some rows that the pieces `first` to `last` left, PARTS of them at a time."""
+def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, found, D_V: gl.constexpr, fixed):
+    """Fold the parts of some rows that the pieces `first` to `last` left, PARTS of them at a time; where prefixes are
+    shared the `first` to `last` of a request's, which are `found` by `triton_prefixes.first_rows`.
+    """
     O_PART, LSE_PART = parts
     R: gl.constexpr = fixed.merged
     OF_PARTS: gl.constexpr = fixed.rows_of_part
@@ -292,9 +302,14 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
     acc = gl.zeros([R, D_V], gl.float32, layout=TILE)
     for at in range(first, last + 1, PARTS):
         p = at + offs_p
-        slot = gl.where(p == first, 2 * p + 1, 2 * p)
-        row = slot.to(gl.int64)[:, None] * OF_PARTS + r_of_pair[None, :]
-        there = (p <= last)[:, None]
+        if fixed.shared:
+            begins = first_rows(p, unit[0], hk, found[0], found[1], fixed.heads // fixed.group, fixed.block_r)
+            row = begins[:, None] + r_of_pair[None, :]
+            there = (p <= last)[:, None] & (r_of_pair < unit[5] * fixed.group)[None, :]
+        else:
+            slot = gl.where(p == first, 2 * p + 1, 2 * p)
+            row = slot.to(gl.int64)[:, None] * OF_PARTS + r_of_pair[None, :]
+            there = (p <= last)[:, None]
         lse = gl.load(LSE_PART + row, mask=there, other=float("-inf"), cache_modifier=".cg")
         o = gl.load(
             O_PART + gl.expand_dims(row, 2) * D_V + gl.expand_dims(gl.expand_dims(dv, 0), 0),
@@ -311,15 +326,59 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
 
 
 @gluon.jit
-def merge_if_last(outputs, parts, strides, work, unit, hk, row_start, rows_q, D_V: gl.constexpr, fixed):
+def room_of(work, rows_q, fixed):
+    """Where parts lie, as `triton_prefixes` says."""
+    return gl.num_programs(0) * fixed.rounds, work[3] // 2, rows_q * fixed.group
+
+
+@gluon.jit
+def merge_shared(outputs, parts, strides, work, u, hk, rows_q, D_V: gl.constexpr, fixed):
+    """Count a part of a unit whose requests may share prefixes, and fold the requests whose last it is."""
+    UNITS, BEFORE, TURNS, _slots, tiles, rounds = work
+    HEADS_KV: gl.constexpr = fixed.heads // fixed.group
+    split = (gl.num_programs(0), rounds, tiles)
+    room = room_of(work, rows_q, fixed)
+    lanes = gl.arange(0, fixed.shared, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    unit = unit_of(UNITS, u)
+    first, count, last = left_last(u, unit, hk, lanes, TURNS + 1, UNITS, BEFORE, split, rows_q, HEADS_KV)
+    for n in range(count):
+        if gl.sum((last & (lanes == n)).to(gl.int32), 0) > 0:
+            barrier()
+            unit = unit_of(UNITS, first + n)
+            found = parts_of_request(first + n, hk, UNITS, BEFORE, split, HEADS_KV)
+            end = found[2] + found[4] - 1
+            for row in range(0, unit[5] * fixed.group, fixed.merged):
+                merge_rows(outputs, parts, strides, unit, hk, 0, end, row, rows_q, (found, room), D_V, fixed)
+
+
+@gluon.jit
+def merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q, D_V: gl.constexpr, fixed):
     """Count a part of a row of tiles, and fold the row where it is the last."""
-    ARRIVED, tiles, rounds = work[2] + 1, work[4], work[5]
-    first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
-    if gl.atomic_add(ARRIVED + first, 1, sem="acq_rel") == last - first:
-        gl.store(ARRIVED + first, 0)  # for the next run of the plan
-        barrier()
-        for first_row in range(0, fixed.rows_of_part, fixed.merged):
-            merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, D_V, fixed)
+    if fixed.shared:
+        merge_shared(outputs, parts, strides, work, u, hk, rows_q, D_V, fixed)
+    else:
+        ARRIVED, tiles, rounds = work[2] + 1, work[4], work[5]
+        first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
+        if gl.atomic_add(ARRIVED + first, 1, sem="acq_rel") == last - first:
+            gl.store(ARRIVED + first, 0)  # for the next run of the plan
+            barrier()
+            for first_row in range(0, fixed.rows_of_part, fixed.merged):
+                merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, None, D_V, fixed)
+
+
+@gluon.jit
+def part_of_row(work, unit, u, hk, piece, begins, whole, rows_q, fixed):
+    """(where its part goes, as `leave_part` takes it, how many rows it has, whether it is all there is) of what a piece
+    has of a row of tiles.
+    """
+    if fixed.shared:
+        prefix = gl.load(work[0] + u * UNIT + PREFIX)
+        HEADS_KV: gl.constexpr = fixed.heads // fixed.group
+        kept = whole_row(unit[0], hk, prefix < 0, room_of(work, rows_q, fixed), HEADS_KV, fixed.block_r)
+        to = gl.where(whole, kept, cut_row(piece, begins, fixed.block_r))
+        return to, unit[5] * fixed.group, whole & (prefix == 0)
+    else:
+        return 2 * piece + begins.to(gl.int32), fixed.rows_of_part, whole
 
 
 @gluon.jit
@@ -374,14 +433,14 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
             if (after[2] == 0) | (n + 1 == done + count):
                 total = gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), O_ROW)
                 largest = gl.convert_layout(m_i, O_ROW)
-                if whole:
+                to, rows, alone = part_of_row(work, unit, u, hk, piece, row_start >= lo, whole, rows_q, fixed)
+                if alone:
                     r_of_unit = unit[1] * BLOCK_R + r_of_o
                     end_row(outputs, strides_o, unit, hk, r_of_unit, dv, acc, total, largest, rows_q, 0, fixed)
                 else:
-                    slot = 2 * piece + (row_start >= lo).to(gl.int32)
-                    leave_part(parts, slot, r_of_o, dv, acc, total, largest, fixed)
+                    leave_part(parts, to, rows, r_of_o, dv, acc, total, largest, fixed)
                     barrier()
-                    merge_if_last(outputs, parts, strides_o, work, unit, hk, row_start, rows_q, D_V, fixed)
+                    merge_if_last(outputs, parts, strides_o, work, u, unit, hk, row_start, rows_q, D_V, fixed)
                 m_i, l_i, acc, top = new
                 row_start = lo + n + 1 - done
                 mbarrier.arrive(q_empty.index(row % ROWS))
@@ -455,6 +514,8 @@ def attention_decode_sm90(
     work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds_of(gl.num_programs(0), tiles, fixed.rounds))
     inputs = (Q, K, V, TABLE, FIRST, SCALES, stride_t)
     strides_q = (stride_qb, stride_qs, stride_qh)
+    if fixed.shared:
+        strides_q = (stride_qb, stride_qs, stride_qh, rows_q)
     strides_o = (stride_ob, stride_os, stride_oh)
     strides = (strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh)
     formula = (mask_args, mask_nums, score_args, score_nums)

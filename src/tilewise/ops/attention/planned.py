@@ -46,9 +46,10 @@ class _Example(NamedTuple):
 class AttentionPlan:
     """What `tilewise.plan` makes: `attention` for tensors of one kind, whose formula, scale and layout are fixed.
 
-    Runs read the pages and lengths that the layout's tensors hold; once lengths have changed, `update` plans for the
-    new ones. Runs and updates of one plan share its memory: they belong on one stream, one after another. Between runs
-    that memory is as the plan left it, so any number of runs may follow a plan, also in a CUDA graph that is replayed.
+    Runs read the pages and lengths that the layout's tensors hold; once lengths have changed, or pages where prefixes
+    are shared, `update` plans for the new ones. Runs and updates of one plan share its memory: they belong on one
+    stream, one after another. Between runs that memory is as the plan left it, so any number of runs may follow a plan,
+    also in a CUDA graph that is replayed.
 
     Attributes:
         impl: the implementation that runs, as `tilewise.why` names it.
@@ -69,7 +70,7 @@ class AttentionPlan:
         return f"AttentionPlan(impl={self.impl!r}, q={self._examples[0]})"
 
     def update(self) -> None:
-        """Plan for the lengths that the layout's tensors hold now. On a GPU nothing waits: it is one small kernel.
+        """Plan for what the layout's tensors hold now. On a GPU nothing waits: it is one small kernel, or two.
 
         Raises InputError for lengths or pages that do not fit, where they are read on the host (on a CPU).
         """

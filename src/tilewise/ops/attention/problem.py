@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilewise.core.errors import InputError
 from tilewise.core.readback import being_traced, host_values
 from tilewise.formula.check import provable, prove, reads_values, to_be_proved
 from tilewise.formula.formula import as_mask, as_score
@@ -67,6 +68,7 @@ class Call:
     batch_invariant: bool = False  # whether other requests must not change the bits of one
     first_batch: int = 0  # what `b` is for the first batch element (one sequence taken out of a packed call)
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    share_prefixes: bool = False  # whether keys that requests have in common may be read once
 
     @property
     def packed(self) -> bool:
@@ -159,6 +161,14 @@ def make_call(
         for what, bound in (("mask", bound_mask), ("score", bound_score)):
             if bound is not None:
                 check_captured(bound, what, q)
+    share_prefixes = isinstance(layout, Paged) and layout.share_prefixes
+    if share_prefixes and batch_invariant:
+        raise InputError(
+            "batch_invariant",
+            got="True, for tilewise.Paged(..., share_prefixes=True)",
+            expected="one of both",
+            hint="what requests share depends on the batch, and so do the bits of results",
+        )
     if isinstance(layout, Packed):
         check_packing(cu_seqlens_q, cu_seqlens_k, q, k)
     if pages is not None:
@@ -191,6 +201,7 @@ def make_call(
         pages,
         batch_invariant,
         scales=scales,
+        share_prefixes=share_prefixes,
     )
     if not checked:
         formulas = [bound.text for bound in (bound_mask, bound_score) if bound is not None]

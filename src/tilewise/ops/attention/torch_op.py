@@ -149,7 +149,7 @@ def _call(
     *,
     symbolic: bool = False,
 ) -> Call:
-    wants, deterministic, grad_sink, batch_invariant, *grad_captured = (c == "1" for c in flags)
+    wants, deterministic, grad_sink, batch_invariant, share_prefixes, *grad_captured = (c == "1" for c in flags)
     mask, score = _bound(mask_text, mask_tensors, mask_numbers), _bound(score_text, score_tensors, score_numbers)
     scales = None
     if pages and k.dtype in BY_DTYPE:  # theirs are the last two
@@ -176,6 +176,7 @@ def _call(
         paged,
         batch_invariant,
         scales=scales,
+        share_prefixes=share_prefixes,
     )
 
 
@@ -249,7 +250,7 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     )  # fmt: skip
     dq, dk, dv, *rest = found
     dsink = rest.pop(0) if flags[2] == "1" else None
-    dscore = [rest.pop(0) if wanted == "1" else None for wanted in flags[4:]]
+    dscore = [rest.pop(0) if wanted == "1" else None for wanted in flags[5:]]
     none_mask = [None] * len(mask_tensors)
     # PyTorch takes an empty list of numbers for a list of no tensors and wants one back
     no_numbers: list[list[Any] | None] = [None if numbers else [] for numbers in ctx.numbers]
@@ -263,7 +264,10 @@ attention_forward.register_autograd(_autograd, setup_context=_setup_context)
 def operator_arguments(row: Row[Call], call: Call) -> tuple[Any, ...]:
     """What `tilewise::attention_forward` takes for a call."""
     mask, score = call.mask or Bound("", (), ()), call.score or Bound("", (), ())
-    flags = (call.wants_grad, call.deterministic, call.grad_sink, call.batch_invariant, *call.grad_captured)
+    flags = (
+        call.wants_grad, call.deterministic, call.grad_sink, call.batch_invariant, call.share_prefixes,
+        *call.grad_captured,
+    )  # fmt: skip
     pages = () if call.pages is None else (call.pages.table, call.pages.seqlens, call.pages.first)
     return (
         call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), [float(n) for n in mask.numbers], score.text,

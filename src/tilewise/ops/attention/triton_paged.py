@@ -19,7 +19,9 @@ import triton.language as tl
 from tilewise.formula.emit import encoded
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.sharing import bytes_of, most_rows, requests_of_tile, rows_of_shared_tile
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
+from tilewise.ops.attention.triton_parts import merge_row, merge_share, store_part, store_rows
 from tilewise.ops.attention.triton_plans import (
     bound_arguments,
     formula_arguments,
@@ -28,6 +30,7 @@ from tilewise.ops.attention.triton_plans import (
     multiprocessors,
     strides_of,
 )
+from tilewise.ops.attention.triton_prefixes import PREFIX, common_prefixes, cut_row, plan_shared_work, whole_row
 from tilewise.ops.attention.triton_work import (
     LOOK,
     UNIT,
@@ -41,16 +44,15 @@ from tilewise.ops.attention.triton_work import (
     unit_of,
 )
 from tilewise.quant.codes import BY_DTYPE
-from tilewise.tiles.arithmetic import LN2, LOG2E, decoded
+from tilewise.tiles.arithmetic import LOG2E, decoded
 from tilewise.tiles.codes import columns_of_codes, load_codes, numbers_of
 from tilewise.tiles.visit import call_once, row_ends
 
 _PROGRAMS_PER_SM = 2
 _AT_ONCE = 1024  # slots that the plan looks at at a time
+_COMPARED = 4096  # pages of two requests that are compared at a time
 CHUNK_KEYS = 2048  # of a chunk, where results must not depend on the batch
 _PLANS = Plans()
-PARTS = tl.constexpr(8)  # partial results of a row that are read at a time
-MERGED = tl.constexpr(4)  # rows that are merged at a time
 
 
 @triton.jit
@@ -65,10 +67,13 @@ def pages_of(TABLE, FIRST, stride_t, b, start, keys, PAGE: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-                 BLOCK_R: tl.constexpr):  # fmt: skip
+def load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, rows_q, HEAD_DIM: tl.constexpr,
+                 GROUP: tl.constexpr, BLOCK_R: tl.constexpr, SHARED: tl.constexpr = 0):  # fmt: skip
     in_r, m, h, _i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
-    row = unit[0].to(tl.int64) * stride_qb + (unit[6] + m).to(tl.int64) * stride_qs + h * stride_qh
+    if SHARED:  # of several requests, where the unit is a prefix's
+        row = (unit[0] + m // rows_q).to(tl.int64) * stride_qb + (m % rows_q).to(tl.int64) * stride_qs + h * stride_qh
+    else:
+        row = unit[0].to(tl.int64) * stride_qb + (unit[6] + m).to(tl.int64) * stride_qs + h * stride_qh
     return tl.load(Q + row[:, None] + offs_d[None, :], mask=in_r[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
 
 
@@ -91,88 +96,6 @@ def add_scaled(acc, w, v, v_scale, PRECISION: tl.constexpr):
         return acc + tl.dot(w.to(v.dtype), v, input_precision=PRECISION) * top
     else:
         return tl.dot((w * v_scale[None, :]).to(v.dtype), v, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def store_rows(O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, o, l, top, rows_q,
-               HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr,
-               ENCODING: tl.constexpr):  # fmt: skip
-    """Write rows of o and lse; o is not divided by l yet, both are relative to the maximum `top` (base e), and a sink
-    joins here.
-    """
-    offs_dv = columns_of_codes(tl.arange(0, o.shape[1]), HEAD_DIM_V, ENCODING)
-    if SINK is not None:
-        sink = tl.load(SINK + h).to(tl.float32)
-        new = tl.maximum(top, sink)
-        new = tl.where(new == float("-inf"), 0.0, new)
-        alpha = tl.math.exp2((top - new) * LOG2E)
-        l = l * alpha + tl.math.exp2((sink - new) * LOG2E)
-        o = o * alpha[:, None]
-        top = new
-    empty = l == 0.0
-    l_safe = tl.where(empty, 1.0, l)
-    lse = tl.where(empty, float("-inf"), top + tl.math.log2(l_safe) * LN2)
-    query = unit[6] + m
-    b = unit[0].to(tl.int64)
-    at = h.to(tl.int64) * rows_q + query if PACKED else (b * HEADS + h) * rows_q + query
-    tl.store(LSE + at, lse, mask=in_r)
-    row = b * stride_ob + query.to(tl.int64) * stride_os + h * stride_oh
-    o = (o / l_safe[:, None]).to(O.dtype.element_ty)
-    tl.store(O + row[:, None] + offs_dv[None, :], o, mask=in_r[:, None] & (offs_dv < HEAD_DIM_V)[None, :])
-
-
-@triton.jit
-def store_part(O_PART, LSE_PART, slot, l, top, o):
-    """Leave a normalised partial result with its lse; of nothing, lse is -inf."""
-    offs_r = tl.arange(0, o.shape[0])
-    offs_dv = tl.arange(0, o.shape[1])
-    empty = l == 0.0
-    l_safe = tl.where(empty, 1.0, l)
-    to = slot.to(tl.int64) * o.shape[0] + offs_r
-    tl.store(LSE_PART + to, tl.where(empty, float("-inf"), top + tl.math.log2(l_safe) * LN2))
-    tl.store(O_PART + to[:, None] * o.shape[1] + offs_dv[None, :], o / l_safe[:, None])
-
-
-@triton.jit
-def merge_row(
-    O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, begin, end, rows_q,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, ENCODING: tl.constexpr,
-):  # fmt: skip
-    """Fold the parts of a row of tiles that the programs `begin` to `end` left, in order; those of chunks are in the
-    slots `begin` to `end`.
-    """
-    offs_dv = tl.arange(0, BLOCK_DV)
-    offs_p = tl.arange(0, PARTS)
-    rows = tl.minimum(unit[5] * GROUP - unit[1] * BLOCK_R, BLOCK_R)
-    for first in range(0, rows, MERGED):
-        offs_r = first + tl.arange(0, MERGED)
-        r = unit[1] * BLOCK_R + offs_r
-        in_r, m, h, _i = rows_of_unit(unit, hk, r, GROUP)
-        top = tl.full([MERGED], float("-inf"), tl.float32)
-        total = tl.zeros([MERGED], tl.float32)
-        acc = tl.zeros([MERGED, BLOCK_DV], tl.float32)
-        for at in range(begin, end + 1, PARTS):
-            those = at + offs_p
-            slots = those
-            if not CHUNKS:
-                slots = tl.where(those == begin, 2 * those + 1, 2 * those)
-            row = slots.to(tl.int64)[:, None] * BLOCK_R + offs_r[None, :]
-            there = (those <= end)[:, None] & in_r[None, :]
-            lse = tl.load(LSE_PART + row, mask=there, other=float("-inf"), cache_modifier=".cg")  # [PARTS, MERGED]
-            to = row[:, :, None] * BLOCK_DV + offs_dv[None, None, :]
-            o = tl.load(O_PART + to, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-            new = tl.maximum(top, tl.max(lse, 0))
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            weight = tl.math.exp2((lse - safe[None, :]) * LOG2E)
-            alpha = tl.math.exp2((top - safe) * LOG2E)
-            total = total * alpha + tl.sum(weight, 0)
-            acc = acc * alpha[:, None] + tl.sum(o * weight[:, :, None], 0)
-            top = new
-        store_rows(
-            O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, total, top, rows_q, HEADS,
-            HEAD_DIM_V, PACKED, ENCODING,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -245,10 +168,12 @@ def attention_work(
     PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, ENCODING: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """One loop over a program's tiles, in which units and heads change: what the next tile needs is on its way while
     this one is worked on. Of a row of tiles that is cut, each part is left in memory, and the program that has the last
-    one merges them when its own share is done.
+    one merges them when its own share is done. With SHARED, the requests of a tile of a prefix (`triton_prefixes`), so
+    is a prefix, and a row whose prefix is elsewhere.
     """
     # who am I: one share of the work
     HEADS_KV: tl.constexpr = HEADS // GROUP
@@ -257,6 +182,7 @@ def attention_work(
     lo = program_start(p, programs, work)
     hi = program_start(p + 1, programs, work)
     first_u, first_hk, first_t = tile_at(lo, BEFORE, UNITS, slots, tl.arange(0, LOOK), HEADS_KV)
+    room = (programs, slots // 2, rows_q * GROUP)
     u = first_u
     hk = first_hk
     t = first_t
@@ -266,14 +192,14 @@ def attention_work(
     # prologue: the first tile
     unit = unit_of(UNITS, u)
     pages = pages_of(TABLE, FIRST, stride_t, unit[0], (unit[2] + t) * BLOCK_N, unit[4], PAGE, BLOCK_N)
-    q = load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, HEAD_DIM, GROUP, BLOCK_R)
+    q = load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, rows_q, HEAD_DIM, GROUP, BLOCK_R, SHARED)
     begun = t > 0  # by another program
     m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
 
     # main loop
-    for _n in range(lo, hi):
+    for n in range(lo, hi):
         coming = unit_of(UNITS, u + 1)
         in_r, m, h, offs_i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
         k, v, scales, offs_n = load_keys(
@@ -282,6 +208,7 @@ def attention_work(
         )  # fmt: skip
 
         # where the next tile is, and its pages
+        here = u
         last = t + 1 == unit[3]
         u, next_hk, t, after = next_tile(u, hk, t, unit, coming, HEADS_KV)
         pages = pages_of(TABLE, FIRST, stride_t, after[0], (after[2] + t) * BLOCK_N, after[4], PAGE, BLOCK_N)
@@ -291,10 +218,23 @@ def attention_work(
             scale, ROWS, MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION, ENCODING,
         )  # fmt: skip
 
-        # the end of a row of tiles
-        if last:
-            if begun:
-                store_part(O_PART, LSE_PART, 2 * p, l_i, m_i, acc)
+        # the end of a row of tiles, or of this program's part of one that may be shared
+        ends = last
+        if SHARED:
+            ends = last | (n + 1 == hi)
+        if ends:
+            leave = begun
+            if SHARED:
+                cut = begun | (last == 0)
+                prefix = tl.load(UNITS + here * UNIT + PREFIX)
+                leave = cut | (prefix != 0)
+            if leave:
+                if SHARED:
+                    row = whole_row(unit[0], hk, prefix < 0, room, HEADS_KV, BLOCK_R)
+                    row = tl.where(cut, cut_row(p, begun == 0, BLOCK_R), row)
+                    store_part(O_PART, LSE_PART, row, l_i, m_i, acc, unit[5] * GROUP)
+                else:
+                    store_part(O_PART, LSE_PART, 2 * p, l_i, m_i, acc)
             else:
                 store_rows(
                     O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, l_i, m_i, rows_q, HEADS,
@@ -303,29 +243,38 @@ def attention_work(
             m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
             l_i = tl.zeros([BLOCK_R], tl.float32)
             acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
-            q = load_queries(Q, stride_qb, stride_qs, stride_qh, after, next_hk, offs_d, HEAD_DIM, GROUP, BLOCK_R)
+            q = load_queries(
+                Q, stride_qb, stride_qs, stride_qh, after, next_hk, offs_d, rows_q, HEAD_DIM, GROUP, BLOCK_R, SHARED
+            )
         begun = begun & (last == 0)
         unit = after
         hk = next_hk
 
     # epilogue: the row that others go on with; then whoever left the last part of a row merges it
-    if t > 0:
-        store_part(O_PART, LSE_PART, 2 * p + 1 - begun.to(tl.int32), l_i, m_i, acc)
-    tl.debug_barrier()
-    for side in range(2):  # the row that others began and that ended here, the row that others go on with
-        unit = unit_of(UNITS, tl.where(side == 0, first_u, u))
-        head = tl.where(side == 0, first_hk, hk)
-        start = tl.where(side == 0, lo - first_t, hi - t)
-        ended = (side == 0) & (first_t > 0) & (start + unit[3] <= hi)
-        if (hi > lo) & (ended | (side == 1) & (t > 0)):
-            begin, end = row_pieces(start, unit[3], programs, 1, work)
-            if tl.atomic_add(ARRIVED + begin, 1, sem="acq_rel") == end - begin:
-                tl.store(ARRIVED + begin, 0)  # for the next run of the plan
-                tl.debug_barrier()
-                merge_row(
-                    O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, head, begin, end, rows_q,
-                    HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, False, ENCODING,
-                )  # fmt: skip
+    if SHARED:
+        merge_share(
+            O, LSE, SINK, O_PART, LSE_PART, ARRIVED, stride_ob, stride_os, stride_oh, first_u, first_hk, first_t,
+            hi - lo, UNITS, BEFORE, (programs, 1, work), room, rows_q, HEADS, GROUP, HEAD_DIM_V, BLOCK_R, BLOCK_DV,
+            ENCODING, SHARED,
+        )  # fmt: skip
+    else:
+        if t > 0:
+            store_part(O_PART, LSE_PART, 2 * p + 1 - begun.to(tl.int32), l_i, m_i, acc)
+        tl.debug_barrier()
+        for side in range(2):  # the row that others began and that ended here, the row that others go on with
+            unit = unit_of(UNITS, tl.where(side == 0, first_u, u))
+            head = tl.where(side == 0, first_hk, hk)
+            start = tl.where(side == 0, lo - first_t, hi - t)
+            ended = (side == 0) & (first_t > 0) & (start + unit[3] <= hi)
+            if (hi > lo) & (ended | (side == 1) & (t > 0)):
+                begin, end = row_pieces(start, unit[3], programs, 1, work)
+                if tl.atomic_add(ARRIVED + begin, 1, sem="acq_rel") == end - begin:
+                    tl.store(ARRIVED + begin, 0)  # for the next run of the plan
+                    tl.debug_barrier()
+                    merge_row(
+                        O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, head, begin, end, rows_q,
+                        HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, False, ENCODING,
+                    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_t", "rows_q", "slots", "programs", "most", "mask_nums", "score_nums"])
@@ -358,7 +307,7 @@ def attention_chunks(
         unit = unit_of(UNITS, u)
         end = tl.minimum(((unit[2] + t) // CHUNK + 1) * CHUNK - unit[2], unit[3])
         in_r, m, h, offs_i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
-        q = load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, HEAD_DIM, GROUP, BLOCK_R)
+        q = load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, rows_q, HEAD_DIM, GROUP, BLOCK_R)
         pages = pages_of(TABLE, FIRST, stride_t, unit[0], (unit[2] + t) * BLOCK_N, unit[4], PAGE, BLOCK_N)
         m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_R], tl.float32)
@@ -475,7 +424,7 @@ def _run(call: Call, tiles: Plan, memory: Memory, pool: tuple[Any, ...]) -> tupl
     assert call.pages is not None
     k, v, *more = pool
     o, lse = call.new_output(), call.new_lse()
-    pointers = (call.q, k, v, call.sink, o, lse, *memory, call.pages.table, call.pages.first, *more)
+    pointers = (call.q, k, v, call.sink, o, lse, *memory[:5], call.pages.table, call.pages.first, *more)
     tiles.launch(pointers, formula_arguments(call), (call.scale,))
     return o, lse
 
@@ -483,11 +432,12 @@ def _run(call: Call, tiles: Plan, memory: Memory, pool: tuple[Any, ...]) -> tupl
 class Memory(NamedTuple):
     """What kernels leave for one another."""
 
-    o_part: torch.Tensor  # partial results: two of each piece, or, of chunks, all of two rows
+    o_part: torch.Tensor  # partial results: two of each piece, or, of chunks, all of two rows; two of each shared row
     lse_part: torch.Tensor
     units: torch.Tensor
     before: torch.Tensor  # tiles, or chunks, before each unit
     arrived: torch.Tensor  # counters of parts, and of pieces that are dealt out; 0 between runs
+    common: torch.Tensor | None  # tiles that each request has in common with the one before
 
 
 @dataclass(frozen=True)
@@ -499,22 +449,35 @@ class Work:
     pieces: int
     rows: int  # of a partial result
     most: int = 1  # chunks of a row
+    common: Plan | None = None  # what is run before, where prefixes may be shared
 
     def memory(self, call: Call) -> Memory:
         device = call.q.device
-        parts = 2 * self.pieces * self.most * self.rows
+        parts, counters, common = 2 * self.pieces * self.most * self.rows, self.pieces, None
+        if self.common is not None:
+            parts += 2 * call.batch * call.rows_q * call.num_heads_q
+            counters = call.batch * call.num_heads_kv
+            common = torch.empty(call.batch, dtype=torch.int32, device=device)
         return Memory(
             torch.empty((parts, padded(call.head_dim_v)), dtype=torch.float32, device=device),
             torch.empty(parts, dtype=torch.float32, device=device),
             torch.empty((self.slots + 2) * UNIT.value, dtype=torch.int32, device=device),
             torch.empty(self.slots + 1, dtype=torch.int32, device=device),
-            torch.empty(self.pieces + 1, dtype=torch.int32, device=device),
+            torch.empty(counters + 1, dtype=torch.int32, device=device),
+            common,
         )
 
     def launch(self, call: Call, memory: Memory) -> None:
-        """Plan for the lengths that a call's layout holds, and set its counters to 0."""
-        assert call.pages is not None
-        lengths = (call.cu_seqlens_q, call.pages.seqlens)
+        """Plan for the lengths, and where prefixes are shared the pages, that a call's layout holds, and set its
+        counters to 0.
+        """
+        pages = call.pages
+        assert pages is not None
+        if self.common is not None:
+            self.common.launch((pages.table, pages.first, pages.seqlens, memory.common, memory.arrived), ())
+            self.plan.launch((pages.seqlens, memory.common, memory.units, memory.before), ())
+            return
+        lengths = (call.cu_seqlens_q, pages.seqlens)
         self.plan.launch((*lengths, memory.units, memory.before, memory.arrived), bound_arguments(call.mask))
 
 
@@ -525,6 +488,8 @@ def work_of(
     call: Call, block_r: int, block_n: int, pieces: int, rows: int, *, early: bool = False, chunk: int = 1
 ) -> Work:
     """The plan for tiles of so many rows and keys, and chunks of so many tiles; `rows` of each tile may be there."""
+    if requests_of_tile(call):
+        return _shared_work_of(call, block_n, pieces, rows, early)
     mask, _score = functions(call)
     side = mask and mask.queries
     of_request = call.rows_q * call.group
@@ -537,6 +502,22 @@ def work_of(
          chunk), 8, 1,
     )  # fmt: skip
     return Work(plan, slots, pieces, rows, -(-call.rows_k // (chunk * block_n)) if chunk > 1 else 1)
+
+
+def _shared_work_of(call: Call, block_n: int, pieces: int, rows: int, early: bool) -> Work:
+    """`work_of` requests that may share prefixes: a unit for each, and at most one more of a prefix."""
+    assert call.pages is not None
+    heads, slots = call.num_heads_kv, 2 * call.batch
+    at_once = min(_COMPARED, max(16, triton.next_power_of_2(call.pages.longest)))
+    common = Plan(
+        common_prefixes, call.batch, (call.pages.row_stride,), (call.rows_q,),
+        (call.k.shape[1], block_n, heads, triton.next_power_of_2(heads), at_once), 8, 1,
+    )  # fmt: skip
+    plan = Plan(
+        plan_shared_work, 1, (), (call.batch, call.rows_q, slots, *bytes_of(call)),
+        (requests_of_tile(call), block_n, triton.next_power_of_2(call.batch), early), 8, 1,
+    )  # fmt: skip
+    return Work(plan, slots, pieces, rows, common=common)
 
 
 def strides_of_pages(call: Call) -> tuple[int, ...]:
@@ -562,19 +543,22 @@ def _plans(call: Call) -> Planned:
         score and score.queries.apply, matmul_precision(call),
         None if call.scales is None else BY_DTYPE[call.k.dtype],
     )  # fmt: skip
-    if call.batch_invariant:
-        sizes, constants = (*sizes, work.most), (*constants, chunk)
+    sizes = (*sizes, work.most) if call.batch_invariant else sizes
+    constants = (*constants, chunk if call.batch_invariant else requests_of_tile(call))
     kernel = attention_chunks if call.batch_invariant else attention_work
     tiles = Plan(kernel, programs, strides_of_pages(call), sizes, constants, warps, 2)
     return work, tiles
 
 
 def rows_of_tile(call: Call, least: int = 16, most: int = 64) -> int:
-    """For the mean request, or for four queries where other requests must not matter; up to 8,192 values of o."""
+    """For the mean request, or for four queries where other requests must not matter, or for several requests that
+    share a prefix.
+    """
+    if requests_of_tile(call):
+        return rows_of_shared_tile(call)
     mean = -(-call.rows_q // max(call.batch, 1) if call.packed else call.rows_q)
     rows = (4 if call.batch_invariant else mean) * call.group
-    most = max(16, min(most, 8192 // padded(max(call.head_dim, call.head_dim_v))))
-    return max(least, min(most, triton.next_power_of_2(rows)))
+    return max(least, min(most, most_rows(call), triton.next_power_of_2(rows)))
 
 
 def _tile(call: Call) -> tuple[int, int]:

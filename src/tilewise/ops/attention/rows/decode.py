@@ -9,6 +9,7 @@ from tilewise.formula.structure import parse
 from tilewise.formula.walk import symbols
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.rows.needs import ANY_BATCH, HALF, HOPPER, NO_DROPOUT, NO_GRAD
+from tilewise.ops.attention.sharing import requests_of_tile
 from tilewise.quant.codes import KINDS
 
 
@@ -22,6 +23,10 @@ def _half_and_integers(call: Call) -> str | None:
     """Queries beside such codes are bytes in two (`tiles.gluon_codes`), which have fewer bits than float16 has."""
     integers = call.scales is not None and call.k.dtype != KINDS["fp8"].dtype
     return "torch.float16" if integers and call.q.dtype == torch.float16 else None
+
+
+def _shared_codes(call: Call) -> str | None:
+    return "both" if call.scales is not None and requests_of_tile(call) else None
 
 
 def _rows_apart(call: Call) -> str | None:
@@ -50,6 +55,7 @@ ROW: Row[Call] = Row(
         Need("keys in pages, or a dense layout", lambda c: "packed" if c.packed and not c.pages else None),
         Need("head dimensions of 48 to 256, multiples of 16 (of int4: of 32)", _other_dims),
         Need("queries of bfloat16 beside codes that are integers", _half_and_integers),
+        Need("no prefixes that are shared, or keys and values that are not encoded", _shared_codes),
         Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
         Need("no score formula, or one that reads the score", _other_scores),
         NO_DROPOUT,

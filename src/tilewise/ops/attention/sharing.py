@@ -1,0 +1,76 @@
+"""Which calls over pages may compute prefixes that requests share once, and what that saves and costs."""
+
+from __future__ import annotations
+
+from tilewise.core.dispatch import untraced
+from tilewise.formula.structure import parse
+from tilewise.formula.walk import symbols
+from tilewise.ops.attention.configs import padded
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.variant import CAUSAL
+
+REQUESTS = 1024  # of a batch, that the plan sees at a time
+ROWS = ("triton_paged", "hopper_decode")  # implementations that share
+
+
+def most_rows(call: Call) -> int:
+    """Rows of queries of a tile: up to 8,192 values of o."""
+    return max(16, min(64, 8192 // padded(max(call.head_dim, call.head_dim_v))))
+
+
+def requests_of_tile(call: Call) -> int:
+    """Requests whose rows make a tile of a prefix, a power of two; 0 where the call shares none."""
+    if not call.share_prefixes or unshared(call) is not None:
+        return 0
+    rows = call.rows_q * call.group
+    return 1 << (rows_of_shared_tile(call) // rows).bit_length() - 1
+
+
+def rows_of_shared_tile(call: Call) -> int:
+    """As many as a tile may have, so that few tiles read a prefix, but no more than the batch has."""
+    rows = call.batch * call.rows_q * call.group
+    return min(most_rows(call), max(16, 1 << (rows - 1).bit_length()))
+
+
+def unshared(call: Call) -> str | None:
+    """Why a paged call can share no prefix; None where it can."""
+    rows = call.rows_q * call.group
+    if call.packed:
+        return "queries are packed"
+    if not 2 <= call.batch <= REQUESTS:
+        return f"there are {call.batch} requests, not 2 to {REQUESTS}"
+    if 2 * rows > most_rows(call):
+        return f"a request has {rows} rows of queries for each key/value head, above {most_rows(call) // 2}"
+    if call.mask is not None and call.mask.text != CAUSAL:
+        return "the mask is not causal"
+    if call.score is not None and _looks_at_queries(call.score.text):
+        return "the score formula looks at the request or the query's position"
+    return None
+
+
+@untraced
+def _looks_at_queries(text: str) -> bool:
+    return not {"b", "i"}.isdisjoint(symbols(parse(text).root))
+
+
+def bytes_of(call: Call) -> tuple[int, int]:
+    """(of a token's keys and values, of a request's partial results, written and read)."""
+    token = sum(x.shape[-1] * x.element_size() for x in (call.k, call.v))
+    token += sum(scale.element_size() for scale in call.scales or ())
+    return call.num_heads_kv * token, 2 * call.rows_q * call.num_heads_q * (call.head_dim_v + 1) * 4
+
+
+def remark(call: Call, name: str) -> str:
+    """What sharing prefixes comes to in a call that an implementation runs."""
+    if not call.share_prefixes:
+        return ""
+    if name not in ROWS:
+        return "; share_prefixes changes nothing here"
+    reason = unshared(call)
+    if reason is not None:
+        return f"; shares no prefix: {reason}"
+    token, part = bytes_of(call)
+    return (
+        f"; shares prefixes of neighbours, {requests_of_tile(call)} requests to a tile, where keys saved are 1.3 times "
+        f"the bytes of partial results: two requests from {13 * 2 * part // (10 * token) + 1} tokens on"
+    )

@@ -1,0 +1,60 @@
+"""Which requests share a prefix: neighbours whose block tables begin alike, where that saves more than it costs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Group(NamedTuple):
+    """Requests `first` to `first + requests - 1`, which share the first `tiles` tiles of keys."""
+
+    first: int
+    requests: int
+    tiles: int
+
+
+def common_tiles(
+    tables: Sequence[Sequence[int]], seqlens: Sequence[int], queries: int, page_size: int, block_n: int
+) -> list[int]:
+    """How many tiles of keys each request has in common with the one before it, all before the queries of both.
+
+    Args:
+        tables: the pages of each request. seqlens: its keys, of which the last `queries` are those of its queries.
+        page_size, block_n: tokens of a page, and of a tile.
+    """
+    found = [0] if tables else []
+    for (before, keys_before), (table, keys) in itertools.pairwise(zip(tables, seqlens, strict=True)):
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, table, strict=False))
+        tokens = min(page_size * sum(1 for _ in same), keys_before - queries, keys - queries)
+        found.append(max(tokens, 0) // block_n)
+    return found
+
+
+def groups_of(common: Sequence[int], *, together: int, tile_bytes: int, part_bytes: int) -> list[Group]:
+    """The groups that are worth it.
+
+    A request goes with the one before it, unless either has more than twice as much in common with its other neighbour.
+    A group shares what all its neighbours have in common, if the keys that are not read again are 1.3 times the bytes
+    of the parts that are written and read instead.
+
+    Args:
+        common: as `common_tiles` finds it.
+        together: requests whose rows fit a tile, which read a prefix together.
+        tile_bytes: of the keys and values of a tile, for all heads. part_bytes: of a request's partial results, written
+            and read.
+    """
+    around = [0, *common, 0]
+    threes = zip(around, common, around[2:], strict=False)
+    goes = [now > 0 and 2 * now >= max(before, behind) for before, now, behind in threes]
+    starts = [r for r, with_before in enumerate(goes) if not with_before]
+    groups = []
+    for first, end in itertools.pairwise([*starts, len(common)]):
+        count = end - first
+        if count > 1:
+            tiles = min(common[first + 1 : end])
+            saved = (count - -(-count // together)) * tiles * tile_bytes
+            if 10 * saved > 13 * count * part_bytes:
+                groups.append(Group(first, count, tiles))
+    return groups
