@@ -1,8 +1,8 @@
 """Questions `decode_encoded`, `decode_shared` and `mixed`: steps of a server, 32 heads on 8 of 128, pages of 16.
 
-`decode_encoded`: decoding as in `decode`, requests of equal length, over bf16 pages and over codes; which of our rows
-read codes, the dispatch table says. GB/s count the codes and scales of all tokens once; errors are beside float64
-attention over what the codes stand for.
+`decode_encoded`: decoding as in `decode`, requests of equal length, over bf16 pages and over codes, a token's heads or
+(`.HND`) a head's tokens side by side in a page; which of our rows read codes, the dispatch table says. GB/s count the
+codes and scales of all tokens once; errors are beside float64 attention over what the codes stand for.
 
 `decode_shared`: 32 requests that begin with the same 8k tokens, and requests that have nothing in common: as they are,
 with `Paged(share_prefixes=True)` where this version has it (`.shared`), and, where there is a prefix, by hand: one
@@ -85,6 +85,7 @@ def _encoded(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
     request = len(batch.lengths) - 1
     pools: dict[str, torch.Tensor | Encoded] = {"": given.pool}
     pools |= {f".{kind}": encode(given.pool, kind) for kind in KINDS}
+    pools |= {f"{kind}.HND": _by_heads(pool) for kind, pool in pools.items()}
     contenders, wants = {}, {}
     for kind, pool in pools.items():
         # parts of the encoded pool, so that codes lie as keys and values do
@@ -106,6 +107,13 @@ def _part(pool: torch.Tensor | Encoded, part: int) -> torch.Tensor | Encoded:
     if isinstance(pool, torch.Tensor):
         return pool[:, part]
     return Encoded(pool.data[:, part], pool.scale[:, part])
+
+
+def _by_heads(pool: torch.Tensor | Encoded) -> torch.Tensor | Encoded:
+    """The same pool in other memory: in a page, a head's tokens side by side."""
+    if isinstance(pool, torch.Tensor):
+        return pool.transpose(2, 3).contiguous().transpose(2, 3)
+    return Encoded(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (pool.data, pool.scale)))
 
 
 def row_bytes(pool: torch.Tensor | Encoded) -> int:
