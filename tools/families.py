@@ -72,10 +72,14 @@ _PORTABLE = (
 
 _CODES = "src/tilewise/tiles/codes.py"
 _ROTARY = "src/tilewise/tiles/rotary.py"
-_PAGED = (_CODES, *(_ATTENTION + name for name in ("triton_paged.py", "triton_work.py")))
+_PAGED = (
+    _CODES,
+    *(_ATTENTION + f"triton_{name}.py" for name in ("paged", "parts", "prefixes", "work")),
+    _ATTENTION + "sharing.py",
+)
 
-_GPU_TESTS = ("tests/gpu/test_[as]*.py",)
-_PAGED_TESTS = ("tests/gpu/test_paged.py",)
+_GPU_TESTS = ("tests/gpu/test_attention*.py", "tests/gpu/test_adapters.py", "tests/gpu/test_sanitizer.py")
+_PAGED_TESTS = ("tests/gpu/test_paged.py", "tests/gpu/test_shared_prefixes.py")
 _CI = "interpreted, compiled for sm_80, sm_90, sm_100"
 
 _MERGE = "src/tilewise/ops/merge/"
@@ -128,8 +132,9 @@ FAMILIES: dict[str, Family] = {
             name="attention_hopper",
             sources=(
                 *_PORTABLE,
-                "src/tilewise/tiles/*.py",
-                *(_ATTENTION + name for name in ("gluon_attention.py", "gluon_sm90_[bfprs]*.py", "rows/hopper.py")),
+                *(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "hopper")),
+                *(_ATTENTION + f"gluon_{name}.py" for name in ("attention", "sm90_fwd", "sm90_[bprs]*")),
+                _ATTENTION + "rows/hopper.py",
             ),
             tests=(*_GPU_TESTS, "tests/gpu/test_paged_prefill.py"),
             rows=("hopper",),

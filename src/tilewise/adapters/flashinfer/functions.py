@@ -222,16 +222,13 @@ def append_paged_kv_cache(
         check(name, x, (tokens, *pool.shape[2:]), pool.dtype, expected)
     if not tokens or not kv_indices.shape[0]:
         return
-    # rows to skip write what another row writes, or if there is none what is there already
     valid = batch_indices >= 0
-    row = torch.where(valid, torch.arange(tokens, device=valid.device), valid.long().argmax())
-    batch, position = batch_indices[row].clamp(min=0).long(), positions[row].clamp(min=0).long()
-    if batch.device.type == "cpu" and bool(
-        (kv_indptr[batch] + position // page_size >= kv_indptr[batch + 1])[valid].any()
-    ):
+    batch, position = batch_indices.clamp(min=0).long(), positions.clamp(min=0).long()
+    entry = kv_indptr[batch] + position // page_size
+    if batch.device.type == "cpu" and bool((entry >= kv_indptr[batch + 1])[valid].any()):
         hint = "the page table must have room for the new tokens"
         raise InputError("positions", got="one behind its request's pages", expected="pages for all", hint=hint)
-    entry = (kv_indptr[batch] + position // page_size).clamp(max=kv_indices.shape[0] - 1)
-    page, slot = kv_indices[entry].long(), position % page_size
-    for x, pool in ((append_key, pools[0]), (append_value, pools[1])):
-        pool[page, slot] = torch.where(valid.any(), x[row], pool[page, slot])
+    page = kv_indices[entry.clamp(max=kv_indices.shape[0] - 1)].long()
+    slots = torch.where(valid, page * page_size + position % page_size, -1)
+    with torch.no_grad():
+        tw.kv_write(append_key, append_value, *pools, slots)
