@@ -13,37 +13,18 @@ import torch
 
 import tilewise as tw
 from benchmarks import contenders, records
-from benchmarks.__main__ import main
 from benchmarks.cases import cpu, exact_grid
-from benchmarks.environment import Environment
-from benchmarks.records import Record, Writer
+from benchmarks.records import Writer
 from benchmarks.reference import head_slice, visible_pairs
 from benchmarks.timing import Timed
+from tests.tools.running import ENVIRONMENT, quick
 from tools.families import FAMILIES
 
-ENVIRONMENT = Environment(
-    device="cpu: x, 2 cores",
-    driver=None,
-    torch="2",
-    triton=None,
-    commit="abc",
-    command="c",
-    date="2026-01-01T00:00:00Z",
-)
-
-
-@pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def _quick(case: str, out: Path, *only: str) -> list[Record]:
-    assert main([case, "--quick", "--rounds", "1", "--out", str(out), "--only", *only]) == 0
-    return [record for _, record in records.read_all(out)]
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_the_grid_runs_on_a_cpu(tmp_path: Path) -> None:
-    found = _quick("exact_grid", tmp_path, "d16", "gqa", "packed")
+    found = quick("exact_grid", tmp_path, "d16", "gqa", "packed")
     assert {record.question for record in found} == set(exact_grid.QUESTIONS)
     cells = [cell for cell in exact_grid.cells(quick=True) if cell.part != "d8"]
     assert len(found) == 2 * sum(2 if cell.packed else 3 + cell.repeats for cell in cells)
@@ -61,7 +42,7 @@ def test_the_grid_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_the_rate_counts_what_a_query_sees(tmp_path: Path) -> None:
-    for record in _quick("exact_grid", tmp_path, "gqa"):
+    for record in quick("exact_grid", tmp_path, "gqa"):
         pairs = visible_pairs(lambda b, h, i, j: i >= j, record.problem["seqlen_q"], "cpu")
         operations = 4 * record.problem["head_dim"] * record.problem["num_heads_q"] * record.problem["batch"] * pairs
         operations *= 2.5 if record.question == "exact_backward" else 1
@@ -82,7 +63,7 @@ def test_the_grid_is_the_one_that_its_docstring_names() -> None:
 
 
 def test_formulas_run_on_a_cpu(tmp_path: Path) -> None:
-    found = _quick("attention_formula", tmp_path, "causal", "prefix")
+    found = quick("attention_formula", tmp_path, "causal", "prefix")
     ours = [record for record in found if record.impl == "tilewise.cpu_tiled"]
     assert sorted((record.question, record.problem["formula"].split()[0]) for record in ours) == [
         (question, formula)
@@ -102,7 +83,7 @@ def test_the_cpu_case_times_forwards_without_gradients(tmp_path: Path, monkeypat
         return {name: Timed([1.0, 1.0, 1.0], None) for name in calls}
 
     monkeypatch.setattr(contenders, "interleaved", interleaved)
-    found = _quick("cpu", tmp_path, "full")
+    found = quick("cpu", tmp_path, "full")
     assert {(record.question, record.impl) for record in found} == {
         (question, impl) for question in cpu.QUESTIONS for impl in cpu.IMPLS
     }

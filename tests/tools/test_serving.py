@@ -11,27 +11,16 @@ import torch
 
 import tilewise as tw
 from benchmarks import records, report, serving_report, steps
-from benchmarks.__main__ import main
 from benchmarks.cases import paged, planning, serving
-from benchmarks.environment import Environment
 from benchmarks.records import Record, Writer
 from benchmarks.steps import Contender
+from tests.tools.running import ENVIRONMENT, quick
 from tests.tools.samples import sample
 from tilewise.adapters import flashinfer
 from tilewise.quant import KINDS
 from tools.families import FAMILIES
 
-ENVIRONMENT = Environment("cpu: x, 2 cores", None, "2", None, "abc", "c", "2026-01-01T00:00:00Z")
-
-
-@pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def _quick(case: str, out: Path, *only: str) -> list[Record]:
-    assert main([case, "--quick", "--rounds", "1", "--out", str(out), "--only", *only]) == 0
-    return [record for _, record in records.read_all(out)]
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def _writer(out: Path) -> Writer:
@@ -46,7 +35,7 @@ def _errors(found: list[Record]) -> list[float]:
 
 
 def test_pages_and_codes_are_compared(tmp_path: Path) -> None:
-    found = _quick("serving", tmp_path, "decode_encoded")
+    found = quick("serving", tmp_path, "decode_encoded")
     assert {record.question for record in found} == {"decode_encoded"}
     names = ["tilewise.cpu_tiled", *(f"tilewise.cpu_tiled.{kind}" for kind in KINDS)]
     assert [record.impl for record in found] == 3 * [*names, *(f"{name}.HND" for name in names)]
@@ -61,7 +50,7 @@ def test_pages_and_codes_are_compared(tmp_path: Path) -> None:
 
 def test_what_the_table_refuses_is_said_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(steps.ROWS, "cpu", ("cpu_tiled", "hopper_decode"))
-    found = _quick("serving", tmp_path, "decode_encoded")
+    found = quick("serving", tmp_path, "decode_encoded")
     refused = [record for record in found if record.impl.startswith("tilewise.hopper_decode")]
     assert len(refused) == len(found) // 2
     assert all(record.error is not None and record.error["metric"] == "not applicable" for record in refused)
@@ -79,7 +68,7 @@ def test_prefixes_are_shared_where_this_version_can(tmp_path: Path, monkeypatch:
             patch.setattr(tw, "Paged", layout)
             if version == "without" and serving.shares_prefixes():
                 continue
-            found = _quick("serving", tmp_path / version, "decode_shared")
+            found = quick("serving", tmp_path / version, "decode_shared")
         assert max(_errors(found)) < 1e-5
         names[version] = {(record.problem["shared"] > 0, record.impl.split(".", 1)[1]) for record in found}
     plain = {(True, "cpu_tiled"), (True, "cpu_tiled.cascade"), (False, "cpu_tiled")}
@@ -115,7 +104,7 @@ def test_shared_tokens_lie_in_the_same_pages() -> None:
 
 
 def test_a_mixed_batch_in_one_call_and_in_two(tmp_path: Path) -> None:
-    found = _quick("serving", tmp_path, "mixed")
+    found = quick("serving", tmp_path, "mixed")
     assert [record.impl for record in found] == ["tilewise.cpu_tiled", "tilewise.cpu_tiled.two_calls"]
     assert max(_errors(found)) < 1e-5
     assert found[0].problem["workload"] == "128 new tokens, 3 × 64 that decode"
@@ -136,7 +125,7 @@ def test_the_problems_are_those_of_the_docstring() -> None:
 
 
 def test_paged_decodes_and_prefills(tmp_path: Path) -> None:
-    found = _quick("paged", tmp_path, "zipf", "prefill")
+    found = quick("paged", tmp_path, "zipf", "prefill")
     assert {record.question for record in found} == {paged.DECODE, paged.PREFILL}
     assert max(_errors(found)) < 1e-5
 
@@ -173,7 +162,7 @@ def test_times_and_rates_are_those_of_one_repeat(tmp_path: Path, monkeypatch: py
 
 def test_plans_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "find_flashinfer", lambda device: (flashinfer, "the adapter"))
-    found = _quick("planning", tmp_path, "plan")
+    found = quick("planning", tmp_path, "plan")
     assert not any(record.failed for record in found)
     assert {record.problem["on"] for record in found} == {"host"}
     assert [record.impl for record in found] == 3 * ["tilewise.cpu_tiled", "tilewise.worklist", "flashinfer"]
@@ -199,7 +188,7 @@ def _once(call: Any) -> steps.Timed:
 
 
 def test_layers_plan_once_or_each_for_itself(tmp_path: Path) -> None:
-    found = _quick("planning", tmp_path, "decode_layers")
+    found = quick("planning", tmp_path, "decode_layers")
     assert [record.impl for record in found] == 2 * ["tilewise.cpu_tiled", "tilewise.cpu_tiled.planned"]
     assert max(_errors(found)) < 1e-5
     assert all(record.problem["layers"] == planning.LAYERS for record in found)

@@ -1,4 +1,6 @@
-"""Scalar and elementwise helpers that emitted formulas call, in Triton kernels and in Gluon ones."""
+"""Scalar and elementwise helpers that emitted formulas call, in Triton kernels and in Gluon ones, and a step of online
+softmax.
+"""
 
 import triton
 import triton.language as tl
@@ -95,3 +97,15 @@ def tanh_fast(x):
 @triton.jit
 def sigmoid_fast(x):
     return 0.5 + 0.5 * tanh_fast(0.5 * x)
+
+
+@triton.jit
+def softmax_step(s, m_i, l_i):
+    """Scores [ROWS, KEYS] of one more tile, -inf for what is hidden: (largest, sums, weights, the factor of what was
+    weighted before). Rows that have seen nothing weigh nothing.
+    """
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
+    w = tl.math.exp2((s - m_use[:, None]) * LOG2E)
+    alpha = tl.math.exp2((m_i - m_use) * LOG2E)
+    return m_new, l_i * alpha + tl.sum(w, 1), w, alpha

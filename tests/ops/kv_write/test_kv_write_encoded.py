@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
+from tests.ops.kv_write.test_kv_write_errors import refused_unwritten
 from tilewise.core import dispatch
 from tilewise.core.errors import InputError
 from tilewise.ops.kv_write import cpu
@@ -142,14 +143,7 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
 def test_a_wrong_argument_is_named_before_anything_is_written(
     name: str, change: Callable[[Any], Any], message: str
 ) -> None:
-    held = writing.encoded_memory(CASE, SETTING, "int8")
-    before = held.bits
-    k, v, slots = writing.make_tokens(CASE, SETTING)
-    arguments = {"k": k, "v": v, "k_pages": held.k_pages, "v_pages": held.v_pages, "slot_mapping": slots}
-    arguments[name] = change(arguments[name])
-    with pytest.raises(InputError, match=message):
-        tw.kv_write(**arguments)
-    assert all(torch.equal(a, b) for a, b in zip(held.bits, before, strict=True))
+    refused_unwritten(writing.encoded_memory(CASE, SETTING, "int8"), name, change, message)
 
 
 def test_pages_that_are_not_alike_are_not_copied() -> None:

@@ -49,7 +49,11 @@ WRONG: list[tuple[str, Callable[[torch.Tensor], Any], str]] = [
 def test_a_wrong_argument_is_named_before_anything_is_written(
     name: str, change: Callable[[torch.Tensor], Any], message: str
 ) -> None:
-    held = writing.make_memory(CASE, SETTING)
+    refused_unwritten(writing.make_memory(CASE, SETTING), name, change, message)
+
+
+def refused_unwritten(held: writing.Memory, name: str, change: Callable[[Any], Any], message: str) -> None:
+    """A call with one argument changed says so, and every page is as it was."""
     before = held.bits
     k, v, slots = writing.make_tokens(CASE, SETTING)
     arguments = {"k": k, "v": v, "k_pages": held.k_pages, "v_pages": held.v_pages, "slot_mapping": slots}

@@ -128,7 +128,8 @@ def _plans(call: Call) -> Planned:
     mask, score = functions(call)
     block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
     encoding = None if call.scales is None else BY_DTYPE[call.k.dtype]
-    if encoding in ("int8", "int4"):
+    integers = encoding in ("int8", "int4")
+    if integers:
         build, block_r = _TWO_OF_INTEGERS, rows_of_tile(call, least=4, most=16)
     else:
         block_r = rows_of_tile(call)
@@ -137,12 +138,10 @@ def _plans(call: Call) -> Planned:
         of_key, most = 2 * (block_d + block_dv), 4
     else:
         of_key, most = (block_d + block_dv) // KINDS[encoding].in_byte + 8, 8
-    wide = (
-        of_key <= 264
-        if build is _TWO_OF_INTEGERS
-        else build is not _TWO and block_d + block_dv <= 256 and block_r <= 32
-    )
-    block_n = 128 if wide else 64
+    if integers:
+        block_n = 128 if of_key <= 264 else 64
+    else:
+        block_n = 128 if build is _ONE and block_d + block_dv <= 256 and block_r <= 32 else 64
     stages = min(most, (build.shared - 2 * block_r * (2 * block_d + block_n)) // (block_n * of_key))
     programs = build.programs * multiprocessors(call.q.device)
     shared = requests_of_tile(call)
@@ -153,7 +152,7 @@ def _plans(call: Call) -> Planned:
     fixed = (
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         _ENDLESS if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
-        block_dv, stages, _ROUNDS, shared, rows, min(rows, _MERGED // block_dv), encoding, build is _TWO_OF_INTEGERS,
+        block_dv, stages, _ROUNDS, shared, rows, min(rows, _MERGED // block_dv), encoding, integers,
         build.registers_of_fetch, block_d == block_dv and call.k.stride() == call.v.stride(), side and side.rows,
         side and side.once, side and side.visible, score and score.queries.once, score and score.queries.apply,
     )  # fmt: skip

@@ -90,6 +90,14 @@ def along(x, like, AXIS: gl.constexpr):
 
 
 @gluon.jit
+def relative_to(s, m_i, l_i, acc):
+    """(largest, sums, accumulator) relative to the largest of the scores s [keys, rows], too."""
+    largest = gl.maximum(m_i, gl.max(s, 0))
+    alpha = gl.exp2(m_i - largest)
+    return largest, l_i * along(alpha, l_i, 2), acc * along(alpha, acc, 1)
+
+
+@gluon.jit
 def scores_of(s, unit, hk, r, offs_n, formula, scale, fixed):
     """Scores [keys, rows] in base 2, -inf where nothing is seen."""
     mask_args, mask_nums, score_args, score_nums = formula
@@ -154,11 +162,7 @@ def fold(state, q, stage, phase, memory, bars, where, formula, scale, fixed):
     fence_async_shared()
     barrier()
     if any_told(flags):
-        largest = gl.maximum(m_i, gl.max(s, 0))
-        alpha = gl.exp2(m_i - largest)
-        m_i = largest
-        l_i = l_i * along(alpha, l_i, 2)
-        acc = acc * along(alpha, acc, 1)
+        m_i, l_i, acc = relative_to(s, m_i, l_i, acc)
         w = gl.exp2(s - m_i[None, :])
         if fixed.encoding is None:
             p_tile.store(w.to(HALF))
@@ -226,11 +230,7 @@ def fold_integers(state, q, q_scale, stage, phase, memory, bars, where, formula,
     fence_async_shared()
     barrier()
     if any_told(flags):
-        largest = gl.maximum(m_i, gl.max(s, 0))
-        alpha = gl.exp2(m_i - largest)
-        m_i = largest
-        l_i = l_i * along(alpha, l_i, 2)
-        acc = acc * along(alpha, acc, 1)
+        m_i, l_i, acc = relative_to(s, m_i, l_i, acc)
         w = gl.exp2(s - m_i[None, :])
         y = gl.where(w > 0.0, w * v_scale[:, None], 0.0)
         undefined = gl.max((y != y).to(gl.int32), 0)

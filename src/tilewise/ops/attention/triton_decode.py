@@ -12,7 +12,7 @@ from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
 from tilewise.ops.attention.triton_plans import formula_arguments, functions, matmul_precision, strides_of
-from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.tiles.arithmetic import LN2, LOG2E, softmax_step
 from tilewise.tiles.load import POINTER, load_rows
 from tilewise.tiles.visit import call_once, row_ends, span_tiles
 
@@ -93,14 +93,9 @@ def attention_split(
         else:
             seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
         s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.math.exp2((s - m_use[:, None]) * LOG2E)
-        alpha = tl.math.exp2((m_i - m_use) * LOG2E)
-        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i, l_i, p, alpha = softmax_step(s, m_i, l_i)
         v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, POINTER)  # [BLOCK_N, DV]
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        m_i = m_new
 
     # epilogue: a normalised partial result and its lse; an empty part has lse = -inf
     empty = l_i == 0.0

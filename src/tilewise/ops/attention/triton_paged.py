@@ -44,7 +44,7 @@ from tilewise.ops.attention.triton_work import (
     unit_of,
 )
 from tilewise.quant.codes import BY_DTYPE
-from tilewise.tiles.arithmetic import LOG2E, decoded
+from tilewise.tiles.arithmetic import decoded, softmax_step
 from tilewise.tiles.codes import columns_of_codes, load_codes, numbers_of
 from tilewise.tiles.visit import call_once, row_ends
 
@@ -146,11 +146,7 @@ def fold_keys(q, k, v, scales, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args
         first_j, last_j = row_ends(b, h, offs_i, 0, keys, mask_args, mask_nums, ROWS)
         seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
     s = tl.where(seen, s, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(s, 1))
-    m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-    w = tl.math.exp2((s - m_use[:, None]) * LOG2E)
-    alpha = tl.math.exp2((m_i - m_use) * LOG2E)
-    l_i = l_i * alpha + tl.sum(w, 1)
+    m_new, l_i, w, alpha = softmax_step(s, m_i, l_i)
     if ENCODING is None:
         acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     else:

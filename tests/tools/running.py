@@ -1,0 +1,26 @@
+"""Cases of the benchmarks on tiny problems, as tests run them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import records
+from benchmarks.__main__ import main
+from benchmarks.environment import Environment
+from benchmarks.records import Record
+
+ENVIRONMENT = Environment(
+    device="cpu: x, 2 cores",
+    driver=None,
+    torch="2",
+    triton=None,
+    commit="abc",
+    command="c",
+    date="2026-01-01T00:00:00Z",
+)
+
+
+def quick(case: str, out: Path, *only: str) -> list[Record]:
+    """The records of a quick run of these parts."""
+    assert main([case, "--quick", "--rounds", "1", "--out", str(out), "--only", *only]) == 0
+    return [record for _, record in records.read_all(out)]
