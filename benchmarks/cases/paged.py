@@ -154,16 +154,21 @@ def flashinfer_decode(module: Any, batch: Batch, given: Tensors) -> tuple[Any, C
     )  # fmt: skip
 
 
-def rows_of(batch: Batch, given: Tensors, request: int, codes: Encoded | None = None) -> tuple[torch.Tensor, ...]:
-    """Keys and values of one request, (tokens, heads, dim); with `codes` of the pool, what these stand for."""
+def rows_of(
+    batch: Batch, given: Tensors, request: int, codes: tuple[Encoded, Encoded] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Keys and values of one request, (tokens, heads, dim); with `codes` of all pages, what these stand for."""
     assert isinstance(given.layout.block_table, torch.Tensor)
     length = batch.lengths[request]
     pages = given.layout.block_table[request, : -(-length // batch.page_size)].long()
-    rows = given.pool[pages] if codes is None else decode(Encoded(codes.data[pages], codes.scale[pages]))
-    return tuple(rows[:, part].flatten(0, 1)[:length] for part in (0, 1))
+    if codes is None:
+        parts = given.pool[pages].unbind(1)
+    else:
+        parts = tuple(decode(Encoded(x.data[pages], x.scale[pages])) for x in codes)
+    return tuple(x.flatten(0, 1)[:length] for x in parts)
 
 
-def reference(batch: Batch, given: Tensors, request: int, codes: Encoded | None = None) -> torch.Tensor:
+def reference(batch: Batch, given: Tensors, request: int, codes: tuple[Encoded, Encoded] | None = None) -> torch.Tensor:
     """o of one request in float64, (heads, dim); `codes` as for `rows_of`."""
     k, v = (x.double() for x in rows_of(batch, given, request, codes))
     q = given.q[request, 0].double().view(batch.heads_kv, -1, batch.head_dim)

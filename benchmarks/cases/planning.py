@@ -125,7 +125,7 @@ def _layers(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
     want = reference(batch, given, request)
     # two pools in turn, so that no layer finds in the cache what the one before read last
     layers = [(pool[:, 0], pool[:, 1]) for pool in (given.pool, given.pool.clone())] * (LAYERS // 2)
-    nbytes = batch.distinct * row_bytes(given.pool)
+    nbytes = batch.distinct * row_bytes(given.pool[:, 0], given.pool[:, 1])
     contenders = {}
     for row in ROWS[device]:
         refused = refusal(row, q, *layers[0], layout=layout)

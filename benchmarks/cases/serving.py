@@ -1,8 +1,9 @@
 """Questions `decode_encoded`, `decode_shared` and `mixed`: steps of a server, 32 heads on 8 of 128, pages of 16.
 
-`decode_encoded`: decoding as in `decode`, requests of equal length, over bf16 pages and over codes, a token's heads or
-(`.HND`) a head's tokens side by side in a page; which of our rows read codes, the dispatch table says. GB/s count the
-codes and scales of all tokens once; errors are beside float64 attention over what the codes stand for.
+`decode_encoded`: decoding as in `decode`, requests of equal length, over bf16 pages and over codes in pages of a
+`tilewise.kv.PagePool`, a head's tokens or (`.NHD`) a token's heads side by side; which of our rows read codes, the
+dispatch table says. GB/s count the codes and scales of all tokens once; errors are beside float64 attention over what
+the codes stand for.
 
 `decode_shared`: 32 requests that begin with the same 8k tokens, and requests that have nothing in common: as they are,
 with `Paged(share_prefixes=True)` where this version has it (`.shared`), and, where there is a prefix, by hand: one
@@ -29,10 +30,12 @@ from benchmarks.records import Writer
 from benchmarks.reference import relative_error
 from benchmarks.steps import ROWS, Contender, measure, refusal
 from benchmarks.timing import ceilings, method
+from tilewise.kv import PagePool
 from tilewise.quant import KINDS, Encoded, encode
 
 ROUNDS = 20
 MIXED_ROWS = {"cuda": ("hopper", "triton_paged", "hopper_decode"), "cpu": ("cpu_tiled",)}
+ORDERS = {"": None, ".NHD": "NHD"}
 TWO_CALLS = {"cuda": ("hopper", "hopper_decode"), "cpu": ("cpu_tiled", "cpu_tiled")}
 
 
@@ -83,17 +86,15 @@ def _encoded_problems(quick: bool) -> list[Batch]:
 def _encoded(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
     given = tensors(batch, dtype_of(device), device)
     request = len(batch.lengths) - 1
-    pools: dict[str, torch.Tensor | Encoded] = {"": given.pool}
-    pools |= {f".{kind}": encode(given.pool, kind) for kind in KINDS}
-    pools |= {f"{kind}.HND": _by_heads(pool) for kind, pool in pools.items()}
+    pools: dict[str, tuple[Any, Any]] = {"": (given.pool[:, 0], given.pool[:, 1])}
+    for kind in KINDS:
+        pools |= {f".{kind}{name}": _encoded_pages(given.pool, kind, order) for name, order in ORDERS.items()}
     contenders, wants = {}, {}
-    for kind, pool in pools.items():
-        # parts of the encoded pool, so that codes lie as keys and values do
-        k, v = (_part(pool, part) for part in (0, 1))
-        want = reference(batch, given, request, pool if isinstance(pool, Encoded) else None)
+    for kind, (k, v) in pools.items():
+        want = reference(batch, given, request, (k, v) if isinstance(k, Encoded) else None)
         for row in ROWS[device]:
             contenders[f"tilewise.{row}{kind}"] = _decoding(
-                row, given, k, v, given.layout, row_bytes(pool) * batch.distinct
+                row, given, k, v, given.layout, row_bytes(k, v) * batch.distinct
             )
             wants[f"tilewise.{row}{kind}"] = want
     measure(
@@ -102,23 +103,20 @@ def _encoded(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
     )  # fmt: skip
 
 
-def _part(pool: torch.Tensor | Encoded, part: int) -> torch.Tensor | Encoded:
-    """Keys (part 0) or values (1) of a pool."""
-    if isinstance(pool, torch.Tensor):
-        return pool[:, part]
-    return Encoded(pool.data[:, part], pool.scale[:, part])
+def _encoded_pages(pool: torch.Tensor, kind: str, order: str | None) -> tuple[Any, Any]:
+    """The pages of a pool (num_pages, 2, page_size, num_heads_kv, head_dim) in one that holds codes."""
+    num_pages, _, *sizes = pool.shape
+    pages: tuple[Any, Any] = PagePool(1, num_pages, *sizes, device=pool.device, order=order, encoding=kind).pages(0)
+    for part, to in enumerate(pages):
+        codes = encode(pool[:, part], kind)
+        to.data.copy_(codes.data)
+        to.scale.copy_(codes.scale)
+    return pages
 
 
-def _by_heads(pool: torch.Tensor | Encoded) -> torch.Tensor | Encoded:
-    """The same pool in other memory: in a page, a head's tokens side by side."""
-    if isinstance(pool, torch.Tensor):
-        return pool.transpose(2, 3).contiguous().transpose(2, 3)
-    return Encoded(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (pool.data, pool.scale)))
-
-
-def row_bytes(pool: torch.Tensor | Encoded) -> int:
+def row_bytes(*pages: torch.Tensor | Encoded) -> int:
     """Bytes of one token's keys and values."""
-    return pool.nbytes // (pool.shape[0] * pool.shape[2])
+    return sum(x.nbytes // (x.shape[0] * x.shape[1]) for x in pages)
 
 
 def _decoding(row: str, given: Tensors, k: Any, v: Any, layout: tw.Paged, nbytes: int) -> Contender:
@@ -143,7 +141,7 @@ def _shared(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
     want = reference(batch, given, request)
     k, v = given.pool[:, 0], given.pool[:, 1]
     layouts = {"": given.layout} | ({".shared": sharing(given.layout)} if shares_prefixes() else {})
-    nbytes = row_bytes(given.pool) * batch.distinct
+    nbytes = row_bytes(given.pool[:, 0], given.pool[:, 1]) * batch.distinct
     contenders = {
         f"tilewise.{row}{name}": _decoding(row, given, k, v, layout, nbytes)
         for row in ROWS[device]

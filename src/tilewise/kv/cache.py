@@ -66,7 +66,7 @@ class KVCache:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
-        order: str = "NHD",
+        order: str | None = None,
         encoding: str | None = None,
     ) -> None:
         self.pool = PagePool(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewise.core.errors import InputError
@@ -13,6 +11,7 @@ from tilewise.quant import Encoded
 from tilewise.quant.codes import check_head_dim, kind_of
 
 ORDERS = ("NHD", "HND")
+_ALIGNED = 16  # bytes at which codes, and scales, begin
 
 
 class PagePool:
@@ -23,8 +22,9 @@ class PagePool:
         head_dim_v: of values; None for head_dim.
         dtype: float16, bfloat16 or float32; with `encoding` codes have a type of their own.
         device: where the pages are.
-        order: of a page in memory, "NHD" (token, head, dim) or "HND" (head, token, dim). Either way `pages` are views
-            (num_pages, page_size, num_heads_kv, head_dim).
+        order: of a page in memory, "NHD" (token, head, dim) or "HND" (head, token, dim); None for "NHD", of codes for
+            "HND". Either way `pages` are views (num_pages, page_size, num_heads_kv, head_dim). Codes and scales of keys
+            and values that lie together are read fastest: a head's of a page in "HND", a page's in "NHD".
         encoding: None, or "int8", "fp8" or "int4": codes, and a float32 scale for each token and head
             (`tilewise.quant`). What is written is encoded on the way, from any of these dtypes.
 
@@ -44,7 +44,7 @@ class PagePool:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
-        order: str = "NHD",
+        order: str | None = None,
         encoding: str | None = None,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -64,21 +64,35 @@ class PagePool:
             )
         if dtype not in DTYPES:
             raise InputError("dtype", got=dtype, expected="float16, bfloat16 or float32", hint="that of k and v")
+        order = order or ("HND" if encoding else "NHD")
         if order not in ORDERS:
             raise InputError("order", got=repr(order), expected="'NHD' or 'HND'", hint="how a page lies in memory")
         page = (page_size, num_heads_kv) if order == "NHD" else (num_heads_kv, page_size)
         self.num_layers, self.num_pages, self.page_size, self.order = num_layers, num_pages, page_size, order
         self.encoding = encoding
-        widths = (head_dim, head_dim_v)
-        self._scales: tuple[torch.Tensor, ...] = ()
-        if encoding is not None:
-            kind = kind_of("encoding", encoding)
-            for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-                check_head_dim(name, dim, encoding)
-            dtype, widths = kind.dtype, (head_dim // kind.in_byte, head_dim_v // kind.in_byte)
-            self._scales = tuple(torch.zeros(num_layers, num_pages, *page, device=device) for _ in range(2))
-        self._memory = tuple(
-            torch.zeros(num_layers, num_pages, *page, width, dtype=dtype, device=device) for width in widths
+        of_layers = (num_layers, num_pages)
+        if encoding is None:
+            self._memory = tuple(
+                torch.zeros(*of_layers, *page, d, dtype=dtype, device=device) for d in (head_dim, head_dim_v)
+            )
+            self._views = self._memory
+            return
+        kind = kind_of("encoding", encoding)
+        for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+            check_head_dim(name, dim, encoding)
+        parts = [(kind.dtype, head_dim // kind.in_byte), (kind.dtype, head_dim_v // kind.in_byte)]
+        parts += [(torch.float32, 1)] * 2
+        runs, rows = (1, page_size * num_heads_kv) if order == "NHD" else (num_heads_kv, page_size)
+        begins = [0]
+        for part, width in parts:
+            begins.append(begins[-1] + rows * width * part.itemsize)
+            if part != torch.float32 or len(begins) > len(parts):
+                begins[-1] += -begins[-1] % _ALIGNED
+        memory = torch.zeros(*of_layers, runs, begins.pop(), dtype=torch.uint8, device=device)
+        self._memory = (memory,)
+        self._views = tuple(
+            memory.narrow(-1, begin, rows * width * part.itemsize).view(part).view(*of_layers, *page, width)
+            for begin, (part, width) in zip(begins, parts, strict=True)
         )
 
     def pages(self, layer: int) -> tuple[torch.Tensor | Encoded, torch.Tensor | Encoded]:
@@ -87,28 +101,22 @@ class PagePool:
         """
         if not 0 <= layer < self.num_layers:
             raise InputError("layer", got=layer, expected=f"0 to {self.num_layers - 1}", hint="layers count from 0")
-        every = (*self._memory, *self._scales)
-        k, v, *scales = (x[layer] if self.order == "NHD" else x[layer].transpose(1, 2) for x in every)
-        return (Encoded(k, scales[0]), Encoded(v, scales[1])) if scales else (k, v)
+        k, v, *scales = (x[layer] if self.order == "NHD" else x[layer].transpose(1, 2) for x in self._views)
+        return (Encoded(k, scales[0][..., 0]), Encoded(v, scales[1][..., 0])) if scales else (k, v)
 
     def copy(self, pairs: torch.Tensor) -> None:
-        """Copy pages onto others in all layers, in one launch, with an encoding in two: `pairs` as
-        `tilewise.copy_pages` takes them.
-        """
+        """Copy pages onto others in all layers, in one launch: `pairs` as `tilewise.copy_pages` takes them."""
         # what a page holds of one layer lies in one piece: as if layers were its tokens, of one long head
-        pages: list[Any] = [x.flatten(2)[:, :, None].transpose(0, 1) for x in self._memory]
-        if self._scales:  # or of as many heads as there are scales
-            pages = [
-                Encoded(x.flatten(2, 3).transpose(0, 1), scale.flatten(2).transpose(0, 1))
-                for x, scale in zip(self._memory, self._scales, strict=True)
-            ]
+        pages = [x.flatten(2)[:, :, None].transpose(0, 1) for x in self._memory]
+        if self.encoding:  # bytes by twos, the first half of them as keys
+            pages = [*pages[0].view(torch.float16).chunk(2, -1)]
         with torch.no_grad():
             copy_pages(pages[0], pages[1], pairs)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of keys and values, or of their codes."""
-        return self._memory[0].dtype
+        return self._views[0].dtype
 
     @property
     def device(self) -> torch.device:
@@ -118,4 +126,4 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages of all layers, scales included."""
-        return sum(x.nbytes for x in (*self._memory, *self._scales))
+        return sum(x.nbytes for x in self._memory)
