@@ -211,8 +211,8 @@ def variants() -> Iterator[Variant]:
                                ("bf16", "shared")):  # fmt: skip
             quick = head_dim == 128 and formula in ("plain", "packed", "shared")
             yield Variant(90, "hopper_decode", dtype, head_dim, formula, quick)
-        for dtype, kind in (("bf16", "int8"), ("bf16", "fp8"), ("bf16", "int4"), ("fp16", "fp8")):
-            yield Variant(90, "hopper_decode", dtype, head_dim, kind, head_dim == 128)
+        for kind in KINDS:
+            yield Variant(90, "hopper_decode", "bf16", head_dim, kind, head_dim == 128)
 
 
 def as_entry(found: Resources) -> dict[str, int]:

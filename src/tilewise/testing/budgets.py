@@ -62,6 +62,23 @@ def encoded_expectation(case: Case, dtype: torch.dtype, kind: str, device: str =
     return expected(exact, plain, dtype)
 
 
+def fp8_products(want: Expectation, case: Case, dtype: torch.dtype, device: str = "cpu") -> Expectation:
+    """`want` for scores that are products of fp8: in each step of 32 dimensions, terms keep 14 bits of the largest
+    (DeepSeek-AI, "DeepSeek-V3", 2024, section 3.3.2). What scores are off by, lse is, and o twice as much of the sum of
+    absolute values.
+    """
+    plain = make_inputs(case, dtype, device, exact=True)
+    q, k = (x.detach().double().abs().flatten(0, -3) for x in (plain.q, plain.k))  # (rows, heads, dim)
+    q = q.reshape(len(q), case.heads_kv, -1, q.shape[-1]).transpose(0, 1).flatten(1, 2)
+    terms = _largest(q @ k.permute(1, 2, 0))
+    scale = q.shape[-1] ** -0.5 if case.scale is None else abs(case.scale)
+    off = -(-q.shape[-1] // 32) * 2.0**-14 * scale * terms
+    sizes = replace(plain, v=plain.v.detach().abs())
+    o, _lse = joined(sizes, parts(sizes))
+    more = {"o": 2 * off * _largest(o), "lse": off}
+    return Expectation(want.values, {name: allowed + more.get(name, 0.0) for name, allowed in want.allowed.items()})
+
+
 def expected(exact: Inputs, plain: Inputs, dtype: torch.dtype) -> Expectation:
     """What inputs in float64 must give at `dtype`, and how near, from what plain PyTorch makes of them there."""
     found = parts(exact)

@@ -15,7 +15,7 @@ import tilewise as tw
 from tilewise.core.errors import UnsupportedError
 from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.table import ROWS, choose
-from tilewise.testing.budgets import Expectation, encoded_expectation, error, expectation
+from tilewise.testing.budgets import Expectation, encoded_expectation, error, expectation, fp8_products
 from tilewise.testing.case import Case
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracles import dense, gradients
@@ -297,16 +297,19 @@ def pages_hold_the_keys(
 
 
 def encoded_pages_hold_the_keys(
-    setting: Setting, case: Case, kind: str, page_size: int = 16, flat: bool = False
+    setting: Setting, case: Case, kind: str, page_size: int = 16, flat: bool = False, fp8: bool = False
 ) -> None:
-    """Encoded pages, with any codes and scales in slots of nobody, give what the keys that they stand for do."""
+    """Encoded pages, with any codes and scales in slots of nobody, give what the keys that they stand for do; with
+    `fp8`, by an implementation whose scores are products of fp8.
+    """
     inputs = make_inputs(case, setting.dtype, setting.device)
     pool = paged(inputs, page_size, flat=flat)
     with torch.no_grad():
         arguments = inputs.arguments() | {"layout": pool.layout}
         k, v = encoded(pool.k, kind), encoded(pool.v, kind)
         o, lse = tw.attention_with_lse(inputs.q, k, v, impl=setting.impl, **arguments)
-    within({"o": o, "lse": lse}, encoded_expectation(case, setting.dtype, kind, setting.device))
+    want = encoded_expectation(case, setting.dtype, kind, setting.device)
+    within({"o": o, "lse": lse}, fp8_products(want, case, setting.dtype, setting.device) if fp8 else want)
 
 
 def last_queries_stand_at_the_last_keys(setting: Setting, case: Case, count: int = 5) -> None:

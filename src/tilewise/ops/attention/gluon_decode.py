@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.layouts import Pages
 from tilewise.ops.attention import triton_decode, triton_paged
 from tilewise.ops.attention.configs import padded
-from tilewise.ops.attention.gluon_sm90_decode import attention_decode_sm90
+from tilewise.ops.attention.gluon_sm90_decode import ENDLESS, attention_decode_sm90
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.sharing import requests_of_tile
 from tilewise.ops.attention.triton_launch import Plan, Plans
@@ -31,7 +31,6 @@ from tilewise.quant.codes import BY_DTYPE, KINDS
 
 _PLANS = Plans()
 _ROUNDS = 3  # pieces of a large share: most of it first, then half of the rest each
-_ENDLESS = 2**30  # tokens of a page where each request has but one, so that lengths compile nothing
 _MERGED = 512  # values of o that are merged at a time
 
 
@@ -46,10 +45,11 @@ class Build(NamedTuple):
     registers_of_fetch: int
 
 
-# Two programs hide each other's waits, where a product leaves them room.
+# Programs hide each other's waits, where products leave them room.
 _ONE = Build(1, 220 * 1024, None, 224)
 _TWO = Build(2, 108 * 1024, 128, 104)
-_TWO_OF_INTEGERS = Build(2, 108 * 1024, 128, 120)
+_TWO_OF_CODES = Build(2, 108 * 1024, 128, 120)
+_THREE_OF_CODES = Build(3, 72 * 1024, 80, 64)
 
 
 class Fixed(NamedTuple):
@@ -72,7 +72,6 @@ class Fixed(NamedTuple):
     rows_of_part: Any
     merged: Any  # rows of a part that are merged at a time
     encoding: Any
-    integers: Any  # whether its codes are
     registers: Any  # of a thread that fetches
     alike: Any  # whether keys and values lie alike in their pools
     rows: Any
@@ -128,9 +127,12 @@ def _plans(call: Call) -> Planned:
     mask, score = functions(call)
     block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
     encoding = None if call.scales is None else BY_DTYPE[call.k.dtype]
-    integers = encoding in ("int8", "int4")
-    if integers:
-        build, block_r = _TWO_OF_INTEGERS, rows_of_tile(call, least=4, most=16)
+    if encoding == "int4":  # two dimensions of a byte, two bytes of a thread
+        block_dv = max(block_dv, 128)
+    if encoding is not None:
+        block_r = rows_of_tile(call, least=4, most=8 if encoding == "fp8" else 16)
+        narrow = encoding == "int4" and block_d + block_dv <= 256 and block_r <= 8
+        build = _THREE_OF_CODES if narrow else _TWO_OF_CODES
     else:
         block_r = rows_of_tile(call)
         build = _TWO if block_r == 16 and block_d + block_dv <= 256 else _ONE
@@ -138,7 +140,7 @@ def _plans(call: Call) -> Planned:
         of_key, most = 2 * (block_d + block_dv), 4
     else:
         of_key, most = (block_d + block_dv) // KINDS[encoding].in_byte + 8, 8
-    if integers:
+    if encoding is not None:
         block_n = 128 if of_key <= 264 else 64
     else:
         block_n = 128 if build is _ONE and block_d + block_dv <= 256 and block_r <= 32 else 64
@@ -151,13 +153,13 @@ def _plans(call: Call) -> Planned:
     one_each = call.pages.first is None and call.pages.longest == 1
     fixed = (
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
-        _ENDLESS if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
-        block_dv, stages, _ROUNDS, shared, rows, min(rows, _MERGED // block_dv), encoding, integers,
+        ENDLESS.value if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
+        block_dv, stages, _ROUNDS, shared, rows, min(rows, _MERGED // block_dv), encoding,
         build.registers_of_fetch, block_d == block_dv and call.k.stride() == call.v.stride(), side and side.rows,
         side and side.once, side and side.visible, score and score.queries.once, score and score.queries.apply,
     )  # fmt: skip
     constants = Fixed(*(gl.constexpr(x) if isinstance(x, int | str) else x for x in fixed))
-    work: Work = work_of(call, block_r, block_n, _ROUNDS * programs, rows, early=True)
+    work: Work = work_of(call, block_r, block_n, block_dv, _ROUNDS * programs, rows, early=True)
     tiles = Plan(
         attention_decode_sm90, programs, strides_of_pages(call), (call.rows_q, work.slots), (constants,), 4, 1,
         early=True, options={} if build.registers is None else {"maxnreg": build.registers},

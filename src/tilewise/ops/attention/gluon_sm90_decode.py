@@ -13,10 +13,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.ops.attention.gluon_sm90_fold import (
     NOTHING,
-    blank,
+    columns_of,
     fold,
-    fold_integers,
+    fold_codes,
+    no_output,
+    no_scores,
+    seen_by_all,
     thread_sums,
+    unit_of_weights,
 )
 from tilewise.ops.attention.triton_prefixes import PREFIX, cut_row, first_rows, left_last, parts_of_request, whole_row
 from tilewise.ops.attention.triton_work import (
@@ -33,10 +37,11 @@ from tilewise.ops.attention.triton_work import (
 )
 from tilewise.tiles.arithmetic import LN2, LOG2E, decoded
 from tilewise.tiles.gluon_api import barrier, copy_async
-from tilewise.tiles.gluon_codes import dims_of_rows, in_two, permuted
+from tilewise.tiles.gluon_codes import dims_of_rows, in_rows, largest_of
 from tilewise.tiles.hopper import message_board, post, posted, ring_turn, take
 
 PIECE = gl.constexpr(6)  # numbers of a message: tiles, first position, unit, head, first tile, piece
+ENDLESS = gl.constexpr(2**30)  # tokens of a page where each request has but one, so that lengths compile nothing
 PARTS = gl.constexpr(8)  # partial results that are read at a time
 
 
@@ -77,9 +82,38 @@ def find_piece(turn, work, fixed):
 
 
 @gluon.jit
-def page_rows(TABLE, FIRST, stride_t, b, tokens, keys, PAGE: gl.constexpr):
-    row = TABLE + b.to(gl.int64) * stride_t if FIRST is None else TABLE + gl.load(FIRST + b)
-    return gl.load(row + tokens // PAGE, mask=tokens < keys, other=0)
+def places_of(first, r, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """(entry of a block table, place in its page) of the keys first + r of a tile; `first` is a multiple of BLOCK_N."""
+    if PAGE == ENDLESS:
+        return 0 * r, (first + r).to(gl.int64)
+    elif BLOCK_N % PAGE == 0:  # places are the same in every tile
+        return first // PAGE + r // PAGE, r % PAGE
+    else:
+        return (first + r) // PAGE, (first + r) % PAGE
+
+
+@gluon.jit
+def pages_of(table, unit, first, r, BLOCK_N: gl.constexpr, fixed):
+    """Pages of the keys first + r of a request, 0 where there is none."""
+    TABLE, FIRST, stride_t = table
+    row = TABLE + unit[0].to(gl.int64) * stride_t if FIRST is None else TABLE + gl.load(FIRST + unit[0])
+    entry, _place = places_of(first, r, BLOCK_N, fixed.page)
+    return gl.load(row + entry, mask=r < unit[4] - first, other=0)
+
+
+@gluon.jit
+def rows_of(pages, first, hk, r, strides, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, MULTIPLE: gl.constexpr):
+    """Where the rows of a head's keys first + r begin in a pool, whose strides are (page, place, head)."""
+    _entry, place = places_of(first, r, BLOCK_N, PAGE)
+    in_page = place * strides[1] + hk * strides[2]
+    if strides[0].dtype.primitive_bitwidth == 32:  # one instruction: the compiler would multiply 64 bits by 64
+        rows = gl.inline_asm_elementwise(
+            "mad.wide.s32 $0, $1, $2, $3;", "=l,r,r,l", [pages, strides[0], in_page.to(gl.int64)], dtype=gl.int64,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        return gl.multiple_of(rows, MULTIPLE)
+    else:
+        return pages.to(gl.int64) * strides[0] + in_page
 
 
 @gluon.constexpr_function
@@ -104,8 +138,8 @@ def gather(pool, rows, mask, scales, at, ring, full, empty):
 
 @gluon.jit
 def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
-    """Copy the rows of a unit's tile into the ring's place for the `at`-th: for codes of floats with columns in their
-    order, for those of integers as bytes, two rows of each, and a scale.
+    """Copy the rows of a unit's tile into the ring's place for the `at`-th; beside codes as bytes, several rows each,
+    and a scale.
     """
     R: gl.constexpr = fixed.block_r
     D: gl.constexpr = fixed.block_d
@@ -130,33 +164,26 @@ def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
         q = gl.load(Q + row[:, None] + offs_d[None, :], mask=mask, other=0.0)
         place, phase = ring_turn(at, ring.shape[0])
         mbarrier.wait(empty.index(place), phase ^ 1)
-        if fixed.integers:
-            q = q.to(gl.float32)
-            largest = gl.max(gl.where(q == q, gl.abs(q), float("inf")), 1)
-            scale = gl.where(largest < float("inf"), largest * (1.0 / 127.0), float("nan"))
-            first, second = in_two(q * gl.where(scale > 0.0, 1.0 / scale, 0.0)[:, None])
-            ring.index(place).store(gl.join(first, second).permute((0, 2, 1)).reshape([2 * R, D]))
-            scales.index(place).store(scale)
-        else:
-            ring.index(place).store(permuted(q))
+        q = q.to(gl.float32)
+        largest = gl.max(gl.where(q == q, gl.abs(q), float("inf")), 1)
+        scale = gl.where(largest < float("inf"), largest * (1.0 / largest_of(fixed.encoding)), float("nan"))
+        ring.index(place).store(in_rows(q * gl.where(scale > 0.0, 1.0 / scale, 0.0)[:, None], fixed.encoding))
+        scales.index(place).store(scale)
         fence_async_shared()
         barrier()
         mbarrier.arrive(full.index(place))
 
 
 @gluon.jit
-def scales_of(SCALES, unit, hk, pages, tokens, rings, fixed):
+def scales_of(SCALES, pages, first, hk, r, there, rings, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
     """What `gather` is told of the scales of a tile's keys and values, () where these are no codes."""
     if SCALES is None:
         return (), ()
     else:
-        EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        here = gl.convert_layout(pages, EACH).to(gl.int64)
-        token = gl.convert_layout(tokens, EACH)
-        there = token < unit[4]
-        offset = token % fixed.page
-        k_at = here * decoded(SCALES[2]) + offset * decoded(SCALES[3]) + hk * decoded(SCALES[4])
-        v_at = here * decoded(SCALES[5]) + offset * decoded(SCALES[6]) + hk * decoded(SCALES[7])
+        k_strides = (decoded(SCALES[2]), decoded(SCALES[3]), decoded(SCALES[4]))
+        v_strides = (decoded(SCALES[5]), decoded(SCALES[6]), decoded(SCALES[7]))
+        k_at = rows_of(pages, first, hk, r, k_strides, BLOCK_N, PAGE, 1)
+        v_at = rows_of(pages, first, hk, r, v_strides, BLOCK_N, PAGE, 1)
         return (SCALES[0], k_at, there, rings[0]), (SCALES[1], v_at, there, rings[1])
 
 
@@ -175,10 +202,16 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     OF_V: gl.constexpr = _of_rows(v_ring.shape[2], v_ring.dtype.primitive_bitwidth)
     K_ROWS: gl.constexpr = gl.SliceLayout(1, OF_K)
     V_ROWS: gl.constexpr = gl.SliceLayout(1, OF_V)
+    EACH: gl.constexpr = K_ROWS if SCALES is None else gl.BlockedLayout([1], [32], [4], [0])
     IN_BYTE: gl.constexpr = 2 if fixed.encoding == "int4" else 1
-    q_scales = scale_rings[2] if fixed.integers else None
+    q_scales = scale_rings[2] if fixed.encoding is not None else None
     offs_d = gl.arange(0, k_ring.shape[2], layout=gl.SliceLayout(0, OF_K))
     offs_dv = gl.arange(0, v_ring.shape[2], layout=gl.SliceLayout(0, OF_V))
+    r = gl.arange(0, BLOCK_N, layout=K_ROWS)
+    of_scales = gl.arange(0, BLOCK_N, layout=EACH)
+    k_strides = (stride_kp, stride_ks, stride_kh)
+    v_strides = (stride_vp, stride_vs, stride_vh)
+    table = (TABLE, FIRST, stride_t)
     n = 0
     rows = 1
     piece = find_piece(gl.program_id(0), work, fixed)
@@ -188,8 +221,9 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     unit = unit_of(UNITS, u)
     if left > 0:
         gather_queries(Q, strides_q, unit, hk, 0, q_ring, q_scales, q_full, q_empty, fixed)
-    tokens = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=K_ROWS)
-    pages = page_rows(TABLE, FIRST, stride_t, unit[0], tokens, unit[4], fixed.page)
+    first = (unit[2] + t) * BLOCK_N
+    pages = pages_of(table, unit, first, r, BLOCK_N, fixed)
+    pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
     after = unit
     coming = unit_of(UNITS, u + 1)
     turn = 0
@@ -204,26 +238,33 @@ def fetch(inputs, strides, work, memory, bars, fixed):
             posts += 1
             after = unit_of(UNITS, piece[2])
             known = 2
-        here = pages.to(gl.int64)
-        k_rows = here * stride_kp + (tokens % fixed.page) * stride_ks + hk * stride_kh
+        k_rows = rows_of(pages, first, hk, r, k_strides, BLOCK_N, fixed.page, 16)
         v_rows = k_rows
         if not fixed.alike:
-            v_rows = here * stride_vp + (tokens % fixed.page) * stride_vs + hk * stride_vh
-        in_k = tokens < unit[4]
-        k_scales, v_scales = scales_of(SCALES, unit, hk, pages, tokens, scale_rings, fixed)
+            v_rows = rows_of(pages, first, hk, r, v_strides, BLOCK_N, fixed.page, 16)
+        in_k = r < unit[4] - first
+        there = of_scales < unit[4] - first
+        k_scales, v_scales = scales_of(
+            SCALES, pages_of_scales, first, hk, of_scales, there, scale_rings, BLOCK_N, fixed.page
+        )
 
         # where the next tile is, and its pages
+        before = u
         u, hk, t, unit = next_tile(u, hk, t, unit, coming, fixed.heads // fixed.group)
         left -= 1
         starts = t == 0
+        moved = u != before
         if left == 0:
             left, _lo, u, hk, t, _p = piece
             unit = after
             starts = left > 0
+            moved = starts
             known = 0
-        coming = unit_of(UNITS, u + 1)
-        tokens = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=K_ROWS)
-        pages = page_rows(TABLE, FIRST, stride_t, unit[0], tokens, unit[4], fixed.page)
+        if moved:
+            coming = unit_of(UNITS, u + 1)
+        first = (unit[2] + t) * BLOCK_N
+        pages = pages_of(table, unit, first, r, BLOCK_N, fixed)
+        pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
 
         mask = in_k[:, None] & (offs_d < fixed.head_dim // IN_BYTE)[None, :]
         gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
@@ -393,39 +434,47 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
     BLOCK_R: gl.constexpr = fixed.block_r
     D_V: gl.constexpr = fixed.block_dv
     ROWS: gl.constexpr = q_ring.shape[0]
-    no_scores = blank(BLOCK_N, fixed)
-    no_output = blank(D_V, fixed)
-    ROW: gl.constexpr = gl.SliceLayout(0, no_scores.type.layout)
-    O_ROW: gl.constexpr = gl.SliceLayout(0, no_output.type.layout)
+    scores = no_scores(fixed)
+    output = no_output(fixed)
+    ROW: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    KEY: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    O_ROW: gl.constexpr = gl.SliceLayout(0, output.type.layout)
     r = gl.arange(0, BLOCK_R, layout=ROW)
     r_of_o = gl.arange(0, BLOCK_R, layout=O_ROW)
-    dv = gl.arange(0, D_V, layout=gl.SliceLayout(1, no_output.type.layout))
+    dv = gl.arange(0, D_V, layout=gl.SliceLayout(1, output.type.layout))
     if fixed.encoding is not None:
         dv = dims_of_rows(dv, fixed.encoding, fixed.head_dim_v, D_V)
-    new = (gl.full([BLOCK_R], NOTHING, gl.float32, layout=ROW), thread_sums(no_scores), no_output, 2.0**-120)
+    new = (
+        gl.full([BLOCK_R], NOTHING, gl.float32, layout=ROW),
+        thread_sums(scores),
+        output,
+        unit_of_weights(2.0**-104, fixed),
+    )
     done = 0
     row = 0
     at = 0
     count, lo, u, hk, t, piece = posted(0, board, 4)
     while count > 0:
         unit = unit_of(UNITS, u)
+        coming = unit_of(UNITS, u + 1)
         row_start = lo - t
         place, turn = ring_turn(row, ROWS)
         mbarrier.wait(q_full.index(place), turn)
-        m_i, l_i, acc, top = new
+        m_i, l_i, acc, of_weights = new
+        seen = seen_by_all(unit, hk, unit[1] * BLOCK_R + r, formula, fixed)
         for n in range(done, done + count):
-            coming = unit_of(UNITS, u + 1)
             stage, phase = ring_turn(n, STAGES)
-            offs_n = (unit[2] + t) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, no_scores.type.layout))
-            where = (unit, hk, unit[1] * BLOCK_R + r, offs_n)
+            first = (unit[2] + t) * BLOCK_N
+            all_seen = (first >= seen[0]) & (first + BLOCK_N - 1 <= seen[1])
+            where = (unit, hk, unit[1] * BLOCK_R + r, first + gl.arange(0, BLOCK_N, layout=KEY), all_seen)
             q = q_ring.index(row % ROWS)
-            state = (m_i, l_i, acc, top)
-            if fixed.integers:
+            state = (m_i, l_i, acc, of_weights)
+            if fixed.encoding is not None:
                 q_scale = scale_rings[2].index(row % ROWS).load(ROW)
-                state = fold_integers(state, q, q_scale, stage, phase, memory, bars, where, formula, scale, fixed)
+                state = fold_codes(state, q, q_scale, stage, phase, memory, bars, where, formula, scale, fixed)
             else:
                 state = fold(state, q, stage, phase, memory, bars, where, formula, scale, fixed)
-            m_i, l_i, acc, top = state
+            m_i, l_i, acc, of_weights = state
 
             # the end of a row of tiles, or of what this piece has of it
             after = next_tile(u, hk, t, unit, coming, fixed.heads // fixed.group)
@@ -441,14 +490,18 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
                     leave_part(parts, to, rows, r_of_o, dv, acc, total, largest, fixed)
                     barrier()
                     merge_if_last(outputs, parts, strides_o, work, u, unit, hk, row_start, rows_q, D_V, fixed)
-                m_i, l_i, acc, top = new
+                m_i, l_i, acc, of_weights = new
+                seen = seen_by_all(after[3], after[1], after[3][1] * BLOCK_R + r, formula, fixed)
                 row_start = lo + n + 1 - done
                 mbarrier.arrive(q_empty.index(row % ROWS))
                 row += 1
                 if n + 1 < done + count:
                     place, turn = ring_turn(row, ROWS)
                     mbarrier.wait(q_full.index(place), turn)
+            moved = after[0] != u
             u, hk, t, unit = after
+            if moved:
+                coming = unit_of(UNITS, u + 1)
         done += count
         at += 1
         count, lo, u, hk, t, piece = posted(at, board, 4)
@@ -466,21 +519,23 @@ def attention_decode_sm90(
     IN_BYTE: gl.constexpr = 2 if fixed.encoding == "int4" else 1
     K_ROW: gl.constexpr = fixed.block_d // IN_BYTE
     V_ROW: gl.constexpr = fixed.block_dv // IN_BYTE
-    if fixed.encoding == "int8":
-        K = K.to(gl.pointer_type(gl.int8), bitcast=True)
-        V = V.to(gl.pointer_type(gl.int8), bitcast=True)
+    if fixed.encoding is not None and fixed.encoding != "int4":
+        CODES: gl.constexpr = gl.int8 if fixed.encoding == "int8" else gl.float8e4nv
+        K = K.to(gl.pointer_type(CODES), bitcast=True)
     stored: gl.constexpr = K.dtype.element_ty
-    factor: gl.constexpr = gl.int8 if fixed.integers else dtype
-    COLUMNS: gl.constexpr = 2 * fixed.block_r if fixed.integers else fixed.block_r
-    P_SHAPE: gl.constexpr = [COLUMNS, fixed.block_n] if fixed.integers else [fixed.block_n, COLUMNS]
+    values: gl.constexpr = V.dtype.element_ty
+    factor: gl.constexpr = dtype if fixed.encoding is None else gl.float8e4nv if fixed.encoding == "fp8" else gl.int8
+    Q_ROWS: gl.constexpr = columns_of(fixed.block_r, fixed.encoding)[0]
+    P_ROWS: gl.constexpr = columns_of(fixed.block_r, fixed.encoding)[1]
+    P_SHAPE: gl.constexpr = [fixed.block_n, P_ROWS] if fixed.encoding is None else [P_ROWS, fixed.block_n]
     K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, K_ROW], stored)
-    V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, V_ROW], stored)
-    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, fixed.block_d], factor)
+    V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, V_ROW], values)
+    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q_ROWS, fixed.block_d], factor)
     P_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for(P_SHAPE, factor)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_ring = gl.allocate_shared_memory(stored, [fixed.stages, fixed.block_n, K_ROW], K_TILE)
-    v_ring = gl.allocate_shared_memory(stored, [fixed.stages, fixed.block_n, V_ROW], V_TILE)
-    q_ring = gl.allocate_shared_memory(factor, [2, COLUMNS, fixed.block_d], Q_TILE)
+    v_ring = gl.allocate_shared_memory(values, [fixed.stages, fixed.block_n, V_ROW], V_TILE)
+    q_ring = gl.allocate_shared_memory(factor, [2, Q_ROWS, fixed.block_d], Q_TILE)
     p_tile = gl.allocate_shared_memory(factor, P_SHAPE, P_TILE)
     scale_rings = ()
     if fixed.encoding is not None:
@@ -497,7 +552,9 @@ def attention_decode_sm90(
     k_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
+    v_empty = k_empty  # codes of keys and values are given back together
+    if fixed.encoding is None:
+        v_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     for n in gl.static_range(2):
         mbarrier.init(q_full.index(n), count=128 if fixed.encoding is None else 1)
         mbarrier.init(q_empty.index(n), count=1)
@@ -505,7 +562,8 @@ def attention_decode_sm90(
         mbarrier.init(k_full.index(stage), count=128)
         mbarrier.init(v_full.index(stage), count=128)
         mbarrier.init(k_empty.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=1)
+        if fixed.encoding is None:
+            mbarrier.init(v_empty.index(stage), count=1)
     fence_async_shared()
     memory = (q_ring, k_ring, v_ring, p_tile, board, flags, scale_rings)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)

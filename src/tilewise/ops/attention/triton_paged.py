@@ -443,7 +443,8 @@ class Work:
     plan: Plan
     slots: int  # for units
     pieces: int
-    rows: int  # of a partial result
+    rows: int  # of a partial result, and its columns
+    columns: int
     most: int = 1  # chunks of a row
     common: Plan | None = None  # what is run before, where prefixes may be shared
 
@@ -455,7 +456,7 @@ class Work:
             counters = call.batch * call.num_heads_kv
             common = torch.empty(call.batch, dtype=torch.int32, device=device)
         return Memory(
-            torch.empty((parts, padded(call.head_dim_v)), dtype=torch.float32, device=device),
+            torch.empty((parts, self.columns), dtype=torch.float32, device=device),
             torch.empty(parts, dtype=torch.float32, device=device),
             torch.empty((self.slots + 2) * UNIT.value, dtype=torch.int32, device=device),
             torch.empty(self.slots + 1, dtype=torch.int32, device=device),
@@ -481,11 +482,19 @@ Planned = tuple[Work, Plan]  # who does what, and the kernel that does it
 
 
 def work_of(
-    call: Call, block_r: int, block_n: int, pieces: int, rows: int, *, early: bool = False, chunk: int = 1
+    call: Call,
+    block_r: int,
+    block_n: int,
+    block_dv: int,
+    pieces: int,
+    rows: int,
+    *,
+    early: bool = False,
+    chunk: int = 1,
 ) -> Work:
     """The plan for tiles of so many rows and keys, and chunks of so many tiles; `rows` of each tile may be there."""
     if requests_of_tile(call):
-        return _shared_work_of(call, block_n, pieces, rows, early)
+        return _shared_work_of(call, block_n, block_dv, pieces, rows, early)
     mask, _score = functions(call)
     side = mask and mask.queries
     of_request = call.rows_q * call.group
@@ -497,10 +506,10 @@ def work_of(
          block_n, min(_AT_ONCE, triton.next_power_of_2(slots)), triton.next_power_of_2(pieces + 1), steps, early,
          chunk), 8, 1,
     )  # fmt: skip
-    return Work(plan, slots, pieces, rows, -(-call.rows_k // (chunk * block_n)) if chunk > 1 else 1)
+    return Work(plan, slots, pieces, rows, block_dv, -(-call.rows_k // (chunk * block_n)) if chunk > 1 else 1)
 
 
-def _shared_work_of(call: Call, block_n: int, pieces: int, rows: int, early: bool) -> Work:
+def _shared_work_of(call: Call, block_n: int, block_dv: int, pieces: int, rows: int, early: bool) -> Work:
     """`work_of` requests that may share prefixes: a unit for each, and at most one more of a prefix."""
     assert call.pages is not None
     heads, slots = call.num_heads_kv, 2 * call.batch
@@ -513,7 +522,7 @@ def _shared_work_of(call: Call, block_n: int, pieces: int, rows: int, early: boo
         plan_shared_work, 1, (), (call.batch, call.rows_q, slots, *bytes_of(call)),
         (requests_of_tile(call), block_n, triton.next_power_of_2(call.batch), early), 8, 1,
     )  # fmt: skip
-    return Work(plan, slots, pieces, rows, common=common)
+    return Work(plan, slots, pieces, rows, block_dv, common=common)
 
 
 def strides_of_pages(call: Call) -> tuple[int, ...]:
@@ -531,7 +540,7 @@ def _plans(call: Call) -> Planned:
     warps = 8 if max(block_d, block_dv) > 256 else 4
     side = mask and mask.queries
     chunk = CHUNK_KEYS // block_n if call.batch_invariant else 1
-    work = work_of(call, block_r, block_n, programs, block_r, chunk=chunk)
+    work = work_of(call, block_r, block_n, block_dv, programs, block_r, chunk=chunk)
     sizes = (call.rows_q, work.slots, programs)
     constants = (
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n,

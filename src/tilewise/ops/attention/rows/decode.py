@@ -19,10 +19,9 @@ def _other_dims(call: Call) -> str | None:
     return None if all(32 < d <= 256 and d % step == 0 for d in dims) else f"{dims[0]}, {dims[1]}"
 
 
-def _half_and_integers(call: Call) -> str | None:
-    """Queries beside such codes are bytes in two (`tiles.gluon_codes`), which have fewer bits than float16 has."""
-    integers = call.scales is not None and call.k.dtype != KINDS["fp8"].dtype
-    return "torch.float16" if integers and call.q.dtype == torch.float16 else None
+def _half_and_codes(call: Call) -> str | None:
+    """Queries beside codes are several bytes each (`tiles.gluon_codes`), which have fewer bits than float16 has."""
+    return "torch.float16" if call.scales is not None and call.q.dtype == torch.float16 else None
 
 
 def _shared_codes(call: Call) -> str | None:
@@ -54,7 +53,7 @@ ROW: Row[Call] = Row(
         HALF,
         Need("keys in pages, or a dense layout", lambda c: "packed" if c.packed and not c.pages else None),
         Need("head dimensions of 48 to 256, multiples of 16 (of int4: of 32)", _other_dims),
-        Need("queries of bfloat16 beside codes that are integers", _half_and_integers),
+        Need("queries of bfloat16, or keys and values that are not encoded", _half_and_codes),
         Need("no prefixes that are shared, or keys and values that are not encoded", _shared_codes),
         Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
         Need("no score formula, or one that reads the score", _other_scores),
