@@ -44,13 +44,13 @@ def test_codes_hold_the_keys(name: str, kind: str) -> None:
     properties.encoded_pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, kind, 5 if name == "mixed" else 16)
 
 
-def test_one_graph_serves_other_lengths_of_encoded_pages() -> None:
-    """On the row that is chosen unasked, which waits for nothing."""
+@pytest.mark.parametrize("impl", [IMPL, "hopper_decode"])
+def test_one_graph_serves_other_lengths_of_encoded_pages(impl: str) -> None:
     q, pool, layout = decoding([1000, 900, 800, 1000])
     k, v = (encode(x.nan_to_num(), "int8") for x in pool)
-    assert tw.why(q, k, v, layout=layout).chosen == IMPL
+    assert tw.why(q, k, v, layout=layout).chosen == "hopper_decode"
     torch.cuda.synchronize()
-    graph, results = captured(lambda: tw.attention_with_lse(q, k, v, layout=layout, mask=tw.causal))
+    graph, results = captured(lambda: tw.attention_with_lse(q, k, v, layout=layout, mask=tw.causal, impl=impl))
     layout.seqlens_k.copy_(torch.tensor([1, 0, 700, 65]))
     graph.replay()
     want = tw.attention_with_lse(q, k, v, layout=layout, mask=tw.causal, impl="reference")
