@@ -30,6 +30,16 @@ def rows_of_eight(memory, count: gl.constexpr):
 
 
 @gluon.jit
+def as_pairs(memory):
+    """Shared memory of bytes [rows, columns] of a tensor core's layout as 16-bit words of two columns."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(memory.layout.swizzle_byte_width, 16, 2)
+    if _RENAMED:
+        return memory.reinterpret(gl.int16, [memory.shape[0], memory.shape[1] // 2], LAYOUT)
+    else:
+        return memory._reinterpret(gl.int16, [memory.shape[0], memory.shape[1] // 2], LAYOUT)
+
+
+@gluon.jit
 def reinterpret(memory, count: gl.constexpr, like):
     """Shared memory as a ring of `count` tiles like those of a descriptor."""
     if _RENAMED:

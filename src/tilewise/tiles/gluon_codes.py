@@ -12,6 +12,8 @@ move and numbers stay: rows of a product of values are those that `dims_of_rows`
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.tiles.gluon_api import as_pairs
+
 MIDDLE = gl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to a whole number, to even where two are as near
 
 
@@ -162,11 +164,6 @@ def _pairs_of_keys(keys, pairs):
     return gl.DistributedLinearLayout(registers, [*quad, [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]], [], [keys, pairs])
 
 
-@gluon.constexpr_function
-def _of_pairs(tile):
-    return gl.NVMMASharedLayout(tile.swizzle_byte_width, 16, tile.rank)
-
-
 @gluon.jit
 def by_places(x):
     """x [keys, M] in the order that keys have as columns of weights and of V^T: what a thread has of a product of keys
@@ -182,10 +179,8 @@ def by_places(x):
 @gluon.jit
 def load_values(tile):
     """Pairs of bytes of a tile of values [keys, columns] out of shared memory, as `value_factor` takes them."""
-    N: gl.constexpr = tile.shape[0]
-    PAIRS: gl.constexpr = tile.shape[1] // 2
-    pairs = tile._reinterpret(gl.int16, [N, PAIRS], _of_pairs(tile.layout))
-    return pairs.load(_pairs_of_keys(N, PAIRS))
+    pairs = as_pairs(tile)
+    return pairs.load(_pairs_of_keys(pairs.shape[0], pairs.shape[1]))
 
 
 @gluon.jit
