@@ -47,7 +47,7 @@ _DISPATCH = "src/tilewise/core/dispatch.py"
 _SHARED = (
     _DISPATCH,
     "src/tilewise/layouts.py",
-    "src/tilewise/quant/codes.py",
+    "src/tilewise/quant/c*.py",
     *(
         _ATTENTION + name
         for name in (
@@ -74,7 +74,7 @@ _CODES = "src/tilewise/tiles/codes.py"
 _ROTARY = "src/tilewise/tiles/rotary.py"
 _PAGED = (
     _CODES,
-    *(_ATTENTION + f"triton_{name}.py" for name in ("paged", "parts", "prefixes", "work")),
+    *(_ATTENTION + f"triton_{name}.py" for name in ("channels", "paged", "parts", "prefixes", "work")),
     _ATTENTION + "sharing.py",
 )
 
@@ -92,7 +92,7 @@ _MERGE_SHARED = (
 _WRITE = "src/tilewise/ops/kv_write/"
 _WRITE_SHARED = (
     "src/tilewise/core/[er]*.py",
-    "src/tilewise/quant/codes.py",
+    "src/tilewise/quant/c*.py",
     "src/tilewise/rotary.py",
     _DISPATCH,
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),

@@ -24,7 +24,7 @@ from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.kv_write.problem import Copy, Write, copy_calls, write_call
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.merge.problem import joined_call, separate_call
-from tilewise.quant import KINDS, encode
+from tilewise.quant import KINDS, encode, encode_by_channel
 from tilewise.testing.offline import Resources, compile_call, compile_kv_write, compile_merge
 
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "compile" / "resources.json"
@@ -53,8 +53,11 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "invariant": lambda: {"mask": tw.causal, "batch_invariant": True},
     "shared": lambda: {"mask": tw.causal},  # prefixes, of requests over pages
     **dict.fromkeys(KINDS, dict),  # of pages, encoded
+    "channels4": dict,  # of pages that tiles divide, beside values of 8 bits
+    "channels2": dict,
 }
 PAGES, PAGE_SIZE = 64, 16
+CHANNELS = {"channels4": (4, 64), "channels2": (2, PAGE_SIZE)}  # bits and page size of keys by channel
 STATES: dict[str, Callable[[int, torch.dtype], MergeCall]] = {
     "pair": lambda dim, dtype: separate_call([_state((2, SEQLEN), dim, dtype)] * 2, None),
     "stacked": lambda dim, dtype: joined_call(*_state((12, 2, 4), dim, dtype), None, None),
@@ -65,6 +68,16 @@ STATES: dict[str, Callable[[int, torch.dtype], MergeCall]] = {
 def _encoded_write(kind: str, dim: int, dtype: torch.dtype) -> Write:
     tokens = [torch.zeros(SEQLEN, HEADS_KV, dim, dtype=dtype)] * 2
     return write_call(*tokens, *(encode(pages, kind) for pages in _pool(dim, dtype)), torch.arange(SEQLEN))
+
+
+def _write_by_channel(kind: str, dim: int, dtype: torch.dtype) -> Write:
+    tokens = [torch.zeros(SEQLEN, HEADS_KV, dim, dtype=dtype)] * 2
+    bits, page_size = CHANNELS[kind]
+    pages = torch.zeros(PAGES, page_size, HEADS_KV, dim, dtype=dtype)
+    table, slots = torch.zeros(SEQLEN, dim // 2), torch.arange(SEQLEN)
+    return write_call(
+        *tokens, encode_by_channel(pages, bits), encode(pages, "int8"), slots, tw.Rope(table, table, slots)
+    )
 
 
 def _rotated_write(kind: str | None, dim: int, dtype: torch.dtype, interleaved: bool) -> Write:
@@ -80,6 +93,7 @@ WRITES: dict[str, Callable[[int, torch.dtype], Write | Copy]] = {
     ),
     "pages": lambda dim, dtype: copy_calls(*_pool(dim, dtype), torch.tensor([[0, 1], [2, 3]]))[0],
     **{kind: functools.partial(_encoded_write, kind) for kind in KINDS},
+    **{kind: functools.partial(_write_by_channel, kind) for kind in CHANNELS},
     "tokens halves": lambda dim, dtype: _rotated_write(None, dim, dtype, interleaved=False),
     "tokens neighbours": lambda dim, dtype: _rotated_write(None, dim, dtype, interleaved=True),
     "fp8 halves": lambda dim, dtype: _rotated_write("fp8", dim, dtype, interleaved=False),
@@ -133,7 +147,10 @@ class Variant:
         packed = arguments.pop("layout", None)
         layout = tw.Paged(table, seqlens, packed and packed.cu_seqlens_q[[0, 1, 3]], share_prefixes=shared)
         q = torch.zeros(*((batch, 4) if packed is None else (SEQLEN,)), HEADS, self.head_dim, dtype=DTYPES[self.dtype])
-        pool: Any = torch.zeros(PAGES, PAGE_SIZE, HEADS_KV, self.head_dim, dtype=q.dtype)
+        bits, page_size = CHANNELS.get(self.formula, (0, PAGE_SIZE))
+        pool: Any = torch.zeros(PAGES, page_size, HEADS_KV, self.head_dim, dtype=q.dtype)
+        if bits:
+            return make_call(q, encode_by_channel(pool, bits), encode(pool, "int8"), layout=layout, **arguments)
         if self.formula in KINDS:
             pool = encode(pool, self.formula)
         return make_call(q, pool, pool, layout=layout, **arguments)
@@ -167,7 +184,7 @@ def variants() -> Iterator[Variant]:
         portable = tuple(
             formula
             for formula in FORMULAS
-            if formula not in ("slopes", "repeats", "pages", "invariant", "shared", *KINDS)
+            if formula not in ("slopes", "repeats", "pages", "invariant", "shared", *KINDS, *CHANNELS)
         )  # kernels of others
         by_dtype = {"bf16": portable, "fp16": ("plain",), "fp32": ("causal", "alibi")}
         for dtype, formulas in by_dtype.items():
@@ -184,6 +201,9 @@ def variants() -> Iterator[Variant]:
             )
             yield Variant(sm, "triton_paged", dtype, head_dim, formula, quick)
         for dtype, kind in (("bf16", "int8"), ("bf16", "fp8"), ("bf16", "int4"), ("fp16", "int8")):
+            if head_dim in (64, 128, 256):
+                yield Variant(sm, "triton_paged", dtype, head_dim, kind, head_dim == 128 and dtype == "bf16")
+        for dtype, kind in (("bf16", "channels4"), ("bf16", "channels2"), ("fp16", "channels2")):
             if head_dim in (64, 128, 256):
                 yield Variant(sm, "triton_paged", dtype, head_dim, kind, head_dim == 128 and dtype == "bf16")
     for sm, states in itertools.product(ARCHITECTURES, STATES):

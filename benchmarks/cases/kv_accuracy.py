@@ -1,5 +1,6 @@
 """Question `kv_accuracy`: how far attention over an encoded cache is from attention over the keys and values as they
-were, by kind of code, with keys as they are and rotated, on a CPU.
+were, by kind of code, with keys as they are, rotated and by channel (4 or 2 bits, in pages of 64 tokens, beside values
+of 4 bits), on a CPU.
 
 The error is that of o against float64 attention over what was encoded, as a share of the size of o: in the L2 norm of
 all of o, and of the largest element (largest difference over largest value). Queries are not rounded, so that codes are
@@ -19,16 +20,18 @@ import tilewise as tw
 from benchmarks.cases import Options
 from benchmarks.environment import current
 from benchmarks.records import Writer
-from tilewise.quant import KINDS, encode, rotate
+from tilewise.quant import KINDS, encode, encode_by_channel, rotate
+from tilewise.quant.channels import BITS
 from tools.families import FAMILIES
 
 DRAWN = ("gaussian", "channels", "sparse")
 PAGE_SIZE, HEADS_Q, HEADS_KV, HEAD_DIM, QUERIES = 16, 8, 2, 128, 32
+CHANNEL_PAGE_SIZE = 64  # what a scale covers, by channel
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def run(options: Options) -> None:
-    """One record for each draw, measure, kind of code, and keys as they are or rotated."""
+    """One record for each draw, measure, kind of code, and keys as they are, rotated or by channel."""
     tokens = 4096 if not options.quick else 64
     method = f"one request of {QUERIES} queries over {tokens} tokens, drawn with a seed; attention in float32"
     writer = Writer(current("cpu"), method=method, ceilings=(None, None), results=options.out)
@@ -37,18 +40,23 @@ def run(options: Options) -> None:
             continue
         q, k, v = drawn(name, tokens)
         want = tw.attention(*(x[None].double() for x in (q, k, v)), impl="reference")[0]
-        for rotated in (False, True):
-            for kind in KINDS:
-                for measure, error in errors(over_codes(q, k, v, kind, rotated), want).items():
-                    writer.write(
-                        "kv_accuracy",
-                        {"workload": f"{name}, {measure}", "seqlen_k": tokens, "seqlen_q_each": QUERIES,
-                         "num_heads_q": HEADS_Q, "num_heads_kv": HEADS_KV, "head_dim": HEAD_DIM},
-                        f"tilewise.{kind}{'.rotated' if rotated else ''}",
-                        percent=100 * error,
-                        includes="the error of o as a share of its size, in the L2 norm or of the largest element",
-                        sources=FAMILIES["quant"].hash(),
-                    )  # fmt: skip
+        found = {
+            f"{kind}{'.rotated' * rotated}": over_codes(q, k, v, kind, rotated)
+            for rotated in (False, True)
+            for kind in KINDS
+        }
+        found |= {f"int4.keys{bits}": over_codes(q, k, v, "int4", False, bits) for bits in BITS}
+        for kind, o in found.items():
+            for measure, error in errors(o, want).items():
+                writer.write(
+                    "kv_accuracy",
+                    {"workload": f"{name}, {measure}", "seqlen_k": tokens, "seqlen_q_each": QUERIES,
+                     "num_heads_q": HEADS_Q, "num_heads_kv": HEADS_KV, "head_dim": HEAD_DIM},
+                    f"tilewise.{kind}",
+                    percent=100 * error,
+                    includes="the error of o as a share of its size, in the L2 norm or of the largest element",
+                    sources=FAMILIES["quant"].hash(),
+                )  # fmt: skip
 
 
 def drawn(name: str, tokens: int) -> Tensors:
@@ -66,14 +74,18 @@ def drawn(name: str, tokens: int) -> Tensors:
     return q, k, v
 
 
-def over_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, rotated: bool) -> torch.Tensor:
-    """o (queries, heads_q, head_dim) over encoded pages."""
+def over_codes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, rotated: bool, bits: int | None = None
+) -> torch.Tensor:
+    """o (queries, heads_q, head_dim) over encoded pages; with `bits`, of keys by channel, all of them full."""
     if rotated:
         q, k = rotate(q), rotate(k)
-    pages = [encode(x.unflatten(0, (-1, PAGE_SIZE)), kind) for x in (k, v)]
-    table = torch.arange(len(k) // PAGE_SIZE, dtype=torch.int32)[None]
-    layout = tw.Paged(table, torch.tensor([len(k)], dtype=torch.int32))
-    return tw.attention(q[None], *pages, layout=layout)[0]
+    page_size = PAGE_SIZE if bits is None else CHANNEL_PAGE_SIZE
+    k, v = (x.unflatten(0, (-1, page_size)) for x in (k, v))
+    keys = encode(k, kind) if bits is None else encode_by_channel(k.bfloat16(), bits)
+    table = torch.arange(len(k), dtype=torch.int32)[None]
+    layout = tw.Paged(table, torch.tensor([len(k) * page_size], dtype=torch.int32))
+    return tw.attention(q[None], keys, encode(v, kind), layout=layout)[0]
 
 
 def errors(got: torch.Tensor, want: torch.Tensor) -> dict[str, float]:

@@ -15,7 +15,16 @@ from tilewise.quant import KINDS, decode
 from tilewise.testing import writing
 from tilewise.testing.graphs import captured
 from tilewise.testing.properties import Setting
-from tilewise.testing.writing import BY_NAME, CASES, ENCODED_ROPE_CASES, ROPE_CASES, RopeCase, WriteCase
+from tilewise.testing.writing import (
+    BY_NAME,
+    CASES,
+    CHANNEL_CASES,
+    CHANNEL_ROPE_CASES,
+    ENCODED_ROPE_CASES,
+    ROPE_CASES,
+    RopeCase,
+    WriteCase,
+)
 
 SETTINGS = [Setting("triton", dtype, DEVICE) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 LARGE = [
@@ -43,6 +52,14 @@ def test_encodes_where_told(kind: str) -> None:
     writing.copies_encoded_pages(SETTINGS[0], BY_NAME["joint"], kind)
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("case", [*CHANNEL_CASES, *LARGE], ids=repr)
+@pytest.mark.parametrize("setting", SETTINGS, ids=repr)
+def test_encodes_full_pages(setting: Setting, case: WriteCase, bits: int) -> None:
+    """Tokens of the large cases are pages here: of thousands, programs look at a run of tokens each."""
+    writing.encodes_full_pages(setting, replace(case, num_pages=min(case.num_pages, 100)), bits)
+
+
 PREFILL = replace(LARGE[1], tokens=700, num_pages=60)
 LARGE_ROPES = [
     RopeCase("decode", LARGE[0], 128),
@@ -64,6 +81,13 @@ def test_rotates_where_told(setting: Setting, rotary: RopeCase) -> None:
 @pytest.mark.parametrize("rotary", [*ENCODED_ROPE_CASES, *LARGE_ROPES[::2]], ids=repr)
 def test_rotates_and_encodes_where_told(rotary: RopeCase, kind: str) -> None:
     writing.rotates_where_told(SETTINGS[0], rotary, kind)
+
+
+@pytest.mark.parametrize("rotary", [*CHANNEL_ROPE_CASES, *LARGE_ROPES[::2]], ids=repr)
+def test_rotates_before_pages_are_full(rotary: RopeCase) -> None:
+    """Bit for bit as on a CPU."""
+    case = replace(rotary.case, num_pages=min(rotary.case.num_pages, 40))
+    writing.encodes_full_pages(SETTINGS[0], case, 4, rotary=rotary)
 
 
 def test_ropes_do_not_share_a_plan() -> None:
@@ -122,6 +146,31 @@ def test_a_step_of_an_encoded_cache() -> None:
     largest = float(decode(cache.pages(1)[1]).abs().max())
     for got, want in zip(found[:3], found[3:], strict=True):
         torch.testing.assert_close(got, want, rtol=2 * half, atol=2 * half * largest)
+
+
+def test_steps_of_a_cache_of_keys_by_channel() -> None:
+    """Pages filled, copied, cut and opened again, as the same cache has it on the CPU: all it holds bit for bit."""
+    found, held = [], []
+    for device in (DEVICE, "cpu"):
+        cache = KVCache(2, 40, 16, 8, 128, device=device, encoding="int4", keys_by_channel=4, open_pages=4)
+        sequences = [cache.new() for _ in range(3)]
+        make = torch.Generator().manual_seed(0)
+        for counts in ([40, 3, 17], [1, 13, 15], [9, 1, 40], [1, 1, 1]):
+            batch = cache.extend(sequences, counts)
+            k, v = torch.randn(2, sum(counts), 8, 128, generator=make).to(device, torch.bfloat16)
+            for layer in range(2):
+                batch.write(layer, k, v)
+            q = torch.randn(sum(counts), 32, 128, generator=make).to(device, torch.bfloat16)
+            found.append(tw.attention(q, *cache.pages(1), layout=batch.layout, mask=tw.causal).cpu())
+            cache.free(sequences[1])
+            sequences[1] = cache.fork(sequences[0])[0]  # the next step copies a page
+            cache.truncate(sequences[2], sequences[2].length - 3)
+        keys, values = cache.pages(1)
+        rows = [x.view(torch.int16) for x in (keys.scale, keys.least, keys.open)]
+        held.append([x.cpu() for x in (keys.data, *rows, keys.place, values.data, values.scale)])
+    assert all(map(torch.equal, *held))
+    for got, want in zip(found[:4], found[4:], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
 def test_a_pool_of_more_than_two_to_the_31_elements() -> None:

@@ -44,6 +44,17 @@ def test_codes_hold_the_keys(name: str, kind: str) -> None:
     properties.encoded_pages_hold_the_keys(Setting(IMPL, dtype, DEVICE), case, kind, 5 if name == "mixed" else 16)
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("name", ["decode", "chunk", "mixed"])
+def test_keys_by_channel(name: str, bits: int) -> None:
+    """Pages of several tiles and tiles of several pages, the last page of a request open."""
+    case = next(case for case in LARGE if case.name == name)
+    dtype = torch.float16 if (name, bits) == ("mixed", 4) else torch.bfloat16
+    for page_size in (5, 64, 128):
+        setting, kind = Setting(IMPL, dtype, DEVICE), "int4" if bits == 4 else "int8"
+        properties.encoded_pages_hold_the_keys(setting, case, kind, page_size, bits=bits)
+
+
 @pytest.mark.parametrize("impl", [IMPL, "hopper_decode"])
 def test_one_graph_serves_other_lengths_of_encoded_pages(impl: str) -> None:
     q, pool, layout = decoding([1000, 900, 800, 1000])

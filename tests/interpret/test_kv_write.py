@@ -11,15 +11,18 @@ import torch
 
 import tilewise as tw
 from tests.interpret.test_twins import broken_copy
+from tests.ops.kv_write.test_kv_write_by_channel import a_row_is_handed_on
 from tilewise.kv import PagePool, pool
 from tilewise.ops.attention import triton_launch
 from tilewise.ops.kv_write import triton_kv_write
-from tilewise.quant import KINDS, encode
+from tilewise.quant import KINDS, encode, encode_by_channel
 from tilewise.testing import writing
 from tilewise.testing.properties import Setting
 from tilewise.testing.writing import (
     BY_NAME,
     CASES,
+    CHANNEL_CASES,
+    CHANNEL_ROPE_CASES,
     ENCODED_CASES,
     ENCODED_ROPE_CASES,
     ROPE_CASES,
@@ -104,6 +107,50 @@ def test_any_row_is_encoded_as_on_the_cpu(kind: str) -> None:
         torch.testing.assert_close(got.scale.flatten(0, 1), want.scale, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("case", CHANNEL_CASES, ids=repr)
+def test_encodes_full_pages(case: WriteCase, bits: int) -> None:
+    setting = SETTINGS[sum(map(ord, case.name)) % 2]  # the interpreter cuts off what bfloat16 has no bits for
+    writing.encodes_full_pages(setting, case, bits, "int4" if bits == 2 else "fp8")
+
+
+@pytest.mark.parametrize("rotary", CHANNEL_ROPE_CASES, ids=repr)
+def test_rotates_before_pages_are_full(rotary: RopeCase) -> None:
+    for setting in SETTINGS[:2]:
+        writing.encodes_full_pages(setting, rotary.case, 4, rotary=rotary)
+
+
+def test_a_row_may_be_handed_on_in_the_step_that_frees_it() -> None:
+    a_row_is_handed_on("triton")
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_any_channel_is_encoded_as_on_the_cpu(dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties between codes, spans of any size, equal keys, both zeros, channels that are not finite, a run of tokens a
+    program; bit for bit, but for those of NaN.
+    """
+    monkeypatch.setattr(triton_kv_write, "_ALONE", 20)
+    make = torch.Generator().manual_seed(0)
+    most = 2**bits - 1
+    k = torch.randn(60, 5, 2, 16, generator=make) * 2.0 ** torch.randint(-140, 120, (60, 1, 2, 16), generator=make)
+    k[:20] = torch.randint(0, 2 * most + 1, (20, 5, 2, 16), generator=make) / 2.0
+    k[:20, 1], k[:20, 3] = 0.0, most  # so that the step is 1 and halves are ties
+    k[20:22] = k[20:22, :1]
+    k[22] = torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0])[:, None, None]
+    k[23, 1, 0, 3], k[24, 4, 1, 15], k[25, 0, 1, 8] = torch.nan, torch.inf, -torch.inf
+    k[26] = torch.tensor([3e38, -3e38, 0.0, 1.0, 2.0])[:, None, None]
+    k = k.to(dtype)
+    made = encode_by_channel(torch.zeros(60, 5, 2, 16, dtype=dtype), bits)
+    slots = torch.arange(300)
+    tw.kv_write(k.flatten(0, 1), k.flatten(0, 1), made, encode(torch.zeros(60, 5, 2, 16), "int8"), slots, impl="triton")
+    want = encode_by_channel(k, bits)
+    assert torch.equal(made.data, want.data)
+    for got, of_cpu in ((made.scale, want.scale), (made.least, want.least)):
+        torch.testing.assert_close(got, of_cpu, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(got.signbit() & ~got.isnan(), of_cpu.signbit() & ~of_cpu.isnan())
+
+
 @pytest.mark.parametrize("rotary", ROPE_CASES, ids=repr)
 @pytest.mark.parametrize("setting", SETTINGS[:2], ids=repr)  # the interpreter cuts off what bfloat16 has no bits for
 def test_rotates_where_told(setting: Setting, rotary: RopeCase) -> None:
@@ -147,10 +194,29 @@ TWINS = [  # all of them stay inside the tensors
         "token < tokens, other=-1).to(tl.int64)\n    used = slot > 0",
         "all_slots",
     ),
+    ("encode_full_pages", "(inside & ~new)[:, None]", "new[:, None] & ~new[:, None]", "plain"),
+    ("encode_full_pages", "& (place < 0):", "& (place < -9):", "all_slots"),
+    ("encode_full_pages", "n * STEP + columns", "(1 - n) * STEP + columns", "plain"),
+    (
+        "encode_full_pages",
+        "slot = row * stride_op + offs",
+        "slot = 0 * row + offs",
+        "all_slots",
+    ),
+    ("encode_full_pages", "page * stride_lp + head * stride_lh", "page * stride_lp", "joint"),
+    ("encode_full_pages", ".to(K.dtype.element_ty)\n    slot", "\n    slot", "joint"),
+    ("keep_keys_encode_values", "offset, row >= 0, DIM", "offset, row > 0, DIM", "all_slots"),
+    ("keep_keys_encode_values", "offset * stride_os + head * stride_oh", "offset * stride_os", "plain"),
     ("copy_whole_pages", "source >= 0 and target >= 0", "source > 2 and target >= 0", "plain"),
     ("copy_whole_pages", "exists = column < PAGE * HEADS * DIM", "exists = column < HEADS * DIM", "odd"),
     ("copy_whole_pages", "column // (HEADS * DIM)", "0 * column", "plain"),
 ]
+
+
+def by_channel(setting: Setting, case: WriteCase) -> None:
+    """Turned ones are rounded before they are encoded."""
+    writing.encodes_full_pages(setting, case, 4)
+    writing.encodes_full_pages(SETTINGS[1], case, 4, rotary=RopeCase("turned", case, 8))
 
 
 @pytest.mark.parametrize(("kernel", "old", "new", "name"), TWINS)
@@ -160,6 +226,8 @@ def test_a_broken_twin_is_caught(
     check = {
         "write_tokens": writing.writes_where_told,
         "encode_tokens": lambda setting, case: writing.encodes_where_told(setting, case, "int4"),
+        "encode_full_pages": by_channel,
+        "keep_keys_encode_values": by_channel,
         "copy_whole_pages": writing.copies_whole_pages,
     }[kernel]
     case = BY_NAME[name]

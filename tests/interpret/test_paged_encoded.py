@@ -123,7 +123,7 @@ TWINS = [
     ("offsets * decoded(SCALES[3])", "offsets * 0", "int8"),
     ("hk * decoded(SCALES[7])", "0 * hk", "int8"),
     ("page * decoded(SCALES[5])", "0 * page", "fp8"),
-    ("columns_of_codes(tl.arange(0, BLOCK_D), HEAD_DIM, ENCODING)", "tl.arange(0, BLOCK_D)", "int4"),
+    ("columns_of_codes(tl.arange(0, BLOCK_D), HEAD_DIM, ENCODING, BITS)", "tl.arange(0, BLOCK_D)", "int4"),
     ("columns_of_codes(tl.arange(0, o.shape[1]), HEAD_DIM_V, ENCODING)", "tl.arange(0, o.shape[1])", "int4"),
     ("tl.load(SCALES[1] + v_at, mask=in_k, other=0.0)", "tl.load(SCALES[1] + v_at)", "int8"),
 ]

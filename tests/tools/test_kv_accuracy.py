@@ -33,11 +33,13 @@ def test_draws_are_as_described() -> None:
 def test_the_case_records_both_measures_of_every_kind(tmp_path: Path) -> None:
     assert main(["kv_accuracy", "--quick", "--out", str(tmp_path)]) == 0
     found = [record for _, record in records.read_all(tmp_path)]
-    assert len(found) == 3 * 2 * 6
+    assert len(found) == 3 * 2 * 8
     by_name = {(record.problem["workload"], record.impl.removeprefix("tilewise.")): record.percent for record in found}
     for measure in ("L2", "largest"):
         errors = [by_name[f"gaussian, {measure}", kind] for kind in ("int8", "fp8", "int4")]
         assert errors == sorted(errors)
         assert 0 < errors[0] < 2 < errors[2]
+        assert by_name[f"channels, {measure}", "int4.keys4"] < by_name[f"channels, {measure}", "int4"]
+        assert by_name[f"gaussian, {measure}", "int4.keys4"] < by_name[f"gaussian, {measure}", "int4.keys2"]
         assert by_name[f"channels, {measure}", "int4.rotated"] < by_name[f"channels, {measure}", "int4"]
     assert {record.sources for record in found} == {FAMILIES["quant"].hash()}

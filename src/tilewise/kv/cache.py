@@ -11,11 +11,12 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.kv.allocator import PageAllocator, Sequence, Write
+from tilewise.kv.open import Opened, OpenPages
 from tilewise.kv.pool import PagePool
 from tilewise.kv.prefix import PrefixCache
 from tilewise.layouts import Paged
 from tilewise.ops.kv_write import kv_write
-from tilewise.quant import Encoded
+from tilewise.quant import ByChannel, Encoded
 from tilewise.rotary import Rope
 
 Tokens = collections.abc.Sequence[int]
@@ -68,15 +69,18 @@ class KVCache:
         device: torch.device | str = "cpu",
         order: str | None = None,
         encoding: str | None = None,
+        keys_by_channel: int | None = None,
+        open_pages: int | None = None,
     ) -> None:
         self.pool = PagePool(
-            num_layers, num_pages, page_size, num_heads_kv, head_dim, head_dim_v,
-            dtype=dtype, device=device, order=order, encoding=encoding,
+            num_layers, num_pages, page_size, num_heads_kv, head_dim, head_dim_v, dtype=dtype, device=device,
+            order=order, encoding=encoding, keys_by_channel=keys_by_channel, open_pages=open_pages,
         )  # fmt: skip
+        self._open = None if open_pages is None else OpenPages(open_pages)
         self.allocator = PageAllocator(num_pages, page_size)
         self._prefixes = PrefixCache(self.allocator)
 
-    def pages(self, layer: int) -> tuple[torch.Tensor | Encoded, torch.Tensor | Encoded]:
+    def pages(self, layer: int) -> tuple[torch.Tensor | Encoded | ByChannel, torch.Tensor | Encoded]:
         """(k_pages, v_pages) of a layer, each (num_pages, page_size, num_heads_kv, dim), encoded where the cache is."""
         return self.pool.pages(layer)
 
@@ -118,10 +122,17 @@ class KVCache:
             raise InputError(
                 "counts", got=f"{len(counts)}", expected=f"{len(sequences)}, one a sequence", hint="or one number"
             )
-        writes = self.allocator.append_all(zip(sequences, counts, strict=True))
-        slots, positions, pairs, layout = self._indices(sequences, counts, writes)
+        wanted = list(zip(sequences, counts, strict=True))
+        if self._open is not None:
+            self._open.check(self.allocator, wanted)
+        before = [sequence.pages[-1] if sequence.pages else -1 for sequence in sequences]
+        writes = self.allocator.append_all(wanted)
+        opened = Opened((), ()) if self._open is None else self._open.follow(self.allocator, wanted, before)
+        slots, positions, pairs, rows, places, layout = self._indices(sequences, counts, writes, opened)
         if pairs.shape[0]:
             self.pool.copy(pairs)
+        if places.shape[0]:
+            self.pool.open(rows, places)
         return Batch(slots, positions, layout, self.pool)
 
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
@@ -129,7 +140,11 @@ class KVCache:
         return self.allocator.fork(sequence, n)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Forget the tokens from `length` on: drafts that were rejected, for example."""
+        """Forget the tokens from `length` on: drafts that were rejected, for example.
+
+        Of keys by channel, a page of codes stays one until `extend` writes into it; then it is decoded, and its keys
+        keep what their codes made of them.
+        """
         self.allocator.truncate(sequence, length)
 
     def free(self, sequence: Sequence) -> None:
@@ -137,10 +152,10 @@ class KVCache:
         self.allocator.free(sequence)
 
     def _indices(
-        self, sequences: list[Sequence], counts: list[int], writes: list[Write]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Paged]:
-        """(slots and positions of the new tokens, pairs of pages to copy, layout), parts of one tensor that is sent
-        once.
+        self, sequences: list[Sequence], counts: list[int], writes: list[Write], opened: Opened
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Paged]:
+        """(slots and positions of the new tokens, pairs of pages to copy, pages to open with their rows, places that
+        change, layout), parts of one tensor that is sent once.
         """
         most = max((len(sequence.pages) for sequence in sequences), default=0)
         parts = [
@@ -149,6 +164,7 @@ class KVCache:
             [slot for write in writes for slot in write.slots],
             [at for s, count in zip(sequences, counts, strict=True) for at in range(s.length - count, s.length)],
             [page for write in writes for pair in write.copies for page in pair],
+            *([number for pair in pairs for number in pair] for pairs in opened),
             [page for sequence in sequences for page in (*sequence.pages, *[0] * (most - len(sequence.pages)))],
         ]
         values: list[int] = []
@@ -159,5 +175,7 @@ class KVCache:
             values += [0] * (-len(values) % 4)  # 16 bytes, as kernels like pointers
         host = torch.tensor(values, dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
         sent = host.to(self.pool.device, non_blocking=True)
-        cu_seqlens_q, seqlens_k, slots, positions, pairs, table = (sent[place] for place in places)
-        return slots, positions, pairs.view(-1, 2), Paged(table.view(len(sequences), most), seqlens_k, cu_seqlens_q)
+        cu_seqlens_q, seqlens_k, slots, positions, *pairs, table = (sent[place] for place in places)
+        layout = Paged(table.view(len(sequences), most), seqlens_k, cu_seqlens_q)
+        copied, rows, changed = (x.view(-1, 2) for x in pairs)
+        return slots, positions, copied, rows, changed, layout

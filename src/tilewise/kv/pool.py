@@ -7,7 +7,8 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.ops.kv_write import copy_pages
 from tilewise.ops.kv_write.problem import DTYPES
-from tilewise.quant import Encoded
+from tilewise.quant import ByChannel, Encoded
+from tilewise.quant.channels import check_bits, check_channels, keys_of_pages
 from tilewise.quant.codes import check_head_dim, kind_of
 
 ORDERS = ("NHD", "HND")
@@ -27,10 +28,15 @@ class PagePool:
             and values that lie together are read fastest: a head's of a page in "HND", a page's in "NHD".
         encoding: None, or "int8", "fp8" or "int4": codes, and a float32 scale for each token and head
             (`tilewise.quant`). What is written is encoded on the way, from any of these dtypes.
+        keys_by_channel: None, or with an encoding, which is then that of values, 4 or 2: bits of keys that are encoded
+            by channel, a page when it is full (`tilewise.quant.ByChannel`); `dtype` is that of their open pages. A
+            scale and a least number for each channel of a page weigh less the more tokens a page has.
+        open_pages: with `keys_by_channel`, how many pages can be open at once: one for each sequence that lives.
 
     Raises:
-        InputError: a size that is not a positive integer, too many slots, another dtype, order or encoding, or an odd
-            head_dim for "int4".
+        InputError: a size that is not a positive integer, too many slots, another dtype, order, encoding or number of
+            bits, one of `keys_by_channel` and `open_pages` without the other or without an encoding, or a head_dim
+            whose codes would end inside a byte.
     """
 
     def __init__(
@@ -46,6 +52,8 @@ class PagePool:
         device: torch.device | str = "cpu",
         order: str | None = None,
         encoding: str | None = None,
+        keys_by_channel: int | None = None,
+        open_pages: int | None = None,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {
@@ -70,6 +78,9 @@ class PagePool:
         page = (page_size, num_heads_kv) if order == "NHD" else (num_heads_kv, page_size)
         self.num_layers, self.num_pages, self.page_size, self.order = num_layers, num_pages, page_size, order
         self.encoding = encoding
+        by_channel = check_by_channel(keys_by_channel, open_pages, encoding, head_dim)
+        self._channels: tuple[torch.Tensor, ...] = ()  # of keys: scale, least, open
+        self._place = torch.full((num_pages,), -1, dtype=torch.int32, device=device)
         of_layers = (num_layers, num_pages)
         if encoding is None:
             self._memory = tuple(
@@ -78,10 +89,15 @@ class PagePool:
             self._views = self._memory
             return
         kind = kind_of("encoding", encoding)
-        for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v))[by_channel is not None :]:
             check_head_dim(name, dim, encoding)
         parts = [(kind.dtype, head_dim // kind.in_byte), (kind.dtype, head_dim_v // kind.in_byte)]
         parts += [(torch.float32, 1)] * 2
+        if by_channel:
+            bits, count = by_channel
+            parts = [(torch.uint8, head_dim * bits // 8), *parts[1:3]]
+            shapes = [(num_pages, num_heads_kv, head_dim)] * 2 + [(count, *page, head_dim)]
+            self._channels = tuple(torch.zeros(num_layers, *shape, dtype=dtype, device=device) for shape in shapes)
         runs, rows = (1, page_size * num_heads_kv) if order == "NHD" else (num_heads_kv, page_size)
         begins = [0]
         for part, width in parts:
@@ -95,17 +111,25 @@ class PagePool:
             for begin, (part, width) in zip(begins, parts, strict=True)
         )
 
-    def pages(self, layer: int) -> tuple[torch.Tensor | Encoded, torch.Tensor | Encoded]:
+    def pages(self, layer: int) -> tuple[torch.Tensor | Encoded | ByChannel, torch.Tensor | Encoded]:
         """(k_pages, v_pages) of a layer, as `tilewise.kv_write` and `tilewise.attention` take them: views, or with an
-        encoding two `Encoded` of views.
+        encoding two `Encoded` of views, or a `ByChannel` and one.
         """
         if not 0 <= layer < self.num_layers:
             raise InputError("layer", got=layer, expected=f"0 to {self.num_layers - 1}", hint="layers count from 0")
-        k, v, *scales = (x[layer] if self.order == "NHD" else x[layer].transpose(1, 2) for x in self._views)
-        return (Encoded(k, scales[0][..., 0]), Encoded(v, scales[1][..., 0])) if scales else (k, v)
+        k, v, *scales = (self._ordered(x)[layer] for x in self._views)
+        if not scales:
+            return k, v
+        values = Encoded(v, scales[-1][..., 0])
+        if not self._channels:
+            return Encoded(k, scales[0][..., 0]), values
+        scale, least, opened = self._channels
+        return ByChannel(k, scale[layer], least[layer], self._ordered(opened)[layer], self._place), values
 
     def copy(self, pairs: torch.Tensor) -> None:
-        """Copy pages onto others in all layers, in one launch: `pairs` as `tilewise.copy_pages` takes them."""
+        """Copy pages onto others in all layers, in one launch: `pairs` as `tilewise.copy_pages` takes them. Where keys
+        are encoded by channel, `open` gives a copy its keys: it is made to be written.
+        """
         # what a page holds of one layer lies in one piece: as if layers were its tokens, of one long head
         pages = [x.flatten(2)[:, :, None].transpose(0, 1) for x in self._memory]
         if self.encoding:  # bytes by twos, the first half of them as keys
@@ -113,10 +137,29 @@ class PagePool:
         with torch.no_grad():
             copy_pages(pages[0], pages[1], pairs)
 
+    def open(self, opened: torch.Tensor, places: torch.Tensor) -> None:
+        """Of keys by channel: give rows of open pages the keys of pages, decoded where those are codes, in all layers;
+        then note places of pages.
+
+        Args:
+            opened: int32 or int64 (n, 2): a page, and the row that gets its keys.
+            places: int32 (n, 2): a page, and its place from now on, as `tilewise.quant.ByChannel` has it.
+        """
+        scale, least, rows = self._channels
+        keys, rows = self._ordered(self._views[0]), self._ordered(rows)
+        if opened.shape[0]:
+            found = keys_of_pages(keys, scale, least, rows, self._place, opened[:, 0])
+            rows[:, opened[:, 1]] = found.to(rows.dtype)
+        self._place[places[:, 0]] = places[:, 1]
+
+    def _ordered(self, x: torch.Tensor) -> torch.Tensor:
+        """(layers, pages, tokens, heads, ...) of memory in this pool's order."""
+        return x if self.order == "NHD" else x.transpose(2, 3)
+
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values, or of their codes."""
-        return self._views[0].dtype
+        """Of keys and values, or of their codes; of values where keys have others."""
+        return self._views[1].dtype
 
     @property
     def device(self) -> torch.device:
@@ -125,5 +168,29 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages of all layers, scales included."""
-        return sum(x.nbytes for x in self._memory)
+        """Bytes of all pages of all layers, scales and open pages included."""
+        return sum(x.nbytes for x in (*self._memory, *self._channels))
+
+
+def check_by_channel(
+    bits: int | None, open_pages: int | None, encoding: str | None, head_dim: int
+) -> tuple[int, int] | None:
+    """(bits, open pages) of keys by channel, None for others; raises InputError."""
+    if bits is None:
+        if open_pages is not None:
+            raise InputError("open_pages", got=open_pages, expected="none", hint="it goes with keys_by_channel=4, or 2")
+        return None
+    check_bits("keys_by_channel", bits)
+    check_channels("head_dim", head_dim, bits)
+    if encoding is None:
+        raise InputError(
+            "encoding", got="none, with keys_by_channel", expected="that of values", hint="encoding='int4', for example"
+        )
+    if not isinstance(open_pages, int) or open_pages < 1:
+        raise InputError(
+            "open_pages",
+            got=repr(open_pages),
+            expected="an integer, at least 1",
+            hint="pages that are not full keep their keys as they are: one for each sequence that lives",
+        )
+    return bits, open_pages

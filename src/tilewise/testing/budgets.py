@@ -22,6 +22,7 @@ from tilewise.quant import decode, encode
 from tilewise.testing.case import Case
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracles import Dense, gradients, joined, parts
+from tilewise.testing.paging import read_by_channel
 
 ORDER = 4
 DRAWS = 4
@@ -51,10 +52,16 @@ def expectation(case: Case, dtype: torch.dtype, device: str = "cpu") -> Expectat
 
 
 @functools.lru_cache(maxsize=256)
-def encoded_expectation(case: Case, dtype: torch.dtype, kind: str, device: str = "cpu") -> Expectation:
-    """What `case` must give where keys and values are what their codes stand for."""
+def encoded_expectation(
+    case: Case, dtype: torch.dtype, kind: str, device: str = "cpu", by_channel: tuple[int, int] | None = None
+) -> Expectation:
+    """What `case` must give where keys and values are what their codes stand for; keys by channel, with (page size,
+    bits) of theirs.
+    """
     exact, plain = make_inputs(case, dtype, device, exact=True), make_inputs(case, dtype, device)
     k, v = (decode(encode(x, kind)) for x in (plain.k, plain.v))
+    if by_channel is not None:
+        k = read_by_channel(plain.k, [n for _, n in case.lengths], *by_channel)
     exact, plain = (
         replace(x, k=k.to(x.k.dtype, copy=True).requires_grad_(), v=v.to(x.v.dtype, copy=True).requires_grad_())
         for x in (exact, plain)

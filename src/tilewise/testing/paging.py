@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from tilewise.layouts import Paged
-from tilewise.quant import Encoded, encode
+from tilewise.quant import ByChannel, Encoded, encode, encode_by_channel
 from tilewise.testing.inputs import Inputs, cumulative
 
 
@@ -72,3 +73,32 @@ def encoded(x: torch.Tensor, kind: str) -> Encoded:
     data[unused] = torch.randint(0, 256, data.shape, generator=generator).to(data)[unused]
     found.scale[unused & (torch.rand(unused.shape, generator=generator) < 0.5).to(unused.device)] = torch.inf
     return found
+
+
+def by_channel(x: torch.Tensor, bits: int) -> ByChannel:
+    """Pages as codes by channel, or where a slot holds NaN open, in rows that stand in no order. What is not read is
+    any bytes, and NaN.
+    """
+    generator = torch.Generator().manual_seed(0)
+    is_open = x.isnan().flatten(1).any(1).cpu()
+    found = encode_by_channel(x, bits)
+    found.data[is_open] = torch.randint(0, 256, found.data.shape, generator=generator).to(found.data)[is_open]
+    count = int(is_open.sum())
+    rows = torch.randperm(count + 2, generator=generator).to(torch.int32)
+    place = -1 - torch.randint(0, count + 2, is_open.shape, generator=generator, dtype=torch.int32)
+    place[is_open] = rows[:count]
+    opened = x.new_full((count + 2, *x.shape[1:]), torch.nan)
+    opened[rows[:count].to(x.device)] = x[is_open.to(x.device)]
+    return replace(found, open=opened, place=place.to(x.device))
+
+
+def read_by_channel(x: torch.Tensor, lengths: Sequence[int], page_size: int, bits: int) -> torch.Tensor:
+    """Keys of sequences as they are read, float32: those of full pages decoded, and each sequence begins a page."""
+    rows = torch.split(x.detach().flatten(0, -3), list(lengths))
+    found = [row.float() for row in rows]
+    for row, y in zip(rows, found, strict=True):
+        whole = len(row) // page_size
+        if whole:
+            made = encode_by_channel(row[: whole * page_size].view(whole, page_size, *row.shape[1:]), bits)
+            y[: whole * page_size] = made.keys(torch.arange(whole, device=x.device)).flatten(0, 1)
+    return torch.cat(found).view(x.shape)

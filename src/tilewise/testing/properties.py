@@ -19,7 +19,7 @@ from tilewise.testing.budgets import Expectation, encoded_expectation, error, ex
 from tilewise.testing.case import Case
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracles import dense, gradients
-from tilewise.testing.paging import encoded, paged
+from tilewise.testing.paging import by_channel, encoded, paged
 
 
 @dataclass(frozen=True)
@@ -297,18 +297,20 @@ def pages_hold_the_keys(
 
 
 def encoded_pages_hold_the_keys(
-    setting: Setting, case: Case, kind: str, page_size: int = 16, flat: bool = False, fp8: bool = False
-) -> None:
+    setting: Setting, case: Case, kind: str, page_size: int = 16, flat: bool = False, *, fp8: bool = False,
+    bits: int = 0, **arguments: Any,
+) -> None:  # fmt: skip
     """Encoded pages, with any codes and scales in slots of nobody, give what the keys that they stand for do; with
-    `fp8`, by an implementation whose scores are products of fp8.
+    `fp8`, by an implementation whose scores are products of fp8; with `bits`, keys by channel.
     """
     inputs = make_inputs(case, setting.dtype, setting.device)
     pool = paged(inputs, page_size, flat=flat)
     with torch.no_grad():
-        arguments = inputs.arguments() | {"layout": pool.layout}
-        k, v = encoded(pool.k, kind), encoded(pool.v, kind)
+        arguments = inputs.arguments() | {"layout": pool.layout} | arguments
+        k, v = by_channel(pool.k, bits) if bits else encoded(pool.k, kind), encoded(pool.v, kind)
         o, lse = tw.attention_with_lse(inputs.q, k, v, impl=setting.impl, **arguments)
-    want = encoded_expectation(case, setting.dtype, kind, setting.device)
+    channels = (page_size, bits) if bits else None
+    want = encoded_expectation(case, setting.dtype, kind, setting.device, channels)
     within({"o": o, "lse": lse}, fp8_products(want, case, setting.dtype, setting.device) if fp8 else want)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import tilewise as tw
-from tilewise.quant import KINDS, Encoded, encode
+from tilewise.quant import KINDS, ByChannel, Encoded, encode, encode_by_channel
 from tilewise.testing.properties import Setting
 
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -54,6 +54,8 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 ENCODED_CASES = [case for case in CASES if not (case.head_dim % 2 or case.head_dim_v % 2)]
 
+CHANNEL_CASES = [case for case in ENCODED_CASES if case.head_dim % 4 == 0]
+
 
 @dataclass(frozen=True)
 class RopeCase:
@@ -88,6 +90,8 @@ ROPE_CASES = [
     RopeCase("no_token", BY_NAME["no_token"], 16),
 ]
 ENCODED_ROPE_CASES = [rotary for rotary in ROPE_CASES if not (rotary.case.head_dim % 2 or rotary.case.head_dim_v % 2)]
+
+CHANNEL_ROPE_CASES = [rotary for rotary in ENCODED_ROPE_CASES if rotary.case.head_dim % 4 == 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +187,79 @@ def encodes_where_told(setting: Setting, case: WriteCase, kind: str) -> None:
             for x, pages in ((k, wanted.k_pages), (v, wanted.v_pages)):
                 made = encode(x[token], kind)
                 pages.data[at], pages.scale[at] = made.data, made.scale
+    _same(memory, wanted)
+
+
+def memory_by_channel(case: WriteCase, setting: Setting, bits: int, kind: str = "int8") -> Memory:
+    """As `encoded_memory`, with keys by channel: any numbers in as many open pages as there are pages, and of the
+    places, which rows begin in no order, two of three below 0.
+    """
+    make = torch.Generator().manual_seed(case.seed + 3)
+    values = encoded_memory(case, setting, kind)
+    gap = 16 if case.memory == "joint" else 0
+    rows = (case.page_size, case.heads) if case.memory != "HND" else (case.heads, case.page_size)
+
+    def owned(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        x = torch.randn(*shape[:-1], shape[-1] + gap, generator=make) * 50
+        return x.to(setting.device, dtype or setting.dtype)
+
+    channels = (case.num_pages, case.heads, case.head_dim)
+    data = owned(case.num_pages, *rows, case.head_dim * bits // 8, dtype=torch.int32).to(torch.uint8)
+    scale, least, opened = owned(*channels), owned(*channels), owned(case.num_pages, *rows, case.head_dim)
+    place = torch.randperm(case.num_pages, generator=make)
+    place = torch.where(torch.arange(case.num_pages) % 3 == 0, place, -1 - place).to(setting.device, torch.int32)
+    found = [x[..., : x.shape[-1] - gap] for x in (data, opened)]
+    if case.memory == "HND":
+        found = [x.transpose(1, 2) for x in found]
+    scale_of, least_of = (x[..., : case.head_dim] for x in (scale, least))
+    k_pages = ByChannel(found[0], scale_of, least_of, found[1], place)
+    return Memory((*values.owned, data, scale, least, opened, place), k_pages, values.v_pages)
+
+
+def slots_of_pages(case: WriteCase, place: torch.Tensor, device: str) -> torch.Tensor:
+    """Slots that such pages may get, a page's side by side: some of each open page, and of each other page either all
+    or those behind what it had when it was open; with `skip`, tokens without a slot between pages.
+    """
+    make = torch.Generator().manual_seed(case.seed + 4)
+    slots: list[int] = []
+    for page in torch.randperm(case.num_pages, generator=make)[: case.tokens].tolist():
+        start, stop = sorted(torch.randint(0, case.page_size + 1, (2,), generator=make).tolist())
+        if place[page] < 0:
+            start, stop = (0 if page % 2 else min(max(start, 1), case.page_size - 1)), case.page_size
+        slots += range(page * case.page_size + start, page * case.page_size + stop)
+        slots += [-1] * (case.skip and page % 3 == 1)
+    return torch.tensor(slots, dtype=case.index, device=device)
+
+
+def encodes_full_pages(
+    setting: Setting, case: WriteCase, bits: int, kind: str = "int8", rotary: RopeCase | None = None
+) -> None:
+    """Keys of open pages are in their rows, full pages are the codes of all their keys, bit for bit those of
+    `encode_by_channel`, and nothing else has changed. Keys are rounded before, so steps make no difference.
+    """
+    memory, wanted = (memory_by_channel(case, setting, bits, kind) for _ in range(2))
+    slots = slots_of_pages(case, memory.k_pages.place, setting.device)
+    k, v, _ = make_tokens(replace(case, tokens=len(slots), num_pages=len(slots) + 1), setting)
+    rope = None if rotary is None else make_rope(replace(rotary, case=case), slots)
+    tw.kv_write(k, v, memory.k_pages, memory.v_pages, slots, rope=rope, impl=setting.impl)
+    pages, rows = wanted.k_pages, wanted.k_pages.place.tolist()
+    keys = [
+        x if rope is None or slot < 0 else _turned(x, rope, token)[0].to(k.dtype)
+        for token, (x, slot) in enumerate(zip(k, slots.tolist(), strict=True))
+    ]
+    found = {page: pages.open[-1 - place].clone() for page, place in enumerate(rows) if place < 0}
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            page, offset = divmod(slot, case.page_size)
+            if rows[page] < 0:
+                found[page][offset] = keys[token]
+                if offset == case.page_size - 1:
+                    full = encode_by_channel(found[page][None], bits)
+                    pages.data[page], pages.scale[page], pages.least[page] = full.data[0], full.scale[0], full.least[0]
+            else:
+                pages.open[rows[page], offset] = keys[token]
+            made = encode(v[token], kind)
+            wanted.v_pages.data[page, offset], wanted.v_pages.scale[page, offset] = made.data, made.scale
     _same(memory, wanted)
 
 

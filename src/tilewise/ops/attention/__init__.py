@@ -20,7 +20,7 @@ from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.sharing import remark
 from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
-from tilewise.quant import Encoded
+from tilewise.quant import ByChannel, Encoded
 
 MaskLike = Mask | Callable[..., Any] | None
 ScoreLike = Score | Callable[..., Any] | None
@@ -28,7 +28,7 @@ ScoreLike = Score | Callable[..., Any] | None
 
 def attention_with_lse(
     q: torch.Tensor,
-    k: torch.Tensor | Encoded,
+    k: torch.Tensor | Encoded | ByChannel,
     v: torch.Tensor | Encoded,
     *,
     mask: MaskLike = None,
@@ -69,7 +69,7 @@ def attention_with_lse(
 
 def attention(
     q: torch.Tensor,
-    k: torch.Tensor | Encoded,
+    k: torch.Tensor | Encoded | ByChannel,
     v: torch.Tensor | Encoded,
     *,
     mask: MaskLike = None,
@@ -101,7 +101,8 @@ def attention(
         sink: (num_heads_q,) logits that join the softmax's denominator and carry no value; differentiable.
         layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for tensors (total, heads, dim);
             `tilewise.Paged(block_table, seqlens_k)` for k and v in pages (num_pages, page_size, num_heads_kv, dim),
-            which may both be `tilewise.quant.Encoded`, of any dtype of q; None is dense.
+            which may both be `tilewise.quant.Encoded`, of any dtype of q, or k a `tilewise.quant.ByChannel` beside it;
+            None is dense.
         scale: factor of q k^T; default head_dim ** -0.5.
         dropout: probability in [0, 1) with which a weight is dropped; the rest are scaled by 1 / (1 - dropout).
         seed: integer, or int64 tensor of one element on the device of q, that fixes the dropout mask; drawn from
@@ -182,7 +183,12 @@ class Explanation:
 
 
 def why(
-    q: torch.Tensor, k: torch.Tensor | Encoded, v: torch.Tensor | Encoded, *, impl: str | None = None, **arguments: Any
+    q: torch.Tensor,
+    k: torch.Tensor | Encoded | ByChannel,
+    v: torch.Tensor | Encoded,
+    *,
+    impl: str | None = None,
+    **arguments: Any,
 ) -> Explanation:
     """Which implementation `attention` would run for these arguments (the same as its own), and why not the others.
 

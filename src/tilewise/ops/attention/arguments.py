@@ -11,7 +11,7 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Dense, Packed, Paged
-from tilewise.quant import Encoded
+from tilewise.quant import ByChannel, Encoded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -35,9 +35,10 @@ def layout_of(layout: Any) -> Dense | Packed | Paged:
 
 
 def check_encoded(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> None:
-    """Keys and values of which one is encoded: both are, alike, in pages, where q is."""
+    """Keys and values of which one is encoded: both are, alike or keys by channel, in pages, where q is."""
+    by_channel = isinstance(k, ByChannel)
     for name, x, other in (("k", k, "v"), ("v", v, "k")):
-        if not isinstance(x, Encoded):
+        if not isinstance(x, Encoded) and not (by_channel and name == "k"):
             raise InputError(
                 name,
                 got=type(x).__name__,
@@ -47,11 +48,13 @@ def check_encoded(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> Non
     if not isinstance(layout, Paged):
         raise InputError(
             "k",
-            got=f"an Encoded with layout {type(layout).__name__}",
+            got=f"{'a ByChannel' if by_channel else 'an Encoded'} with layout {type(layout).__name__}",
             expected="layout=tilewise.Paged(...)",
-            hint="`tilewise.quant.decode` gives a tensor for other layouts",
+            hint=f"`{'ByChannel.keys' if by_channel else 'tilewise.quant.decode'}` gives a tensor for other layouts",
         )
-    if v.kind != k.kind:
+    if by_channel:
+        k.check_places()
+    elif v.kind != k.kind:
         raise InputError("v", got=f"codes {v.kind!r}", expected=f"{k.kind!r}, as k has", hint="encode both alike")
     for name, x in (("k", k), ("v", v)):
         if len(x.shape) != 4:
@@ -123,7 +126,7 @@ def check_tensors(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged, encode
 
 
 def check_shapes(
-    q: torch.Tensor, k: torch.Tensor | Encoded, v: torch.Tensor | Encoded, layout: Dense | Packed | Paged
+    q: torch.Tensor, k: torch.Tensor | Encoded | ByChannel, v: torch.Tensor | Encoded, layout: Dense | Packed | Paged
 ) -> None:
     """Shapes that fit each other."""
     if k.shape[:-1] != v.shape[:-1]:

@@ -5,7 +5,7 @@ al., "FlashInfer").
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,9 +13,9 @@ from tilewise.core.dispatch import Row
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.readback import being_traced
 from tilewise.ops.attention.arguments import check_sink
-from tilewise.ops.attention.problem import Call, check_values
+from tilewise.ops.attention.problem import Call, check_values, codes_and_scales
 from tilewise.ops.attention.torch_op import compiled, is_empty, run_forward
-from tilewise.quant import Encoded
+from tilewise.quant import ByChannel, Encoded
 
 
 class _Prepared(Protocol):
@@ -64,7 +64,7 @@ class AttentionPlan:
             self._prepared = row.function(row.plan)(call)
         # of the examples, only what takes no memory is kept
         q, k, v, *scales = (x.new_empty(()).expand(x.shape) for x in (call.q, call.k, call.v, *(call.scales or ())))
-        self._call = replace(call, q=q, k=k, v=v, scales=(scales[0], scales[1]) if scales else None)
+        self._call = replace(call, q=q, k=k, v=v, scales=tuple(scales) or None)
 
     def __repr__(self) -> str:
         return f"AttentionPlan(impl={self.impl!r}, q={self._examples[0]})"
@@ -80,7 +80,12 @@ class AttentionPlan:
             self._prepared.update(self._call)
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor | Encoded, v: torch.Tensor | Encoded, *, sink: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | Encoded | ByChannel,
+        v: torch.Tensor | Encoded,
+        *,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of these tensors, as `attention` gives it for the plan's formula, scale and layout.
 
@@ -99,13 +104,18 @@ class AttentionPlan:
         return self.run_with_lse(q, k, v, sink=sink)[0]
 
     def run_with_lse(
-        self, q: torch.Tensor, k: torch.Tensor | Encoded, v: torch.Tensor | Encoded, *, sink: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | Encoded | ByChannel,
+        v: torch.Tensor | Encoded,
+        *,
+        sink: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `run`, with the log-sum-exp of each row's scores: float32 (float64 for float64 input), natural logarithm,
         (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
         """
         traced = being_traced()
-        k, v, scales = _parts(k, v, self._call.scales is not None)
+        k, v, scales = _parts(k, v, self._call)
         tensors = (q, k, v, *(scales or ()))
         for name, x, example in zip(_NAMES, tensors, self._examples, strict=False):
             _check_like(name, x, example, self._prepared is not None and not traced)
@@ -121,22 +131,20 @@ class AttentionPlan:
         return run_forward(self._row, call)
 
 
-_NAMES = ("q", "k", "v", "k.scale", "v.scale")
+_NAMES = ("q", "k", "v", "k.scale", "v.scale", "k.least", "k.open", "k.place")
 
 
-def _parts(
-    k: torch.Tensor | Encoded, v: torch.Tensor | Encoded, wanted: bool
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+def _parts(k: Any, v: Any, planned: Call) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...] | None]:
     """k and v, or their codes and scales; raises InputError where they are not as the plan's were."""
-    for name, x in (("k", k), ("v", v)):
-        if isinstance(x, Encoded) != wanted:
-            expected = f"{'an Encoded' if wanted else 'a tensor'}, as planned"
+    of_values = torch.Tensor if planned.scales is None else Encoded
+    for name, x, wanted in (("k", k, ByChannel if planned.keys_by_channel else of_values), ("v", v, of_values)):
+        if isinstance(x, (Encoded, ByChannel)) if wanted is torch.Tensor else not isinstance(x, wanted):
+            expected = f"{_A[wanted]}, as planned"
             raise InputError(name, got=type(x).__name__, expected=expected, hint="plan with such keys and values")
-    if isinstance(k, Encoded) and isinstance(v, Encoded):
-        return k.data, v.data, (k.scale, v.scale)
-    assert not isinstance(k, Encoded)
-    assert not isinstance(v, Encoded)
-    return k, v, None
+    return (k, v, None) if planned.scales is None else codes_and_scales(k, v)
+
+
+_A = {torch.Tensor: "a tensor", Encoded: "an Encoded", ByChannel: "a ByChannel"}
 
 
 def refuse_gradients(wanted: bool, sink: torch.Tensor | None = None) -> None:

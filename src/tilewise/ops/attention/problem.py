@@ -26,7 +26,7 @@ from tilewise.ops.attention.arguments import (
     scale_of,
     seed_of,
 )
-from tilewise.quant import KINDS, Encoded
+from tilewise.quant import KINDS, ByChannel, Encoded
 from tilewise.quant.codes import decoded
 
 
@@ -43,7 +43,8 @@ class Call:
 
     q, k, v are (batch, seqlen, heads, dim), or (total, heads, dim) with `cu_seqlens_q` and `cu_seqlens_k` when packed.
     With `pages`, k and v are (num_pages, page_size, heads, dim), and q is packed where there is `cu_seqlens_q`. With
-    `scales` of k and v (num_pages, page_size, heads), k and v are codes, whose kind their dtype says (`Encoded`).
+    `scales` of k and v (num_pages, page_size, heads), k and v are codes, whose kind their dtype says (`Encoded`). Where
+    k has scales by channel instead, three more tensors follow both scales: `least`, `open` and `place` (`ByChannel`).
     `mask` and `score` are None when there is nothing to apply. `seed` is an int64 tensor of one element when `dropout`
     > 0. The last fields say which gradients are wanted.
     """
@@ -67,7 +68,7 @@ class Call:
     pages: Pages | None = None
     batch_invariant: bool = False  # whether other requests must not change the bits of one
     first_batch: int = 0  # what `b` is for the first batch element (one sequence taken out of a packed call)
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    scales: tuple[torch.Tensor, ...] | None = None
     share_prefixes: bool = False  # whether keys that requests have in common may be read once
 
     @property
@@ -105,6 +106,11 @@ class Call:
     @property
     def head_dim(self) -> int:
         return self.q.shape[-1]
+
+    @property
+    def keys_by_channel(self) -> bool:
+        """Whether k has codes by channel, and open pages."""
+        return self.scales is not None and len(self.scales) > 2
 
     @property
     def head_dim_v(self) -> int:
@@ -147,9 +153,9 @@ def make_call(
     cu_seqlens_q = layout.cu_seqlens_q if isinstance(layout, (Packed, Paged)) else None
     cu_seqlens_k = layout.keys if isinstance(layout, Packed) else None
     given, scales = (k, v), None
-    if isinstance(k, Encoded) or isinstance(v, Encoded):
+    if isinstance(k, (Encoded, ByChannel)) or isinstance(v, (Encoded, ByChannel)):
         check_encoded(q, k, v, layout)
-        k, v, scales = k.data, v.data, (k.scale, v.scale)
+        k, v, scales = codes_and_scales(k, v)
     signature = signature_of(q, k, v, bound_mask, bound_score, cu_seqlens_q is not None, pages, scales)
     unproved = not being_traced() and (to_be_proved(bound_mask) or to_be_proved(bound_score))
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if unproved else None
@@ -179,7 +185,7 @@ def make_call(
     grad = torch.is_grad_enabled()
     grad_sink = grad and sink is not None and sink.requires_grad
     grad_captured = () if bound_score is None else tuple(grad and t.requires_grad for t in bound_score.tensors)
-    grad_scales = scales is not None and (scales[0].requires_grad or scales[1].requires_grad)
+    grad_scales = any(scale.requires_grad for scale in scales or ())
     call = Call(
         q,
         k,
@@ -218,7 +224,7 @@ _checked: set[Any] = set()  # signatures, numbers and batch sizes of calls whose
 
 def signature_of(
     q: Any, k: Any, v: Any, mask: Bound | None, score: Bound | None, packed: bool, pages: Pages | None = None,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scales: tuple[torch.Tensor, ...] | None = None,
 ) -> Signature | None:  # fmt: skip
     """The signature of these arguments; None while compiling, or for what is no tensor."""
     tensors = isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
@@ -233,7 +239,9 @@ def signature_of(
     parts: list[Any] = [packed, pages and (pages.table.shape, pages.table.stride(), pages.first is not None)]
     for x in (q, k, v):
         parts += (x.dtype, x.device, x.shape, x.stride())
-    parts.append(scales and (scales[0].stride(), scales[1].stride()))
+    parts.append(len(scales or ()))
+    for scale in scales or ():
+        parts += (scale.dtype, scale.shape, scale.stride())
     for bound in (mask, score):
         if bound is None:
             parts.append(None)
@@ -295,6 +303,12 @@ def _lengths(call: Call) -> list[tuple[int, int]] | None:
     return None if rows_q is None or rows_k is None else list(zip(rows_q, rows_k, strict=True))
 
 
+def codes_and_scales(k: Encoded | ByChannel, v: Encoded) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """k, v and scales as a `Call` has them."""
+    more = (k.least, k.open, k.place) if isinstance(k, ByChannel) else ()
+    return k.data, v.data, (k.scale, v.scale, *more)
+
+
 def _steps(cu_seqlens: torch.Tensor | None) -> list[int] | None:
     assert cu_seqlens is not None
     ends = host_values(cu_seqlens)
@@ -313,9 +327,13 @@ def requests(call: Call) -> Iterator[tuple[Call, slice]]:
     assert seqlens is not None
     for b, (table, length) in enumerate(zip(tables, seqlens, strict=True)):
         pages = torch.tensor(table, dtype=torch.int64, device=call.k.device)
-        k, v = call.k[pages], call.v[pages]
-        if call.scales is not None:
-            k, v = (decoded(x, scale[pages]) for x, scale in zip((k, v), call.scales, strict=True))
+        if call.scales is None:
+            k, v = call.k[pages], call.v[pages]
+        else:
+            k_scale, v_scale, *channels = call.scales
+            by_channel = ByChannel(call.k, k_scale, *channels) if channels else None
+            k = decoded(call.k[pages], k_scale[pages]) if by_channel is None else by_channel.keys(pages)
+            v = decoded(call.v[pages], v_scale[pages])
         k, v = (x.flatten(0, 1)[None, :length] for x in (k, v))
         rows = slice(b, b + 1) if starts is None else slice(starts[b], starts[b + 1])
         q = call.q[rows] if starts is None else call.q[None, rows]

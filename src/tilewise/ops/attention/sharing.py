@@ -56,7 +56,11 @@ def _looks_at_queries(text: str) -> bool:
 def bytes_of(call: Call) -> tuple[int, int]:
     """(of a token's keys and values, of a request's partial results, written and read)."""
     token = sum(x.shape[-1] * x.element_size() for x in (call.k, call.v))
-    token += sum(scale.element_size() for scale in call.scales or ())
+    if call.scales is not None:
+        of_key, of_value = (scale.element_size() for scale in call.scales[:2])
+        if call.keys_by_channel:  # a page's scales and least numbers
+            of_key = 2 * call.head_dim * of_key // call.k.shape[1]
+        token += of_key + of_value
     return call.num_heads_kv * token, 2 * call.rows_q * call.num_heads_q * (call.head_dim_v + 1) * 4
 
 

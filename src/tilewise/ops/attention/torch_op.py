@@ -152,9 +152,9 @@ def _call(
     wants, deterministic, grad_sink, batch_invariant, share_prefixes, *grad_captured = (c == "1" for c in flags)
     mask, score = _bound(mask_text, mask_tensors, mask_numbers), _bound(score_text, score_tensors, score_numbers)
     scales = None
-    if pages and k.dtype in BY_DTYPE:  # theirs are the last two
-        *pages, k_scale, v_scale = pages
-        scales = (k_scale, v_scale)
+    if pages and k.dtype in BY_DTYPE:  # theirs are the last two, or of keys by channel the last five
+        count = 2 if len(pages) < 7 else 5
+        pages, scales = pages[:-count], tuple(pages[-count:])
     paged = Pages(pages[0], pages[2] if len(pages) > 2 else None, pages[1]) if pages else None
     return Call(
         q,

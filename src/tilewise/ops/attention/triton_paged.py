@@ -20,6 +20,7 @@ from tilewise.formula.emit import encoded
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.sharing import bytes_of, most_rows, requests_of_tile, rows_of_shared_tile
+from tilewise.ops.attention.triton_channels import bits_by_channel, keys_by_channel, load_by_channel
 from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
 from tilewise.ops.attention.triton_parts import merge_row, merge_share, store_part, store_rows
 from tilewise.ops.attention.triton_plans import (
@@ -78,12 +79,17 @@ def load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, rows_q, H
 
 
 @triton.jit
-def load_scales(SCALES, pages, offsets, hk, in_k):
-    """(of keys, of values) of a tile's tokens; SCALES are two tensors, then the strides of each  # [BLOCK_N]"""
+def load_scales(SCALES, pages, offsets, hk, in_k, BITS: tl.constexpr):
+    """(of keys, if by token, of values) of a tile's tokens; SCALES are two tensors, then the strides of each, then what
+    `triton_channels` has  # [BLOCK_N]
+    """
     page = pages.to(tl.int64)
-    k_at = page * decoded(SCALES[2]) + offsets * decoded(SCALES[3]) + hk * decoded(SCALES[4])
     v_at = page * decoded(SCALES[5]) + offsets * decoded(SCALES[6]) + hk * decoded(SCALES[7])
-    return tl.load(SCALES[0] + k_at, mask=in_k, other=0.0), tl.load(SCALES[1] + v_at, mask=in_k, other=0.0)
+    k_scale = in_k
+    if not BITS:
+        k_at = page * decoded(SCALES[2]) + offsets * decoded(SCALES[3]) + hk * decoded(SCALES[4])
+        k_scale = tl.load(SCALES[0] + k_at, mask=in_k, other=0.0)
+    return k_scale, tl.load(SCALES[1] + v_at, mask=in_k, other=0.0)
 
 
 @triton.jit
@@ -101,8 +107,8 @@ def add_scaled(acc, w, v, v_scale, PRECISION: tl.constexpr):
 @triton.jit
 def load_keys(K, V, SCALES, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, tile,
               offs_d, offs_dv, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE: tl.constexpr,
-              BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-              ENCODING: tl.constexpr):  # fmt: skip
+              BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ENCODING: tl.constexpr,
+              BITS: tl.constexpr):  # fmt: skip
     """(keys and values, or their codes, of one of a unit's tiles, their scales, their positions)."""
     offs_n = (unit[2] + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_k = offs_n < unit[4]
@@ -115,25 +121,33 @@ def load_keys(K, V, SCALES, stride_kp, stride_ks, stride_kh, stride_vp, stride_v
             V + v_rows[:, None] + offs_dv[None, :], mask=in_k[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0
         )
     else:
-        k = load_codes(K, k_rows, in_k, HEAD_DIM, BLOCK_D, ENCODING)
+        if BITS:
+            k = load_by_channel(
+                K, SCALES, k_rows, pages, offs_n % PAGE, in_k, hk, offs_d, HEAD_DIM, BLOCK_D, BITS, PAGE % BLOCK_N == 0
+            )
+        else:
+            k = load_codes(K, k_rows, in_k, HEAD_DIM, BLOCK_D, ENCODING)
         v = load_codes(V, v_rows, in_k, HEAD_DIM_V, BLOCK_DV, ENCODING)
-        scales = load_scales(SCALES, pages, offs_n % PAGE, hk, in_k)
+        scales = load_scales(SCALES, pages, offs_n % PAGE, hk, in_k, BITS)
     return k, v, scales, offs_n
 
 
 @triton.jit
 def fold_keys(q, k, v, scales, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums,
               scale, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr, SCORE_ONCE: tl.constexpr,
-              SCORE: tl.constexpr, PRECISION: tl.constexpr, ENCODING: tl.constexpr):  # fmt: skip
+              SCORE: tl.constexpr, PRECISION: tl.constexpr, ENCODING: tl.constexpr,
+              BITS: tl.constexpr):  # fmt: skip
     """The online softmax's state (maximum, sum, sum of values) after one more tile."""
     b = unit[0]
     keys = unit[4]
     in_k = offs_n < keys
     offs_j = tl.maximum(tl.minimum(offs_n, keys - 1), 0)
-    if ENCODING is not None:
+    if BITS:
+        k = keys_by_channel(k, BITS).to(q.dtype)
+    elif ENCODING is not None:
         k = numbers_of(k, ENCODING).to(q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BLOCK_R, BLOCK_N]
-    if ENCODING is not None:
+    if ENCODING is not None and not BITS:
         s *= scales[0][None, :]
     if SCORE is not None:
         score_once = call_once(b, h[:, None], offs_i[:, None], score_args, score_nums, SCORE_ONCE)
@@ -164,7 +178,7 @@ def attention_work(
     PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, ENCODING: tl.constexpr,
-    SHARED: tl.constexpr,
+    BITS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One loop over a program's tiles, in which units and heads change: what the next tile needs is on its way while
     this one is worked on. Of a row of tiles that is cut, each part is left in memory, and the program that has the last
@@ -182,7 +196,7 @@ def attention_work(
     u = first_u
     hk = first_hk
     t = first_t
-    offs_d = columns_of_codes(tl.arange(0, BLOCK_D), HEAD_DIM, ENCODING)
+    offs_d = columns_of_codes(tl.arange(0, BLOCK_D), HEAD_DIM, ENCODING, BITS)
     offs_dv = tl.arange(0, BLOCK_DV)
 
     # prologue: the first tile
@@ -200,7 +214,7 @@ def attention_work(
         in_r, m, h, offs_i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
         k, v, scales, offs_n = load_keys(
             K, V, SCALES, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, t, offs_d,
-            offs_dv, HEAD_DIM, HEAD_DIM_V, PAGE, BLOCK_N, BLOCK_D, BLOCK_DV, ENCODING,
+            offs_dv, HEAD_DIM, HEAD_DIM_V, PAGE, BLOCK_N, BLOCK_D, BLOCK_DV, ENCODING, BITS,
         )  # fmt: skip
 
         # where the next tile is, and its pages
@@ -211,7 +225,7 @@ def attention_work(
 
         m_i, l_i, acc = fold_keys(
             q, k, v, scales, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums,
-            scale, ROWS, MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION, ENCODING,
+            scale, ROWS, MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION, ENCODING, BITS,
         )  # fmt: skip
 
         # the end of a row of tiles, or of this program's part of one that may be shared
@@ -283,7 +297,7 @@ def attention_chunks(
     PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, ENCODING: tl.constexpr,
-    CHUNK: tl.constexpr,
+    BITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A program's share is whole chunks of CHUNK tiles: each is begun and left alike, and rows of several are merged
     alike, whichever programs do them. `most` is how many chunks a row can have.
@@ -295,7 +309,7 @@ def attention_chunks(
     lo = program_start(p, programs, work)
     hi = program_start(p + 1, programs, work)
     u, hk, t = tile_at(lo, BEFORE, UNITS, slots, tl.arange(0, LOOK), HEADS_KV, CHUNK)
-    offs_d = columns_of_codes(tl.arange(0, BLOCK_D), HEAD_DIM, ENCODING)
+    offs_d = columns_of_codes(tl.arange(0, BLOCK_D), HEAD_DIM, ENCODING, BITS)
     offs_dv = tl.arange(0, BLOCK_DV)
 
     for place in range(lo, hi):
@@ -313,12 +327,12 @@ def attention_chunks(
         for tile in range(t, end):
             k, v, scales, offs_n = load_keys(
                 K, V, SCALES, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, pages, unit, hk, tile,
-                offs_d, offs_dv, HEAD_DIM, HEAD_DIM_V, PAGE, BLOCK_N, BLOCK_D, BLOCK_DV, ENCODING,
+                offs_d, offs_dv, HEAD_DIM, HEAD_DIM_V, PAGE, BLOCK_N, BLOCK_D, BLOCK_DV, ENCODING, BITS,
             )  # fmt: skip
             pages = pages_of(TABLE, FIRST, stride_t, unit[0], (unit[2] + tile + 1) * BLOCK_N, unit[4], PAGE, BLOCK_N)
             m_i, l_i, acc = fold_keys(
                 q, k, v, scales, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args, mask_nums, score_args, score_nums,
-                scale, ROWS, MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION, ENCODING,
+                scale, ROWS, MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION, ENCODING, BITS,
             )  # fmt: skip
 
         # epilogue: a row of one chunk is done; of others, whoever leaves the last part of a row merges it
@@ -367,9 +381,12 @@ def pool_of(call: Call) -> tuple[Any, ...]:
     """k and v as the kernels take them, and the scales of codes with their strides."""
     if call.scales is None:
         return call.k, call.v, None
-    strides = (*call.scales[0].stride(), *call.scales[1].stride())
-    # Triton has no float8 on older GPUs
-    return call.k.view(torch.uint8), call.v.view(torch.uint8), (*call.scales, *(encoded(stride) for stride in strides))
+    scales = (*call.scales[:2], *(encoded(stride) for scale in call.scales[:2] for stride in scale.stride()))
+    if call.keys_by_channel:
+        least, opened, place = call.scales[2:]
+        strides = (*least.stride()[:2], *opened.stride()[:3])
+        scales = (*scales, least, opened, place, *(encoded(stride) for stride in strides))
+    return call.k.view(torch.uint8), call.v.view(torch.uint8), scales  # Triton has no float8 on older GPUs
 
 
 def planned_forward(
@@ -546,7 +563,7 @@ def _plans(call: Call) -> Planned:
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n,
         block_d, block_dv, side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
         score and score.queries.apply, matmul_precision(call),
-        None if call.scales is None else BY_DTYPE[call.k.dtype],
+        None if call.scales is None else BY_DTYPE[call.v.dtype], bits_by_channel(call),
     )  # fmt: skip
     sizes = (*sizes, work.most) if call.batch_invariant else sizes
     constants = (*constants, chunk if call.batch_invariant else requests_of_tile(call))
@@ -567,5 +584,11 @@ def rows_of_tile(call: Call, least: int = 16, most: int = 64) -> int:
 
 
 def _tile(call: Call) -> tuple[int, int]:
-    """Rows of a tile, and 32 KB of keys."""
-    return rows_of_tile(call), max(16, min(128, 32768 // (padded(call.head_dim) * call.q.element_size())))
+    """Rows of a tile, and 32 KB of keys; by channel 8,192 numbers of one page, whose scales are then read once, or else
+    4,096, since scales of several pages take registers.
+    """
+    most = 128
+    if call.keys_by_channel:
+        most = 8192 // padded(call.head_dim)
+        most = most if call.k.shape[1] % most == 0 else most // 2
+    return rows_of_tile(call), max(16, min(128, most, 32768 // (padded(call.head_dim) * call.q.element_size())))

@@ -12,14 +12,14 @@ from tilewise.core.readback import being_traced
 from tilewise.ops.kv_write.problem import copy_calls, write_call
 from tilewise.ops.kv_write.table import choose
 from tilewise.ops.kv_write.torch_op import compiled_copy, compiled_write, run
-from tilewise.quant import Encoded
+from tilewise.quant import ByChannel, Encoded
 from tilewise.rotary import Rope
 
 
 def kv_write(
     k: torch.Tensor,
     v: torch.Tensor,
-    k_pages: torch.Tensor | Encoded,
+    k_pages: torch.Tensor | Encoded | ByChannel,
     v_pages: torch.Tensor | Encoded,
     slot_mapping: torch.Tensor,
     *,
@@ -38,7 +38,11 @@ def kv_write(
         k_pages: (num_pages, page_size, num_heads_kv, head_dim), unit stride in head_dim, any others.
         v_pages: (num_pages, page_size, num_heads_kv, head_dim_v), likewise. All four have one dtype, float16, bfloat16
             or float32, and lie on one device. Or both pages are `tilewise.quant.Encoded` of one kind: each token's head
-            is then encoded on the way, as `tilewise.quant.encode` does it.
+            is then encoded on the way, as `tilewise.quant.encode` does it. Beside such values, keys may be a
+            `tilewise.quant.ByChannel`, open in the dtype of k: a key whose page is open goes there; any other page is
+            encoded, as `encode_by_channel` does it, by the token that takes its last slot, with the tokens before it in
+            the slots before and, for slots that these do not reach, the keys that `place` says it had when it was open.
+            Pages are encoded first, so a row of theirs may be another page's already.
         slot_mapping: int32 or int64 (tokens,), contiguous, on that device; a token whose slot is negative is skipped.
             No slot may come twice: which token would stay is undefined.
         rope: a `tilewise.Rope` by which keys are rotated on the way, before they are rounded or encoded; positions of

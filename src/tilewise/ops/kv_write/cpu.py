@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from tilewise.ops.kv_write.problem import Copy, Write
-from tilewise.quant import encode
+from tilewise.quant import ByChannel, encode, encode_by_channel
 from tilewise.quant.codes import BY_DTYPE
 from tilewise.rotary import rotated
 
@@ -25,9 +27,32 @@ def write(call: Write) -> None:
         call.k_pages[at] = k.to(v.dtype)
         call.v_pages[at] = v
         return
-    for x, pages, scale in zip((k, v), (call.k_pages, call.v_pages), call.scales, strict=True):
+    of_keys = [(k, call.k_pages, call.scales[0])] if call.channels is None else []
+    if call.channels is not None:
+        _by_channel(call.channels, slots, k.to(v.dtype))
+    for x, pages, scale in (*of_keys, (v, call.v_pages, call.scales[1])):
         made = encode(x, BY_DTYPE[pages.dtype])
         pages[at], scale[at] = made.data, made.scale
+
+
+def _by_channel(channels: ByChannel, slots: torch.Tensor, k: torch.Tensor) -> None:
+    """Keys into open pages, after the pages that they fill have been encoded."""
+    page_size = channels.data.shape[1]
+    page, offset = slots // page_size, slots % page_size
+    place = channels.place[page]
+    last = ((place < 0) & (offset == page_size - 1)).nonzero()[:, 0]
+    if len(last):
+        offsets = torch.arange(page_size, device=slots.device)
+        tokens = last[:, None] - page_size + 1 + offsets
+        new = (tokens >= 0) & (slots[tokens.clamp(min=0)] == slots[last, None] - page_size + 1 + offsets)
+        keys = k[tokens.clamp(min=0)]
+        if not new.all():
+            keys = torch.where(new[..., None, None], keys, channels.open[-1 - place[last]])
+        made = encode_by_channel(keys, channels.bits)
+        filled = page[last]
+        channels.data[filled], channels.scale[filled], channels.least[filled] = made.data, made.scale, made.least
+    is_open = place >= 0
+    channels.open[place[is_open], offset[is_open]] = k[is_open]
 
 
 def copy(call: Copy) -> None:

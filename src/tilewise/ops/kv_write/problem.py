@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import once_per_version, values_checked
-from tilewise.quant import Encoded
+from tilewise.core.readback import once_per_version, unreadable, values_checked
+from tilewise.quant import ByChannel, Encoded
 from tilewise.rotary import Rope, check_positions, check_rope
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -22,7 +22,8 @@ class Write:
     """Tokens k (tokens, heads, head_dim) and v that go to slots of the pages. Implementations read nothing else.
 
     With `scales` of both (num_pages, page_size, heads), pages hold codes, whose kind their dtype says (`Encoded`). Keys
-    are turned by `rope` before they are rounded or encoded.
+    by channel are all in `channels`, of which k_pages and the first scale are parts. Keys are turned by `rope` before
+    they are rounded or encoded.
     """
 
     k: torch.Tensor
@@ -32,11 +33,13 @@ class Write:
     slots: torch.Tensor
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
     rope: Rope | None = None
+    channels: ByChannel | None = None
 
     @property
     def changed(self) -> tuple[torch.Tensor, ...]:
         """What is written to."""
-        return (self.k_pages, self.v_pages, *(self.scales or ()))
+        more = () if self.channels is None else (self.channels.least, self.channels.open)
+        return (self.k_pages, self.v_pages, *(self.scales or ()), *more)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,7 +86,10 @@ def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, rope: Any
         _check_no_gradient(cos=rope.cos, sin=rope.sin)
     if encoded:
         _check_no_gradient(k=k, v=v)
-        call = Write(k, v, k_pages.data, v_pages.data, slots, (k_pages.scale, v_pages.scale), rope)
+        channels = k_pages if isinstance(k_pages, ByChannel) else None
+        if channels is not None:
+            _check_alike("k", k, "k_pages.open", channels.open)
+        call = Write(k, v, k_pages.data, v_pages.data, slots, (k_pages.scale, v_pages.scale), rope, channels)
     else:
         _check_no_gradient(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
         call = Write(k, v, k_pages, v_pages, slots, None, rope)
@@ -93,6 +99,13 @@ def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, rope: Any
 
 def copy_calls(k_pages: Any, v_pages: Any, pairs: Any) -> tuple[Copy, ...]:
     """The call of `copy_pages`, of encoded pages one for codes, as bytes, and one for scales; raises InputError."""
+    if isinstance(k_pages, ByChannel):
+        raise InputError(
+            "k_pages",
+            got="a ByChannel",
+            expected="tensors, or an Encoded",
+            hint="a copy is made to be written, so its keys are opened: `tilewise.kv.PagePool.copy` and `open`",
+        )
     encoded = _check_pages(k_pages, v_pages)
     _check_index("pairs", pairs, (None, 2), "(n, 2)", k_pages.device)
     if encoded:
@@ -125,6 +138,8 @@ def check_values(call: Call) -> None:
             )
         if call.rope is not None:
             check_positions(call.rope, call.slots)
+        if call.channels is not None:
+            _check_open(call.channels, call.slots)
         return
     largest, again = _pairs(call.pairs) or (-1, None)
     if largest >= num_pages:
@@ -137,6 +152,29 @@ def check_values(call: Call) -> None:
             got=f"page {again} written, and in another pair",
             expected="pages that are written in one pair only",
             hint="make one call after another where a page is copied on",
+        )
+
+
+def _check_open(channels: ByChannel, slots: torch.Tensor) -> None:
+    """Raise InputError for a token whose page is not open, and is not filled by the tokens around it."""
+    if unreadable(slots):
+        return
+    channels.check_places()
+    page_size = channels.data.shape[1]
+    page, offset = slots // page_size, slots % page_size
+    coded = (slots >= 0) & (channels.place[page.clamp(min=0)] < 0)
+    first = torch.arange(len(slots), device=slots.device) - offset  # where the page's first token would be
+    last = first + page_size - 1
+    filled = (last < len(slots)) & (slots[last.clamp(max=len(slots) - 1)] == slots - offset + page_size - 1)
+    if not channels.open.shape[0]:  # nor has any page been open
+        filled &= (first >= 0) & (slots[first.clamp(min=0)] == slots - offset)
+    lost = slots[coded & ~filled].tolist()
+    if lost:
+        raise InputError(
+            "slot_mapping",
+            got=f"slot {lost[0]}, in a page of codes that this call does not fill",
+            expected="slots of open pages, or those up to a page's last one, side by side",
+            hint="`k_pages.place` says which pages are open; `tilewise.kv.KVCache` opens them",
         )
 
 
@@ -163,10 +201,13 @@ def _pairs(pairs: torch.Tensor) -> tuple[int, int | None]:
 
 def _check_pages(k_pages: Any, v_pages: Any) -> bool:
     """Whether they are encoded."""
-    encoded = isinstance(k_pages, Encoded) or isinstance(v_pages, Encoded)
+    by_channel = isinstance(k_pages, ByChannel)
+    encoded = by_channel or isinstance(k_pages, Encoded) or isinstance(v_pages, Encoded)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if encoded:
+        if encoded and not (by_channel and name == "k_pages"):
             _check_encoded(name, x)
+        elif encoded:
+            continue
         else:
             _check_tensor(name, x, 4, _PAGES)
         if not x.shape[1]:
@@ -180,11 +221,12 @@ def _check_pages(k_pages: Any, v_pages: Any) -> bool:
         )
     if not encoded:
         _check_alike("v_pages", v_pages, "k_pages", k_pages)
-    elif v_pages.kind != k_pages.kind or v_pages.device != k_pages.device:
+    elif v_pages.device != k_pages.device or (not by_channel and v_pages.kind != k_pages.kind):
+        kind = v_pages.kind if by_channel else k_pages.kind
         raise InputError(
             "v_pages",
             got=f"{v_pages.kind} on {v_pages.device}",
-            expected=f"{k_pages.kind} on {k_pages.device}, as k_pages",
+            expected=f"{kind} on {k_pages.device}, as k_pages",
             hint="encode both alike",
         )
     return encoded

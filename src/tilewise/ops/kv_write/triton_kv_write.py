@@ -15,11 +15,12 @@ from tilewise.ops.attention.triton_launch import Plan, Plans, on_device
 from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.quant.codes import BY_DTYPE
 from tilewise.rotary import Rope
-from tilewise.tiles.codes import codes_of, scales_of
+from tilewise.tiles.codes import codes_by_channel, codes_of, scales_of, spans_of
 from tilewise.tiles.rotary import angles_of, turned
 
 _WRITTEN = 1024  # elements of a program's tile (tokens, columns): a decode step has few tokens, and wants programs
 _COPIED = 2048  # columns of a program, of a page
+_ALONE = 1024  # tokens up to which each has programs of its own that look whether it fills its page
 _WARPS = 4
 _PLANS = Plans()
 
@@ -89,6 +90,43 @@ def encode_rows(
     slot = page * stride_pp + offset * stride_ps + head * stride_ph
     tl.store(PAGES + slot[:, None] + offs[None, :], code.to(tl.uint8), mask=inside)
     tl.store(SCALES + page * stride_sp + offset * stride_ss + head * stride_sh, scale, mask=used)
+
+
+@triton.jit
+def keep_rows(
+    X, OPEN, ROPE, stride_xt, stride_xh, stride_op, stride_os, stride_oh, token, head, row, offset, used,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Some heads of k, turned where there is a ROPE, into rows of open pages  # [BLOCK_R, BLOCK]"""
+    offs = tl.arange(0, BLOCK)
+    inside = used[:, None] & (offs < DIM)[None, :]
+    rows = X + (token * stride_xt + head * stride_xh)[:, None]
+    x = tl.load(rows + offs[None, :], mask=inside)
+    if ROPE is not None:
+        cos, sin = angles_of(ROPE, token, used)
+        x = turned(x, rows, offs, cos, sin, inside, used, DIM, ROTARY, INTERLEAVED).to(X.dtype.element_ty)
+    slot = row * stride_op + offset * stride_os + head * stride_oh
+    tl.store(OPEN + slot[:, None] + offs[None, :], x, mask=inside)
+
+
+@triton.jit
+def page_of_keys(
+    K, OPEN, ROPE, stride_kt, stride_kh, stride_op, stride_os, stride_oh, tokens, new, head, row, offs, inside, dims,
+    STEP: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Dimensions `dims`, as `turned` has them, of all keys of a page, float32: new ones turned and rounded as open
+    pages hold them, the others from their row  # [PAGE, BLOCK]
+    """
+    there = dims < DIM
+    is_new = new[:, None] & there[None, :]
+    rows = K + (tokens * stride_kt + head * stride_kh)[:, None]
+    x = tl.load(rows + dims[None, :], mask=is_new, other=0.0)
+    if ROPE is not None:
+        cos, sin = angles_of(ROPE, tokens, new)
+        x = turned(x, rows, dims, cos, sin, is_new, new, STEP, ROTARY, INTERLEAVED).to(K.dtype.element_ty)
+    slot = row * stride_op + offs * stride_os + head * stride_oh
+    old = tl.load(OPEN + slot[:, None] + dims[None, :], mask=(inside & ~new)[:, None] & there[None, :], other=0.0)
+    return tl.where(new[:, None], x, old).to(tl.float32)
 
 
 @triton.jit
@@ -166,6 +204,85 @@ def encode_tokens(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def encode_full_pages(
+    K, PAGES, SCALES, LEAST, OPEN, PLACE, SLOTS, ROPE, stride_kt, stride_kh, stride_pp, stride_ps, stride_ph, stride_sp,
+    stride_sh, stride_lp, stride_lh, stride_op, stride_os, stride_oh, tokens,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr, RUN: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Keys by channel of the pages that the last tokens of a run of RUN fill, some bytes of a row, of one head."""
+    # who am I
+    STEP: tl.constexpr = DIM * BITS // 8
+    PARTS: tl.constexpr = (STEP + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    part = program % PARTS
+    head = program // PARTS % HEADS
+    first = (program // (PARTS * HEADS)).to(tl.int64) * RUN
+    offs = tl.arange(0, BLOCK_P)
+    inside = offs < PAGE
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+
+    for last in range(first, tl.minimum(first + RUN, tokens)):
+        slot = tl.load(SLOTS + last).to(tl.int64)
+        page = tl.maximum(slot, 0) // PAGE
+        place = tl.load(PLACE + page).to(tl.int64)
+        if (slot >= 0) & (slot % PAGE == PAGE - 1) & (place < 0):
+            # which of the page's tokens are here
+            token = last - PAGE + 1 + offs
+            new = inside & (token >= 0)
+            new = new & (tl.load(SLOTS + token, mask=new, other=-1) == slot - PAGE + 1 + offs)
+
+            code = tl.zeros([BLOCK_P, BLOCK], tl.int32)
+            for n in tl.static_range(8 // BITS):
+                dims = tl.where(columns < STEP, n * STEP + columns, DIM)
+                x = page_of_keys(
+                    K, OPEN, ROPE, stride_kt, stride_kh, stride_op, stride_os, stride_oh, token, new, head, -1 - place,
+                    offs, inside, dims, STEP | BLOCK, DIM, ROTARY, INTERLEAVED,
+                )  # fmt: skip
+                step, least = spans_of(x, inside, BITS)
+                step = step.to(SCALES.dtype.element_ty)
+                least = least.to(SCALES.dtype.element_ty)
+                code |= codes_by_channel(x, step.to(tl.float32), least.to(tl.float32), BITS) << (n * BITS)
+                there = dims < DIM
+                tl.store(SCALES + page * stride_sp + head * stride_sh + dims, step, mask=there)
+                tl.store(LEAST + page * stride_lp + head * stride_lh + dims, least, mask=there)
+            rows = page * stride_pp + offs * stride_ps + head * stride_ph
+            at = PAGES + rows[:, None] + columns[None, :]
+            tl.store(at, code.to(tl.uint8), mask=inside[:, None] & (columns < STEP)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def keep_keys_encode_values(
+    K, V, OPEN, V_PAGES, V_SCALES, PLACE, SLOTS, ROPE, stride_kt, stride_kh, stride_vt, stride_vh, stride_op, stride_os,
+    stride_oh, stride_vpp, stride_vps, stride_vph, stride_vsp, stride_vss, stride_vsh, tokens,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ENCODING: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Keys of open pages as they are, values of all pages as codes."""
+    # who am I
+    at = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = at // HEADS
+    head = at % HEADS
+
+    # where the tokens go
+    slot = tl.load(SLOTS + token, mask=token < tokens, other=-1).to(tl.int64)
+    used = slot >= 0
+    page = slot // PAGE
+    offset = slot % PAGE
+    row = tl.load(PLACE + page, mask=used, other=-1).to(tl.int64)
+
+    keep_rows(
+        K, OPEN, ROPE, stride_kt, stride_kh, stride_op, stride_os, stride_oh, token, head, row, offset, row >= 0, DIM,
+        BLOCK_D, ROTARY, INTERLEAVED,
+    )  # fmt: skip
+    encode_rows(
+        V, V_PAGES, V_SCALES, None, stride_vt, stride_vh, stride_vpp, stride_vps, stride_vph, stride_vsp, stride_vss,
+        stride_vsh, token, head, page, offset, used, DIM_V, BLOCK_DV, ENCODING, 0, False,
+    )  # fmt: skip
+
+
 @triton.jit
 def copy_whole_pages(
     K_PAGES, V_PAGES, PAIRS, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
@@ -191,6 +308,9 @@ def copy_whole_pages(
 
 def write(call: Write) -> None:
     """Tokens into their slots."""
+    if call.channels is not None:
+        _write_by_channel(call)
+        return
     if call.scales is not None:
         _write_encoded(call)
         return
@@ -212,6 +332,25 @@ def _write_encoded(call: Write) -> None:
     k, v, k_pages, v_pages, *rest = tensors
     with on_device(call.k):  # Triton has no float8 on older GPUs
         plan.launch((k, v, k_pages.view(torch.uint8), v_pages.view(torch.uint8), *rest, _angles(call)), ())
+
+
+def _write_by_channel(call: Write) -> None:
+    """Full pages first: a row that held keys of theirs may be another page's now."""
+    pages = call.channels
+    tensors = (
+        call.k, call.v, pages.data, pages.scale, pages.least, pages.open, pages.place, call.v_pages, call.scales[1],
+        call.slots,
+    )  # fmt: skip
+    key = _key("channels", tensors, call.rope)
+    plans = _PLANS.get(key)
+    if plans is None:
+        plans = _PLANS.put(key, (_full_pages_plan(call), _keep_plan(call)))
+    angles, values = _angles(call), call.v_pages.view(torch.uint8)
+    with on_device(call.k):
+        full = (call.k, pages.data, pages.scale, pages.least, pages.open, pages.place, call.slots, angles)
+        plans[0].launch(full, ())
+        kept = (call.k, call.v, pages.open, values, call.scales[1], pages.place, call.slots, angles)
+        plans[1].launch(kept, ())
 
 
 def _angles(call: Write) -> tuple[Any, ...] | None:
@@ -274,6 +413,39 @@ def _encode_plan(call: Write) -> Plan:
     )  # fmt: skip
     grid = triton.cdiv(tokens * heads, block_r)
     return Plan(encode_tokens, grid, strides, (tokens,), constants, _WARPS, 1, options=_options(call))
+
+
+def _full_pages_plan(call: Write) -> Plan:
+    tokens, heads, dim = call.k.shape
+    pages = call.channels
+    page_size, step = pages.data.shape[1], pages.data.shape[3]
+    block_p = triton.next_power_of_2(page_size)
+    block = min(max(16, _COPIED // block_p), triton.next_power_of_2(step))
+    run = 1 if tokens <= _ALONE else 16
+    strides = (
+        *call.k.stride()[:2], *pages.data.stride()[:3], *pages.scale.stride()[:2], *pages.least.stride()[:2],
+        *pages.open.stride()[:3],
+    )  # fmt: skip
+    constants = (page_size, heads, dim, pages.bits, block_p, block, run, *_turns(call))
+    grid = triton.cdiv(tokens, run) * heads * triton.cdiv(step, block)
+    return Plan(encode_full_pages, grid, strides, (tokens,), constants, _WARPS, 1, options=_options(call))
+
+
+def _keep_plan(call: Write) -> Plan:
+    tokens, heads, dim = call.k.shape
+    dim_v = call.v.shape[2]
+    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
+    block_r = min(max(1, _WRITTEN // max(block_d, block_dv)), triton.next_power_of_2(tokens * heads))
+    strides = (
+        *call.k.stride()[:2], *call.v.stride()[:2], *call.channels.open.stride()[:3], *call.v_pages.stride()[:3],
+        *call.scales[1].stride(),
+    )  # fmt: skip
+    constants = (
+        call.v_pages.shape[1], heads, dim, dim_v, block_r, block_d, block_dv, BY_DTYPE[call.v_pages.dtype],
+        *_turns(call),
+    )  # fmt: skip
+    grid = triton.cdiv(tokens * heads, block_r)
+    return Plan(keep_keys_encode_values, grid, strides, (tokens,), constants, _WARPS, 1, options=_options(call))
 
 
 def _turns(call: Write) -> tuple[int, bool]:

@@ -54,6 +54,7 @@ ROW: Row[Call] = Row(
         Need("keys in pages, or a dense layout", lambda c: "packed" if c.packed and not c.pages else None),
         Need("head dimensions of 48 to 256, multiples of 16 (of int4: of 32)", _other_dims),
         Need("queries of bfloat16, or keys and values that are not encoded", _half_and_codes),
+        Need("keys that are not encoded by channel", lambda c: "by channel" if c.keys_by_channel else None),
         Need("no prefixes that are shared, or keys and values that are not encoded", _shared_codes),
         Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
         Need("no score formula, or one that reads the score", _other_scores),
