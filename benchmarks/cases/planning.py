@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 import tilewise as tw
@@ -34,7 +35,7 @@ PROGRAMS, TILE = 132, (16, 128)  # of `hopper_decode` on an H200: multiprocessor
 ON_GPU = f"one of {UPDATES} updates of a plan, replayed from a CUDA graph"
 ON_HOST = (
     "host time; ours: `AttentionPlan.update`, one launch on a GPU; "
-    f"worklist: units, and where each of {PROGRAMS} programs begins; "
+    f"worklist: from lengths in NumPy arrays, units, and where each of {PROGRAMS} programs begins; "
     "flashinfer: the `plan` of its decode wrapper, lengths on the host"
 )
 OF_LAYER = f"one of {LAYERS} layers of a step, replayed from a CUDA graph; planned: with its share of one plan"
@@ -96,7 +97,9 @@ def plan_on_host(batch: Batch, given: Tensors, flashinfer: Any, writer: Writer, 
     for row in ROWS[device]:
         if refusal(row, q, k, v, layout=layout) is None:
             calls[f"tilewise.{row}"] = tw.plan(q, k, v, layout=layout, impl=row).update
-    calls["tilewise.worklist"] = lambda: worklist(batch)
+    keys = np.array(batch.lengths, dtype=np.int32)
+    queries = np.ones_like(keys)
+    calls["tilewise.worklist"] = lambda: worklist(batch, queries, keys)
     if flashinfer is not None:
         calls["flashinfer"] = flashinfer_decode(flashinfer, batch, given)[1]
     timed = host_times(calls, device=device, rounds=rounds, repeat=UPDATES)
@@ -108,13 +111,12 @@ def plan_on_host(batch: Batch, given: Tensors, flashinfer: Any, writer: Writer, 
         )  # fmt: skip
 
 
-def worklist(batch: Batch) -> tuple[Any, ...]:
+def worklist(batch: Batch, queries: Any, keys: Any) -> tuple[Any, ...]:
     """The host's twin of the plan: (unit, head, tile) where each program begins."""
     rows, block_n = TILE
     work = WorkList.build(
-        [1] * len(batch.lengths), batch.lengths, heads_q=batch.heads_q, heads_kv=batch.heads_kv, programs=PROGRAMS,
-        rows=rows, block_n=block_n,
-    )  # fmt: skip
+        queries, keys, heads_q=batch.heads_q, heads_kv=batch.heads_kv, programs=PROGRAMS, rows=rows, block_n=block_n
+    )
     return work.places(work.starts)
 
 

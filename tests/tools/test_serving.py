@@ -197,7 +197,7 @@ def test_layers_plan_once_or_each_for_itself(tmp_path: Path) -> None:
 
 def test_the_host_knows_where_each_program_begins() -> None:
     batch = paged.Batch((256,) * 4, "equal", 16)
-    unit, head, tile = planning.worklist(batch)
+    unit, head, tile = planning.worklist(batch, [1] * len(batch.lengths), batch.lengths)
     assert len(unit) == planning.PROGRAMS + 1
     assert (unit[1], head[1], tile[1]) == (0, 0, 1)  # 64 tiles of 128 keys: one for each program
     assert unit[-1] == 4
