@@ -568,7 +568,8 @@ def _plans(call: Call) -> Planned:
     sizes = (*sizes, work.most) if call.batch_invariant else sizes
     constants = (*constants, chunk if call.batch_invariant else requests_of_tile(call))
     kernel = attention_chunks if call.batch_invariant else attention_work
-    tiles = Plan(kernel, programs, strides_of_pages(call), sizes, constants, warps, 2)
+    stages = 1 if call.keys_by_channel else 2  # Triton 3.9 cannot divide loads that depend on a page's place
+    tiles = Plan(kernel, programs, strides_of_pages(call), sizes, constants, warps, stages)
     return work, tiles
 
 
