@@ -281,8 +281,12 @@ def test_explain_plan_shares_evenly(tmp_path: Path) -> None:
     assert max(shares) - min(shares) <= 1
     assert found["merges"]
     sharing = ("explain", "plan", "500,510,505,490", "--heads-kv", "8", "--shared", "480", "--programs", "4")
-    assert data(*sharing)["tiles"] == 8 * (7 + 4) < data(*sharing, "--shared", "63")["tiles"] == 8 * 4 * 8
-    assert "0: prefix from request 0 head 0 tiles 0-6" in call(*sharing)
+    shared = data(*sharing)
+    assert (shared["prefixes"]["tiles"], shared["tiles"]) == (8 * 7, 8 * 4)
+    assert len(shared["merges"]) == 8 * 4
+    assert all(merge["prefix"] for merge in shared["merges"])
+    assert data(*sharing, "--shared", "63")["tiles"] == 8 * 4 * 8
+    assert "0: requests from 0 head 0 tiles 0-6" in call(*sharing)
     assert "begin at key 0" in refusal(*sharing, "--mask", "causal & window(64)")
     windowed = data("explain", "plan", "4000", "--programs", "5", "--mask", "causal & window(128)")
     assert windowed["tiles"] < found["tiles"]

@@ -74,7 +74,7 @@ _CODES = "src/tilewise/tiles/codes.py"
 _ROTARY = "src/tilewise/tiles/rotary.py"
 _PAGED = (
     _CODES,
-    *(_ATTENTION + f"triton_{name}.py" for name in ("channels", "paged", "parts", "prefixes", "work")),
+    *(_ATTENTION + f"triton_{name}.py" for name in ("channels", "paged", "parts", "planned", "prefixes", "work")),
     _ATTENTION + "sharing.py",
 )
 

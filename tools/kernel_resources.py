@@ -163,7 +163,12 @@ class Variant:
         if self.row == "kv_write":
             moved = WRITES[self.formula](self.head_dim, DTYPES[self.dtype])
             return {found.kernel: found for found in compile_kv_write(moved, self.sm)}
-        return {found.kernel: found for found in compile_call(self.call(), self.sm, self.row)}
+        found = compile_call(self.call(), self.sm, self.row)
+        named = {one.kernel: one for one in found}
+        if self.formula == "shared":  # the same kernel twice: over prefixes, then over requests
+            first = next(one for one in found if one.kernel == found[-1].kernel)
+            named = {f"{first.kernel} of prefixes": first} | named
+        return named
 
 
 _QUICK = {

@@ -58,11 +58,11 @@ class Paged:
         cu_seqlens_q: int32 (batch + 1,), cumulative query lengths of a packed q (total_q, num_heads_q, head_dim); None
             for q (batch, seqlen_q, num_heads_q, head_dim).
         share_prefixes: on a GPU, read keys that neighbouring requests have in common (their rows of `block_table` begin
-            alike) once for all of them, and merge that with the rest in the same launch, where a count of bytes says
-            that it pays. Results are equal within rounding, the same bits at each repeat. For q that is not packed, 2
-            to 1,024 requests, few queries, no mask or `causal`, and scores that look at neither b nor i (`softcap`);
-            `tilewise.why` says whether a call is one. Ignored elsewhere, and an error with `batch_invariant=True`. By
-            name alone.
+            alike) once for all of them, in a launch before that of the rest, which merges both, where a count of bytes
+            says that it pays. Results are equal within rounding, the same bits at each repeat. For q that is not
+            packed, 2 to 1,024 requests, few queries, no mask or `causal`, and scores that look at neither b nor i
+            (`softcap`); `tilewise.why` says whether a call is one. Ignored elsewhere, and an error with
+            `batch_invariant=True`. By name alone.
 
     All on the device of q and contiguous (rows of `block_table` may lie apart); the last query of a request stands at
     its last token. What unused slots hold does not matter. Shapes and types are checked at every call; values (pages

@@ -14,6 +14,7 @@ from tilewise.core.errors import InputError, MissingExtraError
 from tilewise.explain import draw, ladder, roofline, timeline
 from tilewise.formula import library
 from tilewise.kv.allocator import PageAllocator
+from tilewise.schedule.sharing import Group
 from tilewise.schedule.worklist import WorkList
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,16 @@ def test_shares_have_a_bar_for_every_row_of_tiles() -> None:
         assert sum(width for y, _, width in drawn if y == program) == np.diff(work.starts)[program]
     with pytest.raises(InputError, match="programs"):
         draw.shares(WorkList.build([1], [9], heads_q=1, heads_kv=1, programs=161))
+
+
+def test_shares_of_prefixes_come_first() -> None:
+    work = WorkList.build([1] * 3, [900] * 3, heads_q=4, heads_kv=2, programs=5, groups=[Group(0, 3, 12)], together=2)
+    assert work.prefixes is not None
+    bars = [(bar.get_x(), bar.get_width(), bar.get_alpha()) for bar in draw.shares(work).axes[0].patches]
+    before = [(x, width, alpha) for x, width, alpha in bars if x < max(np.diff(work.prefixes.starts))]
+    assert sum(width for _, width, _ in before) == work.prefixes.work == 2 * 2 * 12
+    assert sum(width for _, width, _ in bars) == work.prefixes.work + work.work
+    assert {alpha for *_, alpha in bars} == {0.45}, "all are merged"
 
 
 def test_pages_are_numbered_filled_and_coloured_by_who_shares_them() -> None:

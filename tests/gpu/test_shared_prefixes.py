@@ -130,14 +130,31 @@ def test_one_graph_serves_other_groups(impl: str) -> None:
             torch.testing.assert_close(got, tw.attention(q, *pool, **plain), rtol=2e-2, atol=2e-3)
 
 
-def test_a_prefix_is_read_once() -> None:
-    """Units of the plan: one for each request, and before sixteen of them one that has their prefix."""
+@pytest.mark.parametrize(("impl", "keys"), [("triton_paged", 128), ("hopper_decode", 64)])
+def test_a_prefix_is_read_once(impl: str, keys: int) -> None:
+    """A unit for each request, behind 2,944 keys, and in a line before one for sixteen of them, of 64 keys a tile."""
     batch = many(32, 3000)
-    plan = tw.plan(batch.q, batch.k, batch.v, impl="hopper_decode", **batch.arguments)
-    units = plan._prepared._memory.units.view(-1, 8)  # type: ignore[union-attr, attr-defined]
-    assert units[:34, 7].tolist() == 2 * [-1, *range(1, 17)]
-    assert units[34:, 7].eq(0).all()
-    assert units[0, 3] * 64 == 2944
+    plan = tw.plan(batch.q, batch.k, batch.v, impl=impl, **batch.arguments)
+    memory = plan._prepared._memory  # type: ignore[union-attr, attr-defined]
+    units, prefixes, before = memory.units.view(-1, 8), memory.prefixes[0].view(-1, 8), memory.prefixes[1]
+    assert units[:32, 7].tolist() == 16 * [0] + 16 * [1]
+    assert units[:32, 2].eq(2944 // keys).all()
+    assert prefixes[:2, 0].tolist() == [0, 16]
+    assert prefixes[:2, 3].tolist() == 2 * [2944 // 64]
+    assert before[2:].eq(2 * 2944 // 64).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_where_nothing_is_shared_nothing_changes(impl: str) -> None:
+    """The same tiles, and so the same bits, as without."""
+    case = case_of([2000 + 7 * n for n in range(40)], heads_q=32, heads_kv=8)
+    batch = alike(Setting(impl, torch.bfloat16, DEVICE), case, [0] * 40)
+    plain = batch.arguments | {"layout": replace(batch.arguments["layout"], share_prefixes=False)}
+    got, want = (
+        tw.attention_with_lse(batch.q, batch.k, batch.v, impl=impl, **arguments)
+        for arguments in (batch.arguments, plain)
+    )
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

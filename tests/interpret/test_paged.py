@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tilewise.ops.attention import triton_launch, triton_paged
+from tilewise.ops.attention import triton_launch, triton_paged, triton_work
 from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.triton_work import (
     LOOK,
@@ -126,7 +126,7 @@ def test_the_device_plans_as_the_host(
 
     def spy(plan: Any, pointers: tuple[Any, ...], *rest: Any) -> None:
         launch(plan, pointers, *rest)
-        if plan.kernel is triton_paged.plan_work:
+        if plan.kernel is triton_work.plan_work:
             left.update(units=pointers[2], before=pointers[3])
 
     launch = triton_launch.Plan.launch

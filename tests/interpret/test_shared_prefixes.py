@@ -1,26 +1,22 @@
-"""Prefixes that requests share, in the interpreter: any groups and number of programs, and a plan like the host's."""
+"""Prefixes that requests share, in the interpreter: any groups, any number of programs (`test_shared_plans`: plans)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.ops.attention import triton_launch, triton_paged, triton_parts, triton_prefixes
 from tilewise.ops.attention.problem import Call, make_call
-from tilewise.ops.attention.sharing import bytes_of, requests_of_tile, unshared
 from tilewise.ops.attention.triton_work import UNIT
 from tilewise.quant import encode
-from tilewise.schedule.sharing import common_tiles, groups_of
-from tilewise.schedule.worklist import WorkList
 from tilewise.testing.case import Case
 from tilewise.testing.cases import causal, softcap
 from tilewise.testing.properties import Setting, same_bits
@@ -132,83 +128,25 @@ def test_any_groups(
         shared_prefixes_hold_the_keys(PAGED, case, [0, *(n for _, n in requests[1:])], page_size)
 
 
-@settings(max_examples=40, deadline=None)
-@given(requests=GROUPINGS, page_size=st.integers(1, 40), queries=st.integers(1, 4), group=st.integers(1, 6))
-@example(requests=[(700, 0), (700, 140), (700, 600)], page_size=16, queries=1, group=1)
-@example(requests=[(700, 0), (700, 600), (700, 140)], page_size=16, queries=1, group=1)
-@example(requests=[(700, 0)] + [(700, 600)] * 6, page_size=1, queries=4, group=4)
-@example(requests=[(700, 0)] + [(700, 130)] * 2, page_size=16, queries=1, group=32)  # costs more than it saves
-@example(requests=[(700, 0)] + [(700, 130)] * 3, page_size=16, queries=1, group=32)  # does not
-def test_the_device_plans_as_the_host(
-    requests: list[tuple[int, int]], page_size: int, queries: int, group: int
-) -> None:
-    keys, common = [n for n, _ in requests], [0, *(n for _, n in requests[1:])]
-    case = case_of(keys, queries, heads_q=2 * group)
-    call = call_of(alike(PAGED, case, common, page_size))
-    assert unshared(call) is None
-    assert call.pages is not None
-    rows, block_n = triton_paged._tile(call)
-    work, _ = triton_paged._plans(call)
-    memory = work.memory(call)
-    memory.arrived.fill_(7)
-    work.launch(call, memory)
-    assert memory.arrived.eq(0).all()
-    assert memory.common is not None
-    tables = call.pages.table.tolist()
-    tables = [table[: -(-n // page_size)] for table, n in zip(tables, keys, strict=True)]
-    tiles = common_tiles(tables, keys, queries, page_size, block_n)
-    assert memory.common.tolist() == tiles
-    token, part = bytes_of(call)
-    together = requests_of_tile(call)
-    assert together * queries * group <= rows < 2 * together * queries * group
-    groups = groups_of(tiles, together=together, tile_bytes=token * block_n, part_bytes=part)
-    want = WorkList.build(
-        [queries] * len(keys), keys, heads_q=2 * group, heads_kv=2, programs=3, rows=rows, block_n=block_n,
-        groups=groups, together=together,
-    )  # fmt: skip
-    count = len(want.request)
-    assert count <= work.slots
-    units = memory.units.view(-1, UNIT.value).numpy()
-    for column, name in ((0, "request"), (1, "tile"), (2, "begin"), (3, "count"), (7, "prefix")):
-        assert np.array_equal(units[:count, column], getattr(want, name)), name
-    assert (units[count:, 3] == 1).all()
-    before = np.append(0, np.cumsum(want.count))
-    assert np.array_equal(memory.before.numpy()[: count + 1], before)
-    assert (memory.before.numpy()[count:] == before[-1]).all()
-
-
-def test_pages_that_agree_again_are_not_shared() -> None:
-    """Behind the first page that is another's, and after 4,096 pages."""
-    for different, tiles in ((9, 1), (4095, 511), (4096, 512)):
-        table = torch.arange(5000, dtype=torch.int32).repeat(3, 1)
-        table[1, different] = 5000
-        pool = [torch.zeros(5001, 16, 1, 16)] * 2
-        layout = tw.Paged(table, torch.full((3,), 80_000, dtype=torch.int32), share_prefixes=True)
-        call = make_call(torch.zeros(3, 1, 1, 16), *pool, layout=layout)
-        work, _ = triton_paged._plans(call)
-        memory = work.memory(call)
-        work.launch(call, memory)
-        assert memory.common is not None
-        assert memory.common.tolist() == [0, tiles, tiles]
+def test_where_nothing_is_shared_nothing_changes() -> None:
+    """The same bits as without."""
+    for name in ("none", "too_little"):
+        keys, common = BATCHES[name]
+        batch = alike(PAGED, case_of(keys, 2, mask=causal), common)
+        plain = batch.arguments | {"layout": replace(batch.arguments["layout"], share_prefixes=False)}
+        with torch.no_grad():
+            got, want = (
+                tw.attention_with_lse(batch.q, batch.k, batch.v, impl="triton_paged", **arguments)
+                for arguments in (batch.arguments, plain)
+            )
+        assert all(map(torch.equal, got, want)), name
 
 
 def test_why_says_what_is_shared() -> None:
     batch = alike(PAGED, case_of([300, 300]), [0, 300])
     with torch.no_grad():
         found = tw.why(batch.q, batch.k, batch.v, impl="triton_paged", **batch.arguments)
-    assert "; shares prefixes of neighbours, 8 requests to a tile" in str(found)
-
-
-def test_a_prefix_is_read_by_few() -> None:
-    """Of 16 requests of 4 rows, one tile; where each has 32, each two."""
-    for heads, tiles in ((8, 1), (64, 8)):
-        call = call_of(alike(PAGED, case_of([300] * 16, heads_q=heads), [0] + [280] * 15))
-        work, _ = triton_paged._plans(call)
-        memory = work.memory(call)
-        work.launch(call, memory)
-        units = memory.units.view(-1, UNIT.value)
-        assert int((units[:, 7] == -1).sum()) == tiles
-        assert units[1:2, 2:4].tolist() == [[2, 1]]
+    assert "; shares prefixes of neighbours in a launch before, 8 requests to a tile" in str(found)
 
 
 def test_repeats_and_runs_of_a_plan_give_the_same_bits() -> None:
@@ -249,19 +187,33 @@ def test_a_plan_is_renewed_for_other_groups() -> None:
 
 
 @triton.jit
-def of_the_first(n, b, hk, parts, room, HEADS_KV: tl.constexpr, BLOCK_R: tl.constexpr):
+def of_the_first(PREFIXES, UNITS, u, unit, hk, rows_q, batch, HEADS_KV: tl.constexpr, GROUP: tl.constexpr,
+                 PREFIX_TILE: tl.constexpr):  # fmt: skip
     """Forgets which rows of a prefix's tile a request has."""
-    return triton_prefixes.first_rows(n, b, hk, (1, parts[1], parts[2], parts[3], parts[4]), room, HEADS_KV, BLOCK_R)
+    first = (0 * unit[0] + tl.load(PREFIXES[0] + tl.load(UNITS + u * UNIT + 7) * UNIT), *unit[1:])
+    return triton_prefixes.parts_of_prefix(PREFIXES, UNITS, u, first, hk, rows_q, batch, HEADS_KV, GROUP, PREFIX_TILE)
 
 
 @triton.jit
-def with_prefix_of_all(u, hk, UNITS, BEFORE, split, HEADS_KV: tl.constexpr):
-    """Forgets that some requests share nothing."""
-    prefix, first, count, own, owns = triton_prefixes.parts_of_request(u, hk, UNITS, BEFORE, split, HEADS_KV)
-    return prefix, first, tl.maximum(count, 1), own, owns
+def but_one(PREFIXES, UNITS, u, unit, hk, rows_q, batch, HEADS_KV: tl.constexpr, GROUP: tl.constexpr,
+            PREFIX_TILE: tl.constexpr):  # fmt: skip
+    """Forgets a prefix's last part."""
+    shared, row = triton_prefixes.parts_of_prefix(
+        PREFIXES, UNITS, u, unit, hk, rows_q, batch, HEADS_KV, GROUP, PREFIX_TILE
+    )
+    return tl.maximum(shared - 1, 0), row
 
 
-@pytest.mark.parametrize(("name", "broken"), [("first_rows", of_the_first), ("parts_of_request", with_prefix_of_all)])
+@triton.jit
+def one_behind(batch, of_request, HEADS_KV: tl.constexpr, PREFIX_TILE: tl.constexpr):
+    """Looks for a request's own parts where others lie."""
+    return triton_prefixes.room_of_prefixes(batch, of_request, HEADS_KV, PREFIX_TILE) * 0
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("parts_of_prefix", of_the_first), ("parts_of_prefix", but_one), ("room_of_prefixes", one_behind)],
+)
 def test_a_wrong_merge_is_noticed(name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     programs(monkeypatch, 20)
     monkeypatch.setattr(triton_parts, name, broken)

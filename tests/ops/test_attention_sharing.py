@@ -118,8 +118,10 @@ def test_what_sharing_must_save() -> None:
     assert bytes_of(call_of(kind="int4"))[0] == 2 * 2 * (64 + 4)
     found = remark(call_of(batch=16, mask=tw.causal, score=tw.softcap(30.0)), "triton_paged")
     assert "16 requests to a tile" in found
-    assert found.endswith("two requests from 21 tokens on")
-    assert 10 * 1024 * 21 > 13 * 2 * 8256 >= 10 * 1024 * 20
+    assert found.endswith("two requests from 33 tokens on")
+    assert 1024 * 33 > 2 * 2 * 8256 >= 1024 * 32
+    narrow = remark(call_of(heads=64, kind="int4"), "triton_paged")  # two rows of 32 for each of half as many bytes
+    assert narrow.endswith("two requests never")
 
 
 def test_why_says_what_a_row_on_the_cpu_makes_of_it() -> None:

@@ -19,6 +19,7 @@ from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, TileMap
 from tilewise.schedule.worklist import WorkList
 
 WIDEST = 64  # tiles a side that a terminal shows
+PREFIX_ROWS = 64  # of a tile of a prefix that requests share, as for head dimensions up to 128
 GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 
 
@@ -215,7 +216,8 @@ def plan(
 ) -> None:
     """Show how programs divide attention over pages: equal shares of all requests' tiles, and what is merged.
 
-    With --shared, keys that all requests have in common are in units of their own, for as many requests as fill a tile.
+    With --shared, keys that all requests have in common are in a line of their own, which is done before, in tiles of
+    64 rows.
 
     Example: tilewise explain plan "100,4000,64,900" --programs 8 --out plan.svg
     """
@@ -225,7 +227,7 @@ def plan(
         draw.check_target(out)
     keys = shapes.lengths(lengths, "LENGTHS")
     heads_kv = heads_kv or heads_q
-    together = rows * heads_kv // max(queries * heads_q, 1)
+    together = PREFIX_ROWS * heads_kv // max(queries * heads_q, 1)
     tiles = min([shared, *(n - queries for n in keys)]) // block_n
     work = WorkList.build(
         [queries] * len(keys), keys, heads_q=heads_q, heads_kv=heads_kv, programs=programs, rows=rows, block_n=block_n,
@@ -233,29 +235,40 @@ def plan(
         groups=[Group(0, len(keys), tiles)] if tiles > 0 and together > 1 else (),
     )  # fmt: skip
     merges = work.merges()
-    done = [list(work.segments(program)) for program in range(programs)]
     if out is not None:
         draw.save(draw.shares(work), out)
     if as_json:
-        parts = [[{"request": int(work.request[s.unit]), **s._asdict()} for s in segments] for segments in done]
-        say_json({"tiles": work.work, "programs": parts, "merges": [merge._asdict() for merge in merges]})
+        before = {} if work.prefixes is None else {"prefixes": _shares(work.prefixes)}
+        say_json({**_shares(work), **before, "merges": [merge._asdict() for merge in merges]})
         return
-    most = max((sum(s.end - s.first for s in segments) for segments in done), default=0)
+    if work.prefixes is not None:
+        say(f"before, prefixes: {work.prefixes.work} tiles of {PREFIX_ROWS} rows and {block_n} keys")
+        _say_shares(work.prefixes, "requests from ")
     say(f"{len(keys)} requests, {work.work} tiles of {rows} rows and {block_n} keys")
-    say(f"{programs} programs, of which none has more than {most}")
-    for program, segments in enumerate(done[:WIDEST]):
-        shown = ", ".join(f"{_named(work, u)} head {h} tiles {a}-{b - 1}" for u, h, a, b in segments[:4])
-        more = f", and {len(segments) - 4} more" if len(segments) > 4 else ""
-        say(f"  {program}: {shown or 'nothing'}{more}")
-    say(f"merged: {len(merges)} cut rows of tiles, in {sum(len(merge.slots) for merge in merges)} parts")
+    _say_shares(work, "request ")
+    parts = sum(len(merge.slots) + len(merge.prefix) for merge in merges)
+    say(f"merged: {len(merges)} rows of tiles that are cut or behind a prefix, in {parts} parts")
     if out is not None:
         say(f"drawn: {out}")
 
 
-def _named(work: WorkList, unit: int) -> str:
-    """Whose rows a unit has."""
-    prefix = "prefix from " if work.prefix[unit] < 0 else ""
-    return f"{prefix}request {work.request[unit]}"
+def _shares(work: WorkList) -> dict[str, Any]:
+    """What the programs of a line do."""
+    done = [
+        [{"request": int(work.request[s.unit]), **s._asdict()} for s in work.segments(program)]
+        for program in range(work.programs)
+    ]
+    return {"tiles": work.work, "programs": done}
+
+
+def _say_shares(work: WorkList, whose: str) -> None:
+    done = [list(work.segments(program)) for program in range(work.programs)]
+    most = max((sum(s.end - s.first for s in segments) for segments in done), default=0)
+    say(f"{work.programs} programs, of which none has more than {most}")
+    for program, segments in enumerate(done[:WIDEST]):
+        shown = ", ".join(f"{whose}{work.request[u]} head {h} tiles {a}-{b - 1}" for u, h, a, b in segments[:4])
+        more = f", and {len(segments) - 4} more" if len(segments) > 4 else ""
+        say(f"  {program}: {shown or 'nothing'}{more}")
 
 
 def register(app: typer.Typer) -> None:

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+PIECE_KEYS = 512  # of a prefix, at least, that a program takes where others could have some
+
 
 class Group(NamedTuple):
     """Requests `first` to `first + requests - 1`, which share the first `tiles` tiles of keys."""
@@ -32,18 +34,18 @@ def common_tiles(
     return found
 
 
-def groups_of(common: Sequence[int], *, together: int, tile_bytes: int, part_bytes: int) -> list[Group]:
+def groups_of(common: Sequence[int], *, together: int, block_n: int, token_bytes: int, part_bytes: int) -> list[Group]:
     """The groups that are worth it.
 
     A request goes with the one before it, unless either has more than twice as much in common with its other neighbour.
-    A group shares what all its neighbours have in common, if the keys that are not read again are 1.3 times the bytes
-    of the parts that are written and read instead.
+    A group shares what all its neighbours have in common, if the keys that are not read again are more bytes than the
+    parts that are written and read instead (`saves`).
 
     Args:
         common: as `common_tiles` finds it.
         together: requests whose rows fit a tile, which read a prefix together.
-        tile_bytes: of the keys and values of a tile, for all heads. part_bytes: of a request's partial results, written
-            and read.
+        block_n: tokens of a tile. token_bytes: of the keys and values of one, for all heads.
+        part_bytes: of a request's partial results, written and read.
     """
     around = [0, *common, 0]
     threes = zip(around, common, around[2:], strict=False)
@@ -54,7 +56,14 @@ def groups_of(common: Sequence[int], *, together: int, tile_bytes: int, part_byt
         count = end - first
         if count > 1:
             tiles = min(common[first + 1 : end])
-            saved = (count - -(-count // together)) * tiles * tile_bytes
-            if 10 * saved > 13 * count * part_bytes:
+            if saves(count, tiles * block_n, together=together, token_bytes=token_bytes, part_bytes=part_bytes):
                 groups.append(Group(first, count, tiles))
     return groups
+
+
+def saves(requests: int, tokens: int, *, together: int, token_bytes: int, part_bytes: int) -> bool:
+    """Whether requests that read a prefix of so many tokens together save bytes: keys and values, for parts that are
+    each request's own, one of its prefix, and one more for each piece that this may be cut into.
+    """
+    saved = (requests - -(-requests // together)) * tokens * token_bytes
+    return saved > requests * (2 + tokens // PIECE_KEYS) * part_bytes

@@ -13,7 +13,7 @@ from tilewise.core.errors import InputError
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import as_mask
 from tilewise.schedule.rule import tile_rule
-from tilewise.schedule.sharing import Group
+from tilewise.schedule.sharing import PIECE_KEYS, Group
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -29,12 +29,14 @@ class Segment(NamedTuple):
 
 class Merge(NamedTuple):
     """A row of tiles that several programs share, and the slots of its partial results in order. Program p leaves what
-    it only ends in slot 2 p, and what it begins and others end in slot 2 p + 1.
+    it only ends in slot 2 p, and what it begins in slot 2 p + 1. Behind a prefix whole rows are merged, too, with what
+    the programs `prefix` of that line left.
     """
 
     unit: int
     head: int
     slots: tuple[int, ...]
+    prefix: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +52,9 @@ class WorkList:
         request, tile: of each unit, which request and which of its tiles.
         begin, count: of each unit, the first key tile and how many.
         heads: key/value heads. programs: how many share the work.
-        prefix: of each unit, how many units before it the one of the prefix stands that its request shares, 0 of none;
-            -1 of a prefix's own unit, whose rows are those of several requests, from `request` on.
+        prefixes: prefixes that requests share, which are done before: a line whose units have the rows of several
+            requests, from `request` on.
+        prefix: of each unit, which of those its request shares, -1 of none.
     """
 
     request: Array
@@ -61,6 +64,7 @@ class WorkList:
     heads: int
     programs: int
     prefix: Array
+    prefixes: WorkList | None = None
 
     @staticmethod
     def build(
@@ -75,6 +79,7 @@ class WorkList:
         mask: Any = None,
         groups: Sequence[Group] = (),
         together: int = 1,
+        prefix_n: int | None = None,
     ) -> WorkList:
         """Divide a batch of requests.
 
@@ -87,6 +92,7 @@ class WorkList:
             mask: as `attention` takes it; masks that are no run visit every tile.
             groups: requests that share prefixes (`schedule.sharing.groups_of`), of which the rows of `together` make a
                 tile; all requests have then one tile.
+            prefix_n: keys of a tile of theirs, of which `block_n` is a multiple, where not that.
 
         Raises:
             InputError: a size is not positive, lengths differ in number, or requests that share have several tiles or
@@ -110,11 +116,11 @@ class WorkList:
             first = tile * rows // group + shift
             last = (np.minimum((tile + 1) * rows, queries[request] * group) - 1) // group + shift
             begin, end = _visited(mask, request, heads_q, first, last, seen, block_n)
-        work = WorkList(request, tile, begin, np.maximum(end - begin, 1), heads_kv, programs, np.zeros_like(request))
-        return work._sharing(groups, together) if groups else work
+        work = WorkList(request, tile, begin, np.maximum(end - begin, 1), heads_kv, programs, 0 * request - 1)
+        return work._sharing(groups, together, block_n, prefix_n or block_n) if groups else work
 
-    def _sharing(self, groups: Sequence[Group], together: int) -> WorkList:
-        """With the prefixes of `groups` in units of their own, each before the units of those that share it."""
+    def _sharing(self, groups: Sequence[Group], together: int, block_n: int, prefix_n: int) -> WorkList:
+        """With the prefixes of `groups` in a line of their own."""
         if self.tile.any() or self.tile.size != self.request.max() + 1:
             got = f"{self.tile.max() + 1} tiles"
             raise InputError(
@@ -124,19 +130,19 @@ class WorkList:
             got = "a mask that hides first keys"
             raise InputError("groups", got=got, expected="runs that begin at key 0", hint="causal, or no mask")
         begin, count, prefix = self.begin.copy(), self.count.copy(), self.prefix.copy()
-        heads, tiles = [], []
+        first: list[int] = []
+        tiles: list[int] = []
         for group in groups:
             those = np.arange(group.first, group.first + group.requests)
             begin[those] += group.tiles
             count[those] -= group.tiles
-            prefix[those] = np.arange(group.requests) % together + 1
-            heads += those[::together].tolist()
-            tiles += [group.tiles] * -(-group.requests // together)
-        at = np.array(heads)
-        return WorkList(
-            np.insert(self.request, at, at), np.insert(self.tile, at, 0), np.insert(begin, at, 0),
-            np.insert(count, at, tiles), self.heads, self.programs, np.insert(prefix, at, -1),
-        )  # fmt: skip
+            prefix[those] = np.arange(group.requests) // together + len(first)
+            first += those[::together].tolist()
+            tiles += [group.tiles * (block_n // prefix_n)] * -(-group.requests // together)
+        requests, counts, zeros = np.array(first), np.array(tiles), np.zeros(len(first), dtype=np.int64)
+        pieces = min(self.programs, -(-int(counts.sum()) * self.heads * prefix_n // PIECE_KEYS))
+        prefixes = WorkList(requests, zeros, zeros, counts, self.heads, pieces, zeros - 1)
+        return WorkList(self.request, self.tile, begin, count, self.heads, self.programs, prefix, prefixes)
 
     @property
     def work(self) -> int:
@@ -168,13 +174,22 @@ class WorkList:
             position += end - first
 
     def merges(self) -> list[Merge]:
-        """The rows of tiles that are cut between programs."""
-        parts: dict[tuple[int, int], list[int]] = {}
+        """The rows of tiles that are cut between programs, or behind a prefix."""
+        before = {} if self.prefixes is None else self.prefixes.parts()
+        merges = []
+        for (unit, head), programs in self.parts().items():
+            if len(programs) > 1 or self.prefix[unit] >= 0:
+                slots = (2 * programs[0] + 1, *(2 * p for p in programs[1:]))
+                merges.append(Merge(unit, head, slots, tuple(before.get((int(self.prefix[unit]), head), ()))))
+        return merges
+
+    def parts(self) -> dict[tuple[int, int], list[int]]:
+        """The programs that have some of each row of tiles (unit, head), in order."""
+        found: dict[tuple[int, int], list[int]] = {}
         for program in range(self.programs):
-            for unit, head, first, end in self.segments(program):
-                if end - first < self.count[unit]:
-                    parts.setdefault((unit, head), []).append(2 * program + (first == 0))
-        return [Merge(unit, head, tuple(slots)) for (unit, head), slots in parts.items()]
+            for unit, head, _first, _end in self.segments(program):
+                found.setdefault((unit, head), []).append(program)
+        return found
 
 
 def _visited(

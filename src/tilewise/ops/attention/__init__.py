@@ -146,8 +146,9 @@ def plan(
     """Plan attention once, for all layers of a model: `plan(q, k, v, ...).run(q, k, v)` is `attention(q, k, v, ...)`.
 
     What implementations of the paged layout work out on the GPU for a batch's lengths (who does which tile) is then
-    made once, and kept with the memory that they need: a run launches one kernel and allocates its results alone. Where
-    there is nothing to plan, a run is a plain call. Not differentiable. In a region of `torch.compile` runs plan anew.
+    made once, and kept with the memory that they need: a run launches one kernel, or where prefixes may be shared two,
+    and allocates its results alone. Where there is nothing to plan, a run is a plain call. Not differentiable. In a
+    region of `torch.compile` runs plan anew.
 
     Args:
         q, k, v, sink: examples: runs take tensors of the same shapes, strides, dtypes and device. Keys that do not

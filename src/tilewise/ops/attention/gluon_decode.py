@@ -15,14 +15,16 @@ from tilewise.ops.attention import triton_decode, triton_paged
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.gluon_sm90_decode import ENDLESS, attention_decode_sm90
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.sharing import requests_of_tile
+from tilewise.ops.attention.sharing import requests_of_tile, rows_of_shared_tile
 from tilewise.ops.attention.triton_launch import Plan, Plans
-from tilewise.ops.attention.triton_paged import (
+from tilewise.ops.attention.triton_paged import pool_of, rows_of_tile
+from tilewise.ops.attention.triton_planned import (
+    PREFIX_KEYS,
     Planned,
     PlannedCalls,
-    Work,
-    pool_of,
-    rows_of_tile,
+    PrefixTile,
+    planned_forward,
+    shared_work_of,
     strides_of_pages,
     work_of,
 )
@@ -68,7 +70,8 @@ class Fixed(NamedTuple):
     block_dv: Any
     stages: Any
     rounds: Any
-    shared: Any  # requests of a tile of a prefix, 0 where none is shared
+    of_prefixes: Any  # whether the units are prefixes, of which parts are left
+    prefix: Any  # of the launch before, whose parts are merged
     rows_of_part: Any
     merged: Any  # rows of a part that are merged at a time
     encoding: Any
@@ -88,7 +91,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if call.pages is None:
         call = copy.copy(call)
         call.pages = _rows_as_pages(call)
-    return triton_paged.planned_forward(call, _PLANS, _plans, pool_of)
+    return planned_forward(call, _PLANS, _plans, pool_of)
 
 
 def plan(call: Call) -> PlannedCalls | None:
@@ -124,7 +127,6 @@ def _whole(batch: int, seqlen_k: int, device: torch.device, _stream: int | None)
 
 
 def _plans(call: Call) -> Planned:
-    mask, score = functions(call)
     block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
     encoding = None if call.scales is None else BY_DTYPE[call.k.dtype]
     if encoding == "int4":  # two dimensions of a byte, two bytes of a thread
@@ -136,32 +138,62 @@ def _plans(call: Call) -> Planned:
     else:
         block_r = rows_of_tile(call)
         build = _TWO if block_r == 16 and block_d + block_dv <= 256 else _ONE
-    if encoding is None:
-        of_key, most = 2 * (block_d + block_dv), 4
-    else:
-        of_key, most = (block_d + block_dv) // KINDS[encoding].in_byte + 8, 8
     if encoding is not None:
-        block_n = 128 if of_key <= 264 else 64
+        block_n = 128 if block_d + block_dv <= 256 * KINDS[encoding].in_byte else 64
     else:
         block_n = 128 if build is _ONE and block_d + block_dv <= 256 and block_r <= 32 else 64
-    stages = min(most, (build.shared - 2 * block_r * (2 * block_d + block_n)) // (block_n * of_key))
     programs = build.programs * multiprocessors(call.q.device)
-    shared = requests_of_tile(call)
-    rows = block_r if call.packed or shared else min(block_r, triton.next_power_of_2(call.rows_q * call.group))
-    side = mask and mask.queries
+    rows = block_r if call.packed else min(block_r, triton.next_power_of_2(call.rows_q * call.group))
+    tile = Tile(block_r, block_n, block_d, block_dv, rows, encoding)
+    if not requests_of_tile(call):
+        work = work_of(call, block_r, block_n, block_dv, _ROUNDS * programs, rows, early=True)
+        return Planned(work, _plan(call, build, tile, work.slots))
+    prefix = PrefixTile(_ONE.programs * multiprocessors(call.q.device), rows_of_shared_tile(call), PREFIX_KEYS)
+    pieces = _ROUNDS * programs
+    work = shared_work_of(call, block_n, block_dv, pieces, 2 * pieces * rows, prefix, early=True)
+    of_prefixes = tile._replace(block_r=prefix.rows, block_n=prefix.keys, rows=prefix.rows)
+    return Planned(
+        work,
+        _plan(call, build, tile, work.slots, prefix=prefix),
+        _plan(call, _ONE, of_prefixes, work.slots, of_prefixes=True),
+    )
+
+
+class Tile(NamedTuple):
+    """Sizes of a tile, how many of its rows there may be, and how keys are encoded."""
+
+    block_r: int
+    block_n: int
+    block_d: int
+    block_dv: int
+    rows: int
+    encoding: str | None
+
+
+def _plan(
+    call: Call, build: Build, tile: Tile, slots: int, *, prefix: PrefixTile | None = None, of_prefixes: bool = False
+) -> Plan:
+    """The kernel over one line of work; `prefix` is how the launch before it did prefixes, or this is that one."""
+    mask, score = functions(call)
+    side = None if mask is None or of_prefixes else mask.queries  # no key of a prefix is hidden
+    block_r, block_n, block_d, block_dv, rows, encoding = tile
+    of_key, most = 2 * (block_d + block_dv), 4
+    if encoding is not None:
+        of_key, most = (block_d + block_dv) // KINDS[encoding].in_byte + 8, 8
+    stages = min(most, (build.shared - 2 * block_r * (2 * block_d + block_n)) // (block_n * of_key))
     assert call.pages is not None
     one_each = call.pages.first is None and call.pages.longest == 1
     fixed = (
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         ENDLESS.value if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
-        block_dv, stages, _ROUNDS, shared, rows, min(rows, _MERGED // block_dv), encoding,
-        build.registers_of_fetch, block_d == block_dv and call.k.stride() == call.v.stride(), side and side.rows,
-        side and side.once, side and side.visible, score and score.queries.once, score and score.queries.apply,
+        block_dv, stages, 1 if of_prefixes else _ROUNDS, of_prefixes, prefix, rows, min(rows, _MERGED // block_dv),
+        encoding, build.registers_of_fetch, block_d == block_dv and call.k.stride() == call.v.stride(),
+        side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
+        score and score.queries.apply,
     )  # fmt: skip
-    constants = Fixed(*(gl.constexpr(x) if isinstance(x, int | str) else x for x in fixed))
-    work: Work = work_of(call, block_r, block_n, block_dv, _ROUNDS * programs, rows, early=True)
-    tiles = Plan(
-        attention_decode_sm90, programs, strides_of_pages(call), (call.rows_q, work.slots), (constants,), 4, 1,
-        early=True, options={} if build.registers is None else {"maxnreg": build.registers},
+    constants = Fixed(*(gl.constexpr(x) if isinstance(x, int | str | PrefixTile) else x for x in fixed))
+    return Plan(
+        attention_decode_sm90, build.programs * multiprocessors(call.q.device), strides_of_pages(call),
+        (call.rows_q, slots), (constants,), 4, 1, early=True,
+        options={} if build.registers is None else {"maxnreg": build.registers},
     )  # fmt: skip
-    return work, tiles

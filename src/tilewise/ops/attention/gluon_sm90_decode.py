@@ -22,10 +22,9 @@ from tilewise.ops.attention.gluon_sm90_fold import (
     thread_sums,
     unit_of_weights,
 )
-from tilewise.ops.attention.triton_prefixes import PREFIX, cut_row, first_rows, left_last, parts_of_request, whole_row
+from tilewise.ops.attention.triton_prefixes import parts_of_prefix, pieces_of_prefixes, room_of_prefixes, row_of_part
 from tilewise.ops.attention.triton_work import (
     LOOK,
-    UNIT,
     next_tile,
     piece_of_turn,
     piece_start,
@@ -56,14 +55,23 @@ def next_turn(TURNS, turns):
 
 
 @gluon.jit
+def programs_of(tiles, fixed):
+    """How many programs have pieces, where there are enough tiles."""
+    if fixed.of_prefixes:
+        return pieces_of_prefixes(gl.num_programs(0), tiles, fixed.block_n)
+    else:
+        return gl.num_programs(0)
+
+
+@gluon.jit
 def find_piece(turn, work, fixed):
     """(tiles, first position, unit, head, first tile, piece): of a turn, or where that is empty of the next one that
     nobody has taken and is not; no tiles where all are taken.
     """
-    UNITS, BEFORE, TURNS, slots, tiles, rounds = work
+    UNITS, BEFORE, TURNS, slots, tiles, rounds = work[0], work[1], work[2], work[3], work[4], work[5]
     ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     HEADS_KV: gl.constexpr = fixed.heads // fixed.group
-    programs = gl.num_programs(0)
+    programs = programs_of(tiles, fixed)
     turns = programs * rounds
     count = 0 * turn
     lo = count
@@ -151,7 +159,7 @@ def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
         offs_d = gl.where(column < HALF, offs_d // (D // 2) * HALF + column, fixed.head_dim)
     r = unit[1] * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
-    if fixed.shared:  # of several requests, where the unit is a prefix's
+    if fixed.of_prefixes:  # of several requests
         rows_q = strides[3]
         b = unit[0] + m // rows_q
         row = b.to(gl.int64) * strides[0] + (m % rows_q).to(gl.int64) * strides[1] + h * strides[2]
@@ -230,7 +238,9 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     known = 0  # of the next piece: nothing, its turn, all
     while left > 0:
         if (left <= 3) & (known == 0):
-            turn = next_turn(TURNS, gl.num_programs(0) * work[5])
+            turn = gl.num_programs(0) * work[5]
+            if not fixed.of_prefixes:  # of which each program has one piece
+                turn = next_turn(TURNS, turn)
             known = 1
         if (left <= 2) & (known == 1):
             piece = find_piece(turn, work, fixed)
@@ -305,14 +315,12 @@ def end_row(outputs, strides, unit, hk, r, dv, o, l, top, rows_q, AXIS: gl.const
 
 @gluon.jit
 def leave_part(parts, at, rows, r, dv, o, l, top, fixed):
-    """Leave `rows` of a normalised partial result [DV, R] with its lse in base 2, -inf of nothing: in slot `at`, or
-    where prefixes are shared from row `at` on.
-    """
+    """Leave `rows` of a normalised partial result [DV, R] with its lse in base 2, -inf of nothing, from row `at` on."""
     O_PART, LSE_PART = parts
     D_V: gl.constexpr = o.shape[0]
     empty = l == 0.0
     l_safe = gl.where(empty, 1.0, l)
-    to = at + r if fixed.shared else at.to(gl.int64) * fixed.rows_of_part + r
+    to = at + r
     gl.store(LSE_PART + to, gl.where(empty, float("-inf"), top + gl.log2(l_safe)), mask=r < rows)
     mask = (r < rows)[None, :]
     if fixed.encoding == "int4":  # whose rows of a tile may be of no dimension
@@ -321,9 +329,9 @@ def leave_part(parts, at, rows, r, dv, o, l, top, fixed):
 
 
 @gluon.jit
-def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, found, D_V: gl.constexpr, fixed):
-    """Fold the parts of some rows that the pieces `first` to `last` left, PARTS of them at a time; where prefixes are
-    shared the `first` to `last` of a request's, which are `found` by `triton_prefixes.first_rows`.
+def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, prefix, D_V: gl.constexpr, fixed):
+    """Fold the parts of some rows that the pieces `first` to `last` left, PARTS of them at a time, behind those of the
+    prefix where one may be shared: `prefix` is their number, the first row of them, and of all rows' own.
     """
     O_PART, LSE_PART = parts
     R: gl.constexpr = fixed.merged
@@ -341,16 +349,18 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
     top = gl.full([R], float("-inf"), gl.float32, layout=ROW)
     total = gl.zeros([R], gl.float32, layout=ROW)
     acc = gl.zeros([R, D_V], gl.float32, layout=TILE)
-    for at in range(first, last + 1, PARTS):
+    begin = first
+    if fixed.prefix is not None:
+        begin = first - prefix[0]
+    for at in range(begin, last + 1, PARTS):
         p = at + offs_p
-        if fixed.shared:
-            begins = first_rows(p, unit[0], hk, found[0], found[1], fixed.heads // fixed.group, fixed.block_r)
-            row = begins[:, None] + r_of_pair[None, :]
-            there = (p <= last)[:, None] & (r_of_pair < unit[5] * fixed.group)[None, :]
-        else:
-            slot = gl.where(p == first, 2 * p + 1, 2 * p)
-            row = slot.to(gl.int64)[:, None] * OF_PARTS + r_of_pair[None, :]
-            there = (p <= last)[:, None]
+        starts = gl.where(p == first, 2 * p + 1, 2 * p).to(gl.int64) * OF_PARTS
+        there = (p <= last)[:, None]
+        if fixed.prefix is not None:
+            of_prefix = prefix[1] + (p - begin).to(gl.int64) * fixed.prefix.rows
+            starts = gl.where(p < first, of_prefix, prefix[2] + starts)
+            there = there & (r_of_pair < unit[5] * fixed.group)[None, :]
+        row = starts[:, None] + r_of_pair[None, :]
         lse = gl.load(LSE_PART + row, mask=there, other=float("-inf"), cache_modifier=".cg")
         o = gl.load(
             O_PART + gl.expand_dims(row, 2) * D_V + gl.expand_dims(gl.expand_dims(dv, 0), 0),
@@ -367,59 +377,57 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
 
 
 @gluon.jit
-def room_of(work, rows_q, fixed):
-    """Where parts lie, as `triton_prefixes` says."""
-    return gl.num_programs(0) * fixed.rounds, work[3] // 2, rows_q * fixed.group
-
-
-@gluon.jit
-def merge_shared(outputs, parts, strides, work, u, hk, rows_q, D_V: gl.constexpr, fixed):
-    """Count a part of a unit whose requests may share prefixes, and fold the requests whose last it is."""
-    UNITS, BEFORE, TURNS, _slots, tiles, rounds = work
-    HEADS_KV: gl.constexpr = fixed.heads // fixed.group
-    split = (gl.num_programs(0), rounds, tiles)
-    room = room_of(work, rows_q, fixed)
-    lanes = gl.arange(0, fixed.shared, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    unit = unit_of(UNITS, u)
-    first, count, last = left_last(u, unit, hk, lanes, TURNS + 1, UNITS, BEFORE, split, rows_q, HEADS_KV)
-    for n in range(count):
-        if gl.sum((last & (lanes == n)).to(gl.int32), 0) > 0:
-            barrier()
-            unit = unit_of(UNITS, first + n)
-            found = parts_of_request(first + n, hk, UNITS, BEFORE, split, HEADS_KV)
-            end = found[2] + found[4] - 1
-            for row in range(0, unit[5] * fixed.group, fixed.merged):
-                merge_rows(outputs, parts, strides, unit, hk, 0, end, row, rows_q, (found, room), D_V, fixed)
+def own_room(work, rows_q, fixed):
+    """The row from which parts of requests lie: behind those of prefixes."""
+    if fixed.prefix is None:
+        return 0
+    else:
+        return room_of_prefixes(work[3], rows_q * fixed.group, fixed.heads // fixed.group, fixed.prefix)
 
 
 @gluon.jit
 def merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q, D_V: gl.constexpr, fixed):
-    """Count a part of a row of tiles, and fold the row where it is the last."""
-    if fixed.shared:
-        merge_shared(outputs, parts, strides, work, u, hk, rows_q, D_V, fixed)
-    else:
-        ARRIVED, tiles, rounds = work[2] + 1, work[4], work[5]
-        first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
-        if gl.atomic_add(ARRIVED + first, 1, sem="acq_rel") == last - first:
-            gl.store(ARRIVED + first, 0)  # for the next run of the plan
-            barrier()
-            for first_row in range(0, fixed.rows_of_part, fixed.merged):
-                merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, None, D_V, fixed)
+    """Count a part of a row of tiles, where it is not all of it, and fold the row where it is the last."""
+    ARRIVED, tiles, rounds = work[2] + 1, work[4], work[5]
+    first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
+    arrived = last - first
+    if fixed.prefix is None or first < last:
+        arrived = gl.atomic_add(ARRIVED + first, 1, sem="acq_rel")
+    if arrived == last - first:
+        gl.store(ARRIVED + first, 0, mask=first < last)  # for the next run of the plan
+        barrier()
+        prefix = ()
+        if fixed.prefix is not None:
+            HEADS_KV: gl.constexpr = fixed.heads // fixed.group
+            shared, row = parts_of_prefix(
+                work[6], work[0], u, unit, hk, rows_q, work[3], HEADS_KV, fixed.group, fixed.prefix
+            )
+            prefix = (shared, row, own_room(work, rows_q, fixed))
+        for first_row in range(0, fixed.rows_of_part, fixed.merged):
+            merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, prefix, D_V, fixed)
 
 
 @gluon.jit
-def part_of_row(work, unit, u, hk, piece, begins, whole, rows_q, fixed):
-    """(where its part goes, as `leave_part` takes it, how many rows it has, whether it is all there is) of what a piece
-    has of a row of tiles.
+def leave_row(outputs, parts, strides, work, row, piece, r, dv, o, l, top, rows_q, D_V: gl.constexpr, fixed):
+    """Write or leave what a piece has of a row of tiles: `row` is (unit, what it is, head, its first tile's position,
+    whether it begins here, whether it is all here).
     """
-    if fixed.shared:
-        prefix = gl.load(work[0] + u * UNIT + PREFIX)
-        HEADS_KV: gl.constexpr = fixed.heads // fixed.group
-        kept = whole_row(unit[0], hk, prefix < 0, room_of(work, rows_q, fixed), HEADS_KV, fixed.block_r)
-        to = gl.where(whole, kept, cut_row(piece, begins, fixed.block_r))
-        return to, unit[5] * fixed.group, whole & (prefix == 0)
+    u, unit, hk, row_start, begins, whole = row
+    if fixed.of_prefixes:
+        rows = unit[5] * fixed.group
+        to = row_of_part(unit[0], hk, rows, rows_q * fixed.group, piece, fixed.heads // fixed.group, fixed.block_r)
+        leave_part(parts, to, rows, r, dv, o, l, top, fixed)
     else:
-        return 2 * piece + begins.to(gl.int32), fixed.rows_of_part, whole
+        alone = whole
+        if fixed.prefix is not None:
+            alone = whole & (unit[2] == 0)
+        if alone:
+            end_row(outputs, strides, unit, hk, unit[1] * fixed.block_r + r, dv, o, l, top, rows_q, 0, fixed)
+        else:
+            to = (2 * piece + begins.to(gl.int32)).to(gl.int64) * fixed.rows_of_part
+            leave_part(parts, to + own_room(work, rows_q, fixed), fixed.rows_of_part, r, dv, o, l, top, fixed)
+            barrier()
+            merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q, D_V, fixed)
 
 
 @gluon.jit
@@ -482,14 +490,10 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
             if (after[2] == 0) | (n + 1 == done + count):
                 total = gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), O_ROW)
                 largest = gl.convert_layout(m_i, O_ROW)
-                to, rows, alone = part_of_row(work, unit, u, hk, piece, row_start >= lo, whole, rows_q, fixed)
-                if alone:
-                    r_of_unit = unit[1] * BLOCK_R + r_of_o
-                    end_row(outputs, strides_o, unit, hk, r_of_unit, dv, acc, total, largest, rows_q, 0, fixed)
-                else:
-                    leave_part(parts, to, rows, r_of_o, dv, acc, total, largest, fixed)
-                    barrier()
-                    merge_if_last(outputs, parts, strides_o, work, u, unit, hk, row_start, rows_q, D_V, fixed)
+                has = (u, unit, hk, row_start, row_start >= lo, whole)
+                leave_row(
+                    outputs, parts, strides_o, work, has, piece, r_of_o, dv, acc, total, largest, rows_q, D_V, fixed
+                )
                 m_i, l_i, acc, of_weights = new
                 seen = seen_by_all(after[3], after[1], after[3][1] * BLOCK_R + r, formula, fixed)
                 row_start = lo + n + 1 - done
@@ -509,7 +513,7 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
 
 @gluon.jit(do_not_specialize=["stride_t", "rows_q", "slots", "mask_nums", "score_nums"])
 def attention_decode_sm90(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES, PREFIXES,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
     scale, fixed,
@@ -567,12 +571,18 @@ def attention_decode_sm90(
     fence_async_shared()
     memory = (q_ring, k_ring, v_ring, p_tile, board, flags, scale_rings)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    tl.extra.cuda.gdc_wait()  # for the plan
+    if fixed.of_prefixes:
+        tl.extra.cuda.gdc_launch_dependents()  # which wait for this launch's end
+    tl.extra.cuda.gdc_wait()  # for the plan, or for parts of prefixes
     tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
+    if fixed.of_prefixes and gl.program_id(0) >= programs_of(tiles, fixed):
+        return
     work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds_of(gl.num_programs(0), tiles, fixed.rounds))
+    if fixed.prefix is not None:
+        work = work + (PREFIXES,)  # noqa: RUF005 (unknown to Triton)
     inputs = (Q, K, V, TABLE, FIRST, SCALES, stride_t)
     strides_q = (stride_qb, stride_qs, stride_qh)
-    if fixed.shared:
+    if fixed.of_prefixes:
         strides_q = (stride_qb, stride_qs, stride_qh, rows_q)
     strides_o = (stride_ob, stride_os, stride_oh)
     strides = (strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh)

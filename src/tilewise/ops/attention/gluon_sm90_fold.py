@@ -167,7 +167,9 @@ def only_seen(s, unit, hk, r, offs_n, formula, fixed):
 @gluon.jit
 def seen_by_all(unit, hk, r, formula, fixed):
     """(first, last) of the keys that all rows of a unit see, where that is known from their ends."""
-    if fixed.visible is not None:
+    if fixed.of_prefixes:
+        return 0, unit[4] - 1
+    elif fixed.visible is not None:
         return unit[4], unit[4] - 1
     else:
         _in_r, _m, h, offs_i = rows_of_unit(unit, hk, r, fixed.group)
@@ -190,7 +192,7 @@ def fold(state, q, stage, phase, memory, bars, where, formula, scale, fixed):
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(stage))
     s = scores_of(s, unit, hk, r, offs_n, formula, scale, fixed)
-    if ~all_seen:
+    if not fixed.of_prefixes and ~all_seen:  # all rows see the keys of a prefix
         s = only_seen(s, unit, hk, r, offs_n, formula, fixed)
     tell(thread_largest(s - m_i[None, :]) > RISE, flags)
     w = gl.exp2(s - m_i[None, :])

@@ -8,9 +8,11 @@ from tilewise.formula.walk import symbols
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.variant import CAUSAL
+from tilewise.schedule.sharing import saves
 
 REQUESTS = 1024  # of a batch, that the plan sees at a time
 ROWS = ("triton_paged", "hopper_decode")  # implementations that share
+_LOOKED = 2048  # tokens: who does not save by then does not
 
 
 def most_rows(call: Call) -> int:
@@ -73,8 +75,17 @@ def remark(call: Call, name: str) -> str:
     reason = unshared(call)
     if reason is not None:
         return f"; shares no prefix: {reason}"
-    token, part = bytes_of(call)
+    together = requests_of_tile(call)
     return (
-        f"; shares prefixes of neighbours, {requests_of_tile(call)} requests to a tile, where keys saved are 1.3 times "
-        f"the bytes of partial results: two requests from {13 * 2 * part // (10 * token) + 1} tokens on"
+        f"; shares prefixes of neighbours in a launch before, {together} requests to a tile, where keys saved are more "
+        f"bytes than partial results: two requests {_least_tokens(call)}"
     )
+
+
+def _least_tokens(call: Call) -> str:
+    """From how many tokens on two requests share a prefix."""
+    token, part = bytes_of(call)
+    for tokens in range(1, _LOOKED):
+        if saves(2, tokens, together=2, token_bytes=token, part_bytes=part):
+            return f"from {tokens} tokens on"
+    return "never"

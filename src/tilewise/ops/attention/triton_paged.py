@@ -8,9 +8,7 @@ r % GROUP of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -19,25 +17,27 @@ import triton.language as tl
 from tilewise.formula.emit import encoded
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.sharing import bytes_of, most_rows, requests_of_tile, rows_of_shared_tile
+from tilewise.ops.attention.sharing import most_rows, requests_of_tile, rows_of_shared_tile
 from tilewise.ops.attention.triton_channels import bits_by_channel, keys_by_channel, load_by_channel
-from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
-from tilewise.ops.attention.triton_parts import merge_row, merge_share, store_part, store_rows
-from tilewise.ops.attention.triton_plans import (
-    bound_arguments,
-    formula_arguments,
-    functions,
-    matmul_precision,
-    multiprocessors,
-    strides_of,
+from tilewise.ops.attention.triton_launch import Plan, Plans
+from tilewise.ops.attention.triton_parts import leave_part, merge_row, merge_share, store_part, store_rows
+from tilewise.ops.attention.triton_planned import (
+    PREFIX_KEYS,
+    Planned,
+    PlannedCalls,
+    PrefixTile,
+    Work,
+    planned_forward,
+    shared_work_of,
+    strides_of_pages,
+    work_of,
 )
-from tilewise.ops.attention.triton_prefixes import PREFIX, common_prefixes, cut_row, plan_shared_work, whole_row
+from tilewise.ops.attention.triton_plans import functions, matmul_precision, multiprocessors
+from tilewise.ops.attention.triton_prefixes import pieces_of_prefixes
 from tilewise.ops.attention.triton_work import (
     LOOK,
-    UNIT,
     chunks_of,
     next_tile,
-    plan_work,
     program_start,
     row_pieces,
     rows_of_unit,
@@ -50,8 +50,6 @@ from tilewise.tiles.codes import columns_of_codes, load_codes, numbers_of
 from tilewise.tiles.visit import call_once, row_ends
 
 _PROGRAMS_PER_SM = 2
-_AT_ONCE = 1024  # slots that the plan looks at at a time
-_COMPARED = 4096  # pages of two requests that are compared at a time
 CHUNK_KEYS = 2048  # of a chunk, where results must not depend on the batch
 _PLANS = Plans()
 
@@ -69,9 +67,9 @@ def pages_of(TABLE, FIRST, stride_t, b, start, keys, PAGE: tl.constexpr, BLOCK_N
 
 @triton.jit
 def load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, rows_q, HEAD_DIM: tl.constexpr,
-                 GROUP: tl.constexpr, BLOCK_R: tl.constexpr, SHARED: tl.constexpr = 0):  # fmt: skip
+                 GROUP: tl.constexpr, BLOCK_R: tl.constexpr, OF_PREFIXES: tl.constexpr = False):  # fmt: skip
     in_r, m, h, _i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
-    if SHARED:  # of several requests, where the unit is a prefix's
+    if OF_PREFIXES:  # of several requests
         row = (unit[0] + m // rows_q).to(tl.int64) * stride_qb + (m % rows_q).to(tl.int64) * stride_qs + h * stride_qh
     else:
         row = unit[0].to(tl.int64) * stride_qb + (unit[6] + m).to(tl.int64) * stride_qs + h * stride_qh
@@ -170,7 +168,7 @@ def fold_keys(q, k, v, scales, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args
 
 @triton.jit(do_not_specialize=["stride_t", "rows_q", "slots", "programs", "mask_nums", "score_nums"])
 def attention_work(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES, PREFIXES,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
     programs, scale,
@@ -178,21 +176,24 @@ def attention_work(
     PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, ENCODING: tl.constexpr,
-    BITS: tl.constexpr, SHARED: tl.constexpr,
+    BITS: tl.constexpr, OF_PREFIXES: tl.constexpr, PREFIX_TILE: tl.constexpr,
 ):  # fmt: skip
     """One loop over a program's tiles, in which units and heads change: what the next tile needs is on its way while
     this one is worked on. Of a row of tiles that is cut, each part is left in memory, and the program that has the last
-    one merges them when its own share is done. With SHARED, the requests of a tile of a prefix (`triton_prefixes`), so
-    is a prefix, and a row whose prefix is elsewhere.
+    one merges them when its own share is done. Where prefixes are shared (`triton_prefixes`), the launch OF_PREFIXES
+    leaves all that it has, and the one over PREFIXES, which that did in tiles as PREFIX_TILE says, merges it.
     """
     # who am I: one share of the work
     HEADS_KV: tl.constexpr = HEADS // GROUP
     p = tl.program_id(0)
     work = tl.load(BEFORE + slots) * HEADS_KV
+    if OF_PREFIXES:
+        programs = pieces_of_prefixes(programs, work, BLOCK_N)
+        if p >= programs:
+            return
     lo = program_start(p, programs, work)
     hi = program_start(p + 1, programs, work)
     first_u, first_hk, first_t = tile_at(lo, BEFORE, UNITS, slots, tl.arange(0, LOOK), HEADS_KV)
-    room = (programs, slots // 2, rows_q * GROUP)
     u = first_u
     hk = first_hk
     t = first_t
@@ -202,14 +203,16 @@ def attention_work(
     # prologue: the first tile
     unit = unit_of(UNITS, u)
     pages = pages_of(TABLE, FIRST, stride_t, unit[0], (unit[2] + t) * BLOCK_N, unit[4], PAGE, BLOCK_N)
-    q = load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, rows_q, HEAD_DIM, GROUP, BLOCK_R, SHARED)
+    q = load_queries(
+        Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, rows_q, HEAD_DIM, GROUP, BLOCK_R, OF_PREFIXES
+    )
     begun = t > 0  # by another program
     m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
 
     # main loop
-    for n in range(lo, hi):
+    for _n in range(lo, hi):
         coming = unit_of(UNITS, u + 1)
         in_r, m, h, offs_i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
         k, v, scales, offs_n = load_keys(
@@ -218,7 +221,6 @@ def attention_work(
         )  # fmt: skip
 
         # where the next tile is, and its pages
-        here = u
         last = t + 1 == unit[3]
         u, next_hk, t, after = next_tile(u, hk, t, unit, coming, HEADS_KV)
         pages = pages_of(TABLE, FIRST, stride_t, after[0], (after[2] + t) * BLOCK_N, after[4], PAGE, BLOCK_N)
@@ -228,23 +230,18 @@ def attention_work(
             scale, ROWS, MASK_ONCE, VISIBLE, SCORE_ONCE, SCORE, PRECISION, ENCODING, BITS,
         )  # fmt: skip
 
-        # the end of a row of tiles, or of this program's part of one that may be shared
-        ends = last
-        if SHARED:
-            ends = last | (n + 1 == hi)
-        if ends:
+        # the end of a row of tiles, or of this program's part of one that another began
+        if last:
             leave = begun
-            if SHARED:
-                cut = begun | (last == 0)
-                prefix = tl.load(UNITS + here * UNIT + PREFIX)
-                leave = cut | (prefix != 0)
+            if OF_PREFIXES:
+                leave = last
+            elif PREFIXES is not None:
+                leave = begun | (unit[2] > 0)
             if leave:
-                if SHARED:
-                    row = whole_row(unit[0], hk, prefix < 0, room, HEADS_KV, BLOCK_R)
-                    row = tl.where(cut, cut_row(p, begun == 0, BLOCK_R), row)
-                    store_part(O_PART, LSE_PART, row, l_i, m_i, acc, unit[5] * GROUP)
-                else:
-                    store_part(O_PART, LSE_PART, 2 * p, l_i, m_i, acc)
+                leave_part(
+                    O_PART, LSE_PART, unit, hk, p, 0, l_i, m_i, acc, slots, rows_q, HEADS_KV, GROUP, OF_PREFIXES,
+                    PREFIX_TILE,
+                )  # fmt: skip
             else:
                 store_rows(
                     O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, l_i, m_i, rows_q, HEADS,
@@ -254,23 +251,29 @@ def attention_work(
             l_i = tl.zeros([BLOCK_R], tl.float32)
             acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
             q = load_queries(
-                Q, stride_qb, stride_qs, stride_qh, after, next_hk, offs_d, rows_q, HEAD_DIM, GROUP, BLOCK_R, SHARED
-            )
+                Q, stride_qb, stride_qs, stride_qh, after, next_hk, offs_d, rows_q, HEAD_DIM, GROUP, BLOCK_R,
+                OF_PREFIXES,
+            )  # fmt: skip
         begun = begun & (last == 0)
         unit = after
         hk = next_hk
 
     # epilogue: the row that others go on with; then whoever left the last part of a row merges it
-    if SHARED:
-        merge_share(
-            O, LSE, SINK, O_PART, LSE_PART, ARRIVED, stride_ob, stride_os, stride_oh, first_u, first_hk, first_t,
-            hi - lo, UNITS, BEFORE, (programs, 1, work), room, rows_q, HEADS, GROUP, HEAD_DIM_V, BLOCK_R, BLOCK_DV,
-            ENCODING, SHARED,
+    if t > 0:
+        begins = (begun == 0).to(tl.int32)
+        leave_part(
+            O_PART, LSE_PART, unit, hk, p, begins, l_i, m_i, acc, slots, rows_q, HEADS_KV, GROUP, OF_PREFIXES,
+            PREFIX_TILE,
         )  # fmt: skip
-    else:
-        if t > 0:
-            store_part(O_PART, LSE_PART, 2 * p + 1 - begun.to(tl.int32), l_i, m_i, acc)
-        tl.debug_barrier()
+    tl.debug_barrier()
+    if PREFIXES is not None:
+        line = (UNITS, slots, programs, work)
+        merge_share(
+            O, LSE, SINK, O_PART, LSE_PART, ARRIVED, stride_ob, stride_os, stride_oh, line,
+            (first_u, first_hk, first_t, lo), (u, hk, t), PREFIXES, rows_q, HEADS, GROUP, HEAD_DIM_V, BLOCK_R,
+            BLOCK_DV, ENCODING, PREFIX_TILE,
+        )  # fmt: skip
+    elif not OF_PREFIXES:
         for side in range(2):  # the row that others began and that ended here, the row that others go on with
             unit = unit_of(UNITS, tl.where(side == 0, first_u, u))
             head = tl.where(side == 0, first_hk, hk)
@@ -282,14 +285,14 @@ def attention_work(
                     tl.store(ARRIVED + begin, 0)  # for the next run of the plan
                     tl.debug_barrier()
                     merge_row(
-                        O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, head, begin, end, rows_q,
-                        HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, False, ENCODING,
+                        O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, head, begin, end, None,
+                        rows_q, HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, False, ENCODING,
                     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_t", "rows_q", "slots", "programs", "most", "mask_nums", "score_nums"])
 def attention_chunks(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES, _PREFIXES,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
     programs, most, scale,
@@ -358,7 +361,8 @@ def attention_chunks(
                     tl.debug_barrier()
                     merge_row(
                         O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, room,
-                        room + chunks - 1, rows_q, HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, True, ENCODING,
+                        room + chunks - 1, None, rows_q, HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, True,
+                        ENCODING,
                     )  # fmt: skip
                 tl.debug_barrier()
         t = tl.where(end == unit[3], 0, end)
@@ -389,196 +393,52 @@ def pool_of(call: Call) -> tuple[Any, ...]:
     return call.k.view(torch.uint8), call.v.view(torch.uint8), scales  # Triton has no float8 on older GPUs
 
 
-def planned_forward(
-    call: Call, plans: Plans, make: Callable[[Call], Planned], pool: Callable[[Call], tuple[Any, ...]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of a paged call by the plans of its kind, which `make` makes; `pool` gives k and v as their kernel takes
-    them, and its pointers behind those that all have.
-    """
-    work, tiles = _known(call, plans, make)
-    with on_device(call.q):
-        memory = work.memory(call)
-        work.launch(call, memory)
-        return _run(call, tiles, memory, pool(call))
-
-
-class PlannedCalls:
-    """Calls that differ in q, k, v and the sink: planned once, in memory that each run leaves as it found it. Runs
-    follow one another in one stream.
-    """
-
-    def __init__(
-        self, call: Call, plans: Plans, make: Callable[[Call], Planned], pool: Callable[[Call], tuple[Any, ...]]
-    ) -> None:
-        self._plans, self._make, self._pool = plans, make, pool
-        self._work, _ = _known(call, plans, make)
-        self._memory = self._work.memory(call)
-        self.update(call)
-
-    def update(self, call: Call) -> None:
-        """Plan for the lengths that the call's layout holds now."""
-        with on_device(call.q):
-            self._work.launch(call, self._memory)
-
-    def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, lse): one kernel."""
-        _, tiles = _known(call, self._plans, self._make)
-        with on_device(call.q):
-            return _run(call, tiles, self._memory, self._pool(call))
-
-
-def _known(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> Planned:
-    key = call_key(call)
-    planned: Planned = plans.get(key) or plans.put(key, make(call))
-    return planned
-
-
-def _run(call: Call, tiles: Plan, memory: Memory, pool: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    assert call.pages is not None
-    k, v, *more = pool
-    o, lse = call.new_output(), call.new_lse()
-    pointers = (call.q, k, v, call.sink, o, lse, *memory[:5], call.pages.table, call.pages.first, *more)
-    tiles.launch(pointers, formula_arguments(call), (call.scale,))
-    return o, lse
-
-
-class Memory(NamedTuple):
-    """What kernels leave for one another."""
-
-    o_part: torch.Tensor  # partial results: two of each piece, or, of chunks, all of two rows; two of each shared row
-    lse_part: torch.Tensor
-    units: torch.Tensor
-    before: torch.Tensor  # tiles, or chunks, before each unit
-    arrived: torch.Tensor  # counters of parts, and of pieces that are dealt out; 0 between runs
-    common: torch.Tensor | None  # tiles that each request has in common with the one before
-
-
-@dataclass(frozen=True)
-class Work:
-    """The plan of who does which tile, and how large what it writes is."""
-
-    plan: Plan
-    slots: int  # for units
-    pieces: int
-    rows: int  # of a partial result, and its columns
-    columns: int
-    most: int = 1  # chunks of a row
-    common: Plan | None = None  # what is run before, where prefixes may be shared
-
-    def memory(self, call: Call) -> Memory:
-        device = call.q.device
-        parts, counters, common = 2 * self.pieces * self.most * self.rows, self.pieces, None
-        if self.common is not None:
-            parts += 2 * call.batch * call.rows_q * call.num_heads_q
-            counters = call.batch * call.num_heads_kv
-            common = torch.empty(call.batch, dtype=torch.int32, device=device)
-        return Memory(
-            torch.empty((parts, self.columns), dtype=torch.float32, device=device),
-            torch.empty(parts, dtype=torch.float32, device=device),
-            torch.empty((self.slots + 2) * UNIT.value, dtype=torch.int32, device=device),
-            torch.empty(self.slots + 1, dtype=torch.int32, device=device),
-            torch.empty(counters + 1, dtype=torch.int32, device=device),
-            common,
-        )
-
-    def launch(self, call: Call, memory: Memory) -> None:
-        """Plan for the lengths, and where prefixes are shared the pages, that a call's layout holds, and set its
-        counters to 0.
-        """
-        pages = call.pages
-        assert pages is not None
-        if self.common is not None:
-            self.common.launch((pages.table, pages.first, pages.seqlens, memory.common, memory.arrived), ())
-            self.plan.launch((pages.seqlens, memory.common, memory.units, memory.before), ())
-            return
-        lengths = (call.cu_seqlens_q, pages.seqlens)
-        self.plan.launch((*lengths, memory.units, memory.before, memory.arrived), bound_arguments(call.mask))
-
-
-Planned = tuple[Work, Plan]  # who does what, and the kernel that does it
-
-
-def work_of(
-    call: Call,
-    block_r: int,
-    block_n: int,
-    block_dv: int,
-    pieces: int,
-    rows: int,
-    *,
-    early: bool = False,
-    chunk: int = 1,
-) -> Work:
-    """The plan for tiles of so many rows and keys, and chunks of so many tiles; `rows` of each tile may be there."""
-    if requests_of_tile(call):
-        return _shared_work_of(call, block_n, block_dv, pieces, rows, early)
-    mask, _score = functions(call)
-    side = mask and mask.queries
-    of_request = call.rows_q * call.group
-    slots = of_request // block_r + call.batch if call.packed else -(-of_request // block_r) * call.batch
-    steps = max(slots + 2, call.batch).bit_length() + 1
-    plan = Plan(
-        plan_work, 1, (), (call.batch, call.rows_q, slots, pieces),
-        (call.packed, call.num_heads_q, call.group, mask is not None and mask.by_head, side and side.tiles, block_r,
-         block_n, min(_AT_ONCE, triton.next_power_of_2(slots)), triton.next_power_of_2(pieces + 1), steps, early,
-         chunk), 8, 1,
-    )  # fmt: skip
-    return Work(plan, slots, pieces, rows, block_dv, -(-call.rows_k // (chunk * block_n)) if chunk > 1 else 1)
-
-
-def _shared_work_of(call: Call, block_n: int, block_dv: int, pieces: int, rows: int, early: bool) -> Work:
-    """`work_of` requests that may share prefixes: a unit for each, and at most one more of a prefix."""
-    assert call.pages is not None
-    heads, slots = call.num_heads_kv, 2 * call.batch
-    at_once = min(_COMPARED, max(16, triton.next_power_of_2(call.pages.longest)))
-    common = Plan(
-        common_prefixes, call.batch, (call.pages.row_stride,), (call.rows_q,),
-        (call.k.shape[1], block_n, heads, triton.next_power_of_2(heads), at_once), 8, 1,
-    )  # fmt: skip
-    plan = Plan(
-        plan_shared_work, 1, (), (call.batch, call.rows_q, slots, *bytes_of(call)),
-        (requests_of_tile(call), block_n, triton.next_power_of_2(call.batch), early), 8, 1,
-    )  # fmt: skip
-    return Work(plan, slots, pieces, rows, block_dv, common=common)
-
-
-def strides_of_pages(call: Call) -> tuple[int, ...]:
-    """Of q, k, v, o and the block table, as the kernels take them."""
-    assert call.pages is not None
-    strides_o = strides_of(call.new_output())
-    return (*strides_of(call.q), *call.k.stride()[:3], *call.v.stride()[:3], *strides_o, call.pages.row_stride)
-
-
 def _plans(call: Call) -> Planned:
+    block_r, block_n = _tile(call)
+    block_dv = padded(call.head_dim_v)
+    programs = _PROGRAMS_PER_SM * multiprocessors(call.q.device)
+    if requests_of_tile(call):
+        prefix = PrefixTile(multiprocessors(call.q.device), rows_of_shared_tile(call), min(block_n, PREFIX_KEYS))
+        own = programs * block_r + call.batch * call.rows_q * call.num_heads_q
+        work = shared_work_of(call, block_n, block_dv, programs, own, prefix)
+        return Planned(
+            work,
+            _plan(call, work, attention_work, programs, (block_r, block_n), False, prefix),
+            _plan(call, work, attention_work, prefix.programs, (prefix.rows, prefix.keys), True, prefix),
+        )
+    if call.batch_invariant:
+        chunk = CHUNK_KEYS // block_n
+        work = work_of(call, block_r, block_n, block_dv, programs, block_r, chunk=chunk)
+        return Planned(work, _plan(call, work, attention_chunks, programs, (block_r, block_n), chunk))
+    work = work_of(call, block_r, block_n, block_dv, programs, block_r)
+    return Planned(work, _plan(call, work, attention_work, programs, (block_r, block_n), False, None))
+
+
+def _plan(call: Call, work: Work, kernel: Any, programs: int, tile: tuple[int, int], *more: Any) -> Plan:
+    """A kernel over a line of work; `more` are the constants that it has alone."""
     mask, score = functions(call)
     block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
-    block_r, block_n = _tile(call)
-    programs = _PROGRAMS_PER_SM * multiprocessors(call.q.device)
-    warps = 8 if max(block_d, block_dv) > 256 else 4
-    side = mask and mask.queries
-    chunk = CHUNK_KEYS // block_n if call.batch_invariant else 1
-    work = work_of(call, block_r, block_n, block_dv, programs, block_r, chunk=chunk)
-    sizes = (call.rows_q, work.slots, programs)
+    of_prefixes = more[0] is True
+    side = None if mask is None or of_prefixes else mask.queries  # no key of a prefix is hidden
     constants = (
-        call.num_heads_q, call.group, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, block_r, block_n,
-        block_d, block_dv, side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
+        call.num_heads_q, call.group, call.head_dim, call.head_dim_v, call.k.shape[1], call.packed, *tile, block_d,
+        block_dv, side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
         score and score.queries.apply, matmul_precision(call),
-        None if call.scales is None else BY_DTYPE[call.v.dtype], bits_by_channel(call),
+        None if call.scales is None else BY_DTYPE[call.v.dtype], bits_by_channel(call), *more,
     )  # fmt: skip
-    sizes = (*sizes, work.most) if call.batch_invariant else sizes
-    constants = (*constants, chunk if call.batch_invariant else requests_of_tile(call))
-    kernel = attention_chunks if call.batch_invariant else attention_work
+    sizes = (call.rows_q, work.slots, programs, *((work.most,) if kernel is attention_chunks else ()))
+    # the many rows of a tile of a prefix fill the registers of four warps
+    warps = 8 if of_prefixes or max(block_d, block_dv) > 256 else 4
     stages = 1 if call.keys_by_channel else 2  # Triton 3.9 cannot divide loads that depend on a page's place
-    tiles = Plan(kernel, programs, strides_of_pages(call), sizes, constants, warps, stages)
-    return work, tiles
+    return Plan(kernel, programs, strides_of_pages(call), sizes, constants, warps, stages)
 
 
 def rows_of_tile(call: Call, least: int = 16, most: int = 64) -> int:
-    """For the mean request, or for four queries where other requests must not matter, or for several requests that
-    share a prefix.
+    """For the mean request, for all of a request that may share a prefix, or for four queries where other requests must
+    not matter.
     """
     if requests_of_tile(call):
-        return rows_of_shared_tile(call)
+        return max(least, triton.next_power_of_2(call.rows_q * call.group))
     mean = -(-call.rows_q // max(call.batch, 1) if call.packed else call.rows_q)
     rows = (4 if call.batch_invariant else mean) * call.group
     return max(least, min(most, most_rows(call), triton.next_power_of_2(rows)))

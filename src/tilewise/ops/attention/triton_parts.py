@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from tilewise.ops.attention.triton_prefixes import PREFIX, first_rows, left_last, parts_of_request
-from tilewise.ops.attention.triton_work import UNIT, rows_of_unit, unit_of
+from tilewise.ops.attention.triton_prefixes import parts_of_prefix, room_of_prefixes, row_of_part
+from tilewise.ops.attention.triton_work import program_start, row_pieces, rows_of_unit, unit_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.codes import columns_of_codes
 
@@ -55,6 +55,22 @@ def store_part(O_PART, LSE_PART, at, l, top, o, rows=None):
 
 
 @triton.jit
+def leave_part(O_PART, LSE_PART, unit, hk, p, begins, l, top, o, batch, rows_q, HEADS_KV: tl.constexpr,
+               GROUP: tl.constexpr, OF_PREFIXES: tl.constexpr, PREFIX_TILE: tl.constexpr):  # fmt: skip
+    """Leave what a program has of a row of tiles that it `begins`, or ends: in one of two slots, or by rows where
+    prefixes may be shared, since rows behind one are left whole, too.
+    """
+    if PREFIX_TILE is None:
+        store_part(O_PART, LSE_PART, 2 * p + begins, l, top, o)
+    else:
+        rows = unit[5] * GROUP
+        at = row_of_part(unit[0], hk, rows, rows_q * GROUP, p, HEADS_KV, o.shape[0])
+        if not OF_PREFIXES:
+            at += room_of_prefixes(batch, rows_q * GROUP, HEADS_KV, PREFIX_TILE)
+        store_part(O_PART, LSE_PART, at, l, top, o, rows)
+
+
+@triton.jit
 def fold_parts(top, total, acc, O_PART, LSE_PART, row, there, offs_dv, BLOCK_DV: tl.constexpr):
     """(maximum, sum, sum of values) of some rows after PARTS more parts of each, in rows [PARTS, MERGED] of memory."""
     lse = tl.load(LSE_PART + row, mask=there, other=float("-inf"), cache_modifier=".cg")  # [PARTS, MERGED]
@@ -71,16 +87,18 @@ def fold_parts(top, total, acc, O_PART, LSE_PART, row, there, offs_dv, BLOCK_DV:
 
 @triton.jit
 def merge_row(
-    O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, begin, end, rows_q,
+    O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, begin, end, prefix, rows_q,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, ENCODING: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, ENCODING: tl.constexpr, PREFIX_R: tl.constexpr = 0,
 ):  # fmt: skip
     """Fold the parts of a row of tiles that the programs `begin` to `end` left, in order; those of chunks are in the
-    slots `begin` to `end`.
+    slots `begin` to `end`. With PREFIX_R, the rows of a tile of a prefix, the parts of one come first: `prefix` is how
+    many, the first row of them, and of the row's own.
     """
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_p = tl.arange(0, PARTS)
     rows = tl.minimum(unit[5] * GROUP - unit[1] * BLOCK_R, BLOCK_R)
+    shared = prefix[0] if PREFIX_R else 0 * begin
     for first in range(0, rows, MERGED):
         offs_r = first + tl.arange(0, MERGED)
         r = unit[1] * BLOCK_R + offs_r
@@ -88,12 +106,16 @@ def merge_row(
         top = tl.full([MERGED], float("-inf"), tl.float32)
         total = tl.zeros([MERGED], tl.float32)
         acc = tl.zeros([MERGED, BLOCK_DV], tl.float32)
-        for at in range(begin, end + 1, PARTS):
+        for at in range(begin - shared, end + 1, PARTS):
             those = at + offs_p
-            slots = those
-            if not CHUNKS:
-                slots = tl.where(those == begin, 2 * those + 1, 2 * those)
-            row = slots.to(tl.int64)[:, None] * BLOCK_R + offs_r[None, :]
+            if PREFIX_R:
+                n = (those - begin).to(tl.int64)
+                starts = tl.where(n < 0, prefix[1] + (n + shared) * PREFIX_R, prefix[2] + n * BLOCK_R)
+            elif CHUNKS:
+                starts = those.to(tl.int64) * BLOCK_R
+            else:
+                starts = tl.where(those == begin, 2 * those + 1, 2 * those).to(tl.int64) * BLOCK_R
+            row = starts[:, None] + offs_r[None, :]
             there = (those <= end)[:, None] & in_r[None, :]
             top, total, acc = fold_parts(top, total, acc, O_PART, LSE_PART, row, there, offs_dv, BLOCK_DV)
         store_rows(
@@ -103,60 +125,49 @@ def merge_row(
 
 
 @triton.jit
-def merge_request(
-    O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, u, hk, UNITS, BEFORE, split, room, rows_q,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ENCODING: tl.constexpr,
-):  # fmt: skip
-    """Fold the parts of a request's rows, unit `u`: those of the prefix that it shares, then its own, in order."""
-    HEADS_KV: tl.constexpr = HEADS // GROUP
-    offs_dv = tl.arange(0, BLOCK_DV)
-    offs_p = tl.arange(0, PARTS)
-    unit = unit_of(UNITS, u)
-    parts = parts_of_request(u, hk, UNITS, BEFORE, split, HEADS_KV)
-    count = parts[2] + parts[4]
-    for first in range(0, unit[5] * GROUP, MERGED):
-        r = first + tl.arange(0, MERGED)
-        in_r, m, h, _i = rows_of_unit(unit, hk, r, GROUP)
-        top = tl.full([MERGED], float("-inf"), tl.float32)
-        total = tl.zeros([MERGED], tl.float32)
-        acc = tl.zeros([MERGED, BLOCK_DV], tl.float32)
-        for at in range(0, count, PARTS):
-            n = at + offs_p
-            row = first_rows(n, unit[0], hk, parts, room, HEADS_KV, BLOCK_R)[:, None] + r[None, :]
-            there = (n < count)[:, None] & in_r[None, :]
-            top, total, acc = fold_parts(top, total, acc, O_PART, LSE_PART, row, there, offs_dv, BLOCK_DV)
-        store_rows(
-            O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, total, top, rows_q, HEADS,
-            HEAD_DIM_V, False, ENCODING,
-        )  # fmt: skip
-
-
-@triton.jit
 def merge_share(
-    O, LSE, SINK, O_PART, LSE_PART, ARRIVED, stride_ob, stride_os, stride_oh, u, hk, t, left, UNITS, BEFORE, split,
-    room, rows_q, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ENCODING: tl.constexpr, SHARED: tl.constexpr,
+    O, LSE, SINK, O_PART, LSE_PART, ARRIVED, stride_ob, stride_os, stride_oh, line, place, after, PREFIXES, rows_q,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ENCODING: tl.constexpr, PREFIX_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Count the parts that a program left of its share, `left` tiles from tile t of unit u on, and merge the requests
-    of which one was the last: behind the loop over tiles, which is pipelined only without a loop inside.
+    """Merge the rows of a program's share of requests that may share prefixes: those that are cut, where it left the
+    last part, and whole ones behind a prefix. `line` is (units, requests, programs, work), `place` (unit, head,
+    tile, position) where the share begins, `after` (unit, head, tile) where it ends.
     """
+    UNITS, batch, programs, work = line
+    u, hk, t, lo = place
     HEADS_KV: tl.constexpr = HEADS // GROUP
-    tl.debug_barrier()
-    lanes = tl.arange(0, SHARED)
+    p = tl.program_id(0)
+    left = program_start(p + 1, programs, work) - lo
+    room = room_of_prefixes(batch, rows_q * GROUP, HEADS_KV, PREFIX_TILE)
+    shares = tl.load(PREFIXES[1] + batch) > 0
     while left > 0:
         unit = unit_of(UNITS, u)
         tiles = tl.minimum(unit[3] - t, left)
-        if (tiles < unit[3]) | (tl.load(UNITS + u * UNIT + PREFIX) != 0):
-            first, count, last = left_last(u, unit, hk, lanes, ARRIVED + 1, UNITS, BEFORE, split, rows_q, HEADS_KV)
-            for n in range(count):
-                if tl.sum((last & (lanes == n)).to(tl.int32), 0) > 0:
-                    tl.debug_barrier()
-                    merge_request(
-                        O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, first + n, hk, UNITS, BEFORE,
-                        split, room, rows_q, HEADS, GROUP, HEAD_DIM_V, BLOCK_R, BLOCK_DV, ENCODING,
-                    )  # fmt: skip
+        cut = tiles < unit[3]
+        if cut | (unit[2] > 0):
+            begin, end = row_pieces(lo - t, unit[3], programs, 1, work)
+            arrived = end - begin
+            if cut:
+                arrived = tl.atomic_add(ARRIVED + begin, 1, sem="acq_rel")
+            if arrived == end - begin:
+                tl.store(ARRIVED + begin, 0, mask=cut)  # for the next run of the plan
+                tl.debug_barrier()
+                shared, row = parts_of_prefix(PREFIXES, UNITS, u, unit, hk, rows_q, batch, HEADS_KV, GROUP, PREFIX_TILE)
+                rows = unit[5] * GROUP
+                own = room + row_of_part(unit[0], hk, rows, rows, begin, HEADS_KV, BLOCK_R)
+                merge_row(
+                    O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, begin, end,
+                    (shared, row, own), rows_q, HEADS, GROUP, HEAD_DIM_V, False, BLOCK_R, BLOCK_DV, False, ENCODING,
+                    PREFIX_TILE[1],
+                )  # fmt: skip
         left -= tiles
+        lo += tiles
         t = 0 * t
         hk = tl.where(hk + 1 == HEADS_KV, 0, hk + 1)
         u = tl.where(hk == 0, u + 1, u)
+        if (left > 0) & ~shares:  # rows between the first and the one that others go on with are written
+            lo += left - after[2]
+            left = after[2]
+            u = after[0]
+            hk = after[1]

@@ -1,34 +1,36 @@
-"""Prefixes that requests share, found in the block table on the device: computed once, and merged with the rest of each
-request in the same launch (Ye et al., "FlashInfer": composable formats; Juravsky et al., "Hydragen").
+"""Prefixes that requests share, found in the block table on the device and computed once (Ye et al., "FlashInfer":
+composable formats; Juravsky et al., "Hydragen").
 
 Neighbours in the batch whose rows of the block table begin alike make a *group*, where that saves more than it costs.
 The rows of SHARED requests of a group at a time are a *prefix unit*: as if one request had all their queries behind the
-keys that they share. It stands in the line before these requests' own units, which begin where it ends. Both leave
-parts, and whoever leaves the last part of a request merges it. `schedule.sharing` is the same on the host.
+keys that they share. These units stand in a line of their own, and so does what is left of each request, which begins
+where its prefix ends. One launch does the first line, in tiles of many rows, and leaves parts of everything; the next
+one does the second, and whoever ends a request's rows folds the parts of its prefix in. `schedule.sharing` and
+`schedule.worklist` are the same on the host.
 """
 
 import triton
 import triton.language as tl
 
 from tilewise.ops.attention.triton_work import FIELD, UNIT, row_pieces
+from tilewise.schedule.sharing import PIECE_KEYS
 
-PREFIX = tl.constexpr(7)  # a number of a unit: how many before it its prefix unit is, 0 of none; -1 of a prefix unit
+PREFIX = tl.constexpr(7)  # a number of a request's unit: which unit of the prefixes' line has its prefix, -1 if none
 MOST = tl.constexpr(2**20)  # tiles of a prefix, at most
+LEAST = tl.constexpr(PIECE_KEYS)
 
 
 @triton.jit(do_not_specialize=["stride_t", "seqlen_q"])
 def common_prefixes(
-    TABLE, FIRST, SEQLENS, COMMON, ARRIVED, stride_t, seqlen_q, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    COUNTERS: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr,
+    TABLE, FIRST, SEQLENS, COMMON, stride_t, seqlen_q, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write how many tiles of keys a request has in common with the one before it, all of them before the queries of
-    both, and zeros to its COUNTERS counters. A program for each request.
+    both. A program for each request.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0)
-    counters = tl.arange(0, ROOM)
-    tl.store(ARRIVED + 1 + b * COUNTERS + counters, 0, mask=counters < COUNTERS)
-    if b == 0:
-        tl.store(ARRIVED, 0)
     other = tl.maximum(b - 1, 0)
     keys = tl.minimum(tl.load(SEQLENS + b), tl.load(SEQLENS + other)) - seqlen_q
     keys = tl.where(b > 0, tl.maximum(keys, 0), 0)
@@ -67,8 +69,8 @@ def groups_of(COMMON, at, batch, token_bytes, part_bytes, SHARED: tl.constexpr, 
     """(first request, number of requests, tiles of the prefix or 0) of the group that each of all requests is in.
 
     A request goes with the one before it, unless either has more than twice as much in common with its other neighbour.
-    A group shares what all its neighbours have in common, if the keys that are not read again are 1.3 times the bytes
-    of the parts that are written and read instead.
+    A group shares what all its neighbours have in common, if the keys that are not read again are more bytes than the
+    parts that are written and read instead: a request's own, one of its prefix, and one more for each LEAST keys.
     """
     there = (at > 0) & (at < batch)
     common = tl.load(COMMON + at, mask=there, other=0)
@@ -80,43 +82,49 @@ def groups_of(COMMON, at, batch, token_bytes, part_bytes, SHARED: tl.constexpr, 
     tiles = tl.minimum(least_upto(tiles, group), least_onward(tiles, group))
     first = least_upto(at, group)
     count = 1 - least_onward(-at, group) - first
-    saved = (count - (count + SHARED - 1) // SHARED).to(tl.int64) * tiles * BLOCK_N * token_bytes
-    return first, count, tl.where((count > 1) & (10 * saved > 13 * count.to(tl.int64) * part_bytes), tiles, 0)
+    tokens = tiles.to(tl.int64) * BLOCK_N
+    saved = (count - (count + SHARED - 1) // SHARED) * tokens * token_bytes
+    parts = count * (2 + tokens // LEAST)
+    return first, count, tl.where((count > 1) & (saved > parts * part_bytes), tiles, 0)
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "slots", "token_bytes", "part_bytes"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "pieces", "token_bytes", "part_bytes"])
 def plan_shared_work(
-    SEQLENS, COMMON, UNITS, BEFORE, batch, seqlen_q, slots, token_bytes, part_bytes, SHARED: tl.constexpr,
-    BLOCK_N: tl.constexpr, REQUESTS: tl.constexpr, EARLY: tl.constexpr,
+    SEQLENS, COMMON, UNITS, BEFORE, ARRIVED, PREFIX_UNITS, PREFIX_BEFORE, batch, seqlen_q, pieces, token_bytes,
+    part_bytes, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX_N: tl.constexpr, REQUESTS: tl.constexpr,
+    PIECES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `plan_work`, for requests of alike many queries, under no mask or a causal one, that may share prefixes: a
-    unit for each, and one for each tile of a prefix before those that share it. One program.
+    unit for each, and in the prefixes' line one for each tile of rows of those that share one, of PREFIX_N keys a tile.
+    One program.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # for what is in common
+    counters = tl.arange(0, PIECES)
+    tl.store(ARRIVED + counters, 0, mask=counters <= pieces)
     at = tl.arange(0, REQUESTS)
     there = at < batch
     first, count, shared = groups_of(COMMON, at, batch, token_bytes, part_bytes, SHARED, BLOCK_N)
-    place = (at - first) % SHARED
-    heads = there & (shared > 0) & (place == 0)  # whose unit the prefix unit stands before
-    keys = tl.load(SEQLENS + at, mask=there, other=0)
-    own = tl.maximum((keys + BLOCK_N - 1) // BLOCK_N - shared, 1)
-    places = tl.where(there, own, 0) + tl.where(heads, shared, 0)
-    both = places.to(tl.int64) + (there.to(tl.int64) + heads.to(tl.int64)) * FIELD
+    heads = there & (shared > 0) & ((at - first) % SHARED == 0)  # a prefix unit's first request
+    tiles = tl.where(heads, shared * (BLOCK_N // PREFIX_N), 0)
+    both = tiles.to(tl.int64) + heads.to(tl.int64) * FIELD
     upto = tl.cumsum(both, 0)
-    before = (upto % FIELD).to(tl.int32) - own
     unit = (upto // FIELD).to(tl.int32) - 1
-    write_unit(UNITS, BEFORE, unit, there, at, shared, own, keys, seqlen_q, tl.where(shared > 0, place + 1, 0), before)
     queries = tl.minimum(SHARED, first + count - at) * seqlen_q
+    before = (upto % FIELD).to(tl.int32) - tiles
     write_unit(
-        UNITS, BEFORE, unit - 1, heads, at, 0 * at, shared, shared * BLOCK_N + queries, queries, 0 * at - 1,
-        before - shared,
+        PREFIX_UNITS, PREFIX_BEFORE, unit, heads, at, 0 * at, tiles, shared * BLOCK_N + queries, queries, 0 * at - 1,
+        before,
     )  # fmt: skip
     total = tl.sum(both, 0)
-    for start in range((total // FIELD).to(tl.int32), slots + 2, REQUESTS):  # where programs look but do not work
-        tl.store(BEFORE + start + at, (total % FIELD).to(tl.int32), mask=start + at <= slots)
-        for n in tl.static_range(UNIT):
-            tl.store(UNITS + (start + at) * UNIT + n, 1 if n == 3 else 0, mask=start + at < slots + 2)
+    end_units(PREFIX_UNITS, PREFIX_BEFORE, (total // FIELD).to(tl.int32), batch, (total % FIELD).to(tl.int32), at)
+    keys = tl.load(SEQLENS + at, mask=there, other=0)
+    own = tl.where(there, tl.maximum((keys + BLOCK_N - 1) // BLOCK_N - shared, 1), 0)
+    before = tl.cumsum(own, 0) - own
+    unit = tl.where(shared > 0, unit, -1)
+    write_unit(UNITS, BEFORE, at, there, at, shared, own, keys, 0 * at + seqlen_q, unit, before)
+    end_units(UNITS, BEFORE, batch, batch, tl.sum(own, 0), at)
 
 
 @triton.jit
@@ -134,69 +142,56 @@ def write_unit(UNITS, BEFORE, unit, there, b, begin, count, keys, queries, prefi
     tl.store(BEFORE + unit, before, mask=there)
 
 
+@triton.jit
+def end_units(UNITS, BEFORE, units, slots, total, at):
+    """What lies behind a line's last unit, where programs look but do not work; `at` is 0 to some power of two."""
+    for start in range(units, slots + 2, at.shape[0]):
+        tl.store(BEFORE + start + at, total, mask=start + at <= slots)
+        for n in tl.static_range(UNIT):
+            tl.store(UNITS + (start + at) * UNIT + n, 1 if n == 3 else 0, mask=start + at < slots + 2)
+
+
 # parts ---------------------------------------------------------------------------------------------------------------
-# `split` is how the line is cut: (programs, rounds, work). `room` is where parts lie: (pieces, requests, rows of one
-# for a key/value head). First come two tiles of rows for each piece, of what it ends and of what it begins; behind
-# them, for rows that were not cut, the rows of all requests of all heads, and these once more for prefixes.
 
 
 @triton.jit
-def cut_row(piece, begins, BLOCK_R: tl.constexpr):
-    """The first row of what a piece leaves of a row of tiles that it begins, or ends."""
-    return (2 * piece + begins.to(tl.int32)).to(tl.int64) * BLOCK_R
-
-
-@triton.jit
-def whole_row(b, hk, of_prefix, room, HEADS_KV: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The first row of what is left of rows that were not cut, from request b on."""
-    pieces, batch, rows = room
-    return (2 * pieces * BLOCK_R).to(tl.int64) + ((of_prefix.to(tl.int32) * HEADS_KV + hk) * batch + b) * rows
-
-
-@triton.jit
-def parts_of(u, hk, UNITS, BEFORE, split, HEADS_KV: tl.constexpr):
-    """(the first piece, how many) that hold some of a unit's row of tiles for a head."""
-    programs, rounds, work = split
-    count = tl.load(UNITS + u * UNIT + 3)
-    start = tl.load(BEFORE + u) * HEADS_KV + hk * count
-    first, last = row_pieces(start, count, programs, rounds, work)
-    return first, last - first + 1
-
-
-@triton.jit
-def parts_of_request(u, hk, UNITS, BEFORE, split, HEADS_KV: tl.constexpr):
-    """(its unit's PREFIX, then first piece and number of parts of its prefix, and the same of its own) of a request."""
-    prefix = tl.load(UNITS + u * UNIT + PREFIX)
-    first, count = parts_of(u - prefix, hk, UNITS, BEFORE, split, HEADS_KV)
-    own_first, own_count = parts_of(u, hk, UNITS, BEFORE, split, HEADS_KV)
-    return prefix, first, tl.where(prefix > 0, count, 0), own_first, own_count
-
-
-@triton.jit
-def first_rows(n, b, hk, parts, room, HEADS_KV: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Of a request's n-th parts the first row: those of its prefix, then its own."""
-    prefix, first, count, own_first, own_count = parts
-    of_prefix = n < count
-    begin = tl.where(of_prefix, first, own_first)
-    piece = begin + n - tl.where(of_prefix, 0, count)
-    inside = tl.where(of_prefix, (prefix - 1) * room[2], 0)
-    whole = tl.where(of_prefix, count, own_count) == 1
-    cut = cut_row(piece, piece == begin, BLOCK_R) + inside
-    return tl.where(whole, whole_row(b, hk, of_prefix, room, HEADS_KV, BLOCK_R), cut)
-
-
-@triton.jit
-def left_last(u, unit, hk, lanes, ARRIVED, UNITS, BEFORE, split, seqlen_q, HEADS_KV: tl.constexpr):
-    """Count a part of a unit's rows for each request that has some of them: (the first one's own unit, how many they
-    are, and of each of `lanes`, 0 .. SHARED - 1, whether this was its last part).
+def pieces_of_prefixes(programs, work, BLOCK_N: tl.constexpr):
+    """How many pieces the prefixes' line has, one of a program. Pieces of fewer than LEAST keys would make parts that a
+    merge reads for longer than their keys are waited for.
     """
-    of_prefix = tl.load(UNITS + u * UNIT + PREFIX) < 0
-    count = tl.where(of_prefix, unit[5] // seqlen_q, 1)
-    first = u + of_prefix.to(tl.int32)
-    there = lanes < count
-    parts = parts_of_request(first + tl.where(there, lanes, 0), hk, UNITS, BEFORE, split, HEADS_KV)
-    at = ARRIVED + (unit[0] + tl.where(there, lanes, 0)) * HEADS_KV + hk
-    arrived = tl.atomic_add(at, 1 + 0 * lanes, mask=there, sem="acq_rel") + 1
-    last = there & (arrived == parts[2] + parts[4])
-    tl.store(at, 0 * lanes, mask=last)  # for the next run of the plan
-    return first, count, last
+    return tl.minimum(programs, (work * BLOCK_N + LEAST - 1) // LEAST)
+
+
+@triton.jit
+def row_of_part(b, hk, rows, of_request, piece, HEADS_KV: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The first row of what a piece leaves of a unit's `rows`, at most BLOCK_R, of requests from b on. Along a line
+    either these rows change from part to part or the piece, so that each lies behind the one before it.
+    """
+    return (b * HEADS_KV * of_request + hk * rows).to(tl.int64) + piece.to(tl.int64) * BLOCK_R
+
+
+@triton.jit
+def room_of_prefixes(batch, of_request, HEADS_KV: tl.constexpr, PREFIX_TILE: tl.constexpr):
+    """The row behind all that the launch over prefixes leaves; PREFIX_TILE are its programs, a tile's rows and keys."""
+    return row_of_part(batch, 0, 0, of_request, 0 * batch + PREFIX_TILE[0], HEADS_KV, PREFIX_TILE[1])
+
+
+@triton.jit
+def parts_of_prefix(
+    PREFIXES, UNITS, u, unit, hk, rows_q, batch, HEADS_KV: tl.constexpr, GROUP: tl.constexpr, PREFIX_TILE: tl.constexpr,
+):  # fmt: skip
+    """(how many parts the launch before left of the prefix that a request's unit `u` shares, the first row of them that
+    the request has); each is a tile's rows behind the one before it.
+    """
+    OF_PREFIX, BEFORE = PREFIXES
+    p = tl.maximum(tl.load(UNITS + u * UNIT + PREFIX), 0)
+    b = tl.load(OF_PREFIX + p * UNIT)
+    count = tl.load(OF_PREFIX + p * UNIT + 3)
+    queries = tl.load(OF_PREFIX + p * UNIT + 5)
+    work = tl.load(BEFORE + batch) * HEADS_KV
+    start = tl.load(BEFORE + p) * HEADS_KV + hk * count
+    pieces = pieces_of_prefixes(PREFIX_TILE[0], work, PREFIX_TILE[2])
+    first, last = row_pieces(start, count, pieces, 1, tl.maximum(work, 1))
+    of_request = rows_q * GROUP
+    at = row_of_part(b, hk, queries * GROUP, of_request, first, HEADS_KV, PREFIX_TILE[1])
+    return tl.where(unit[2] > 0, last - first + 1, 0), at + (unit[0] - b) * of_request

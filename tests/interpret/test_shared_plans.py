@@ -1,0 +1,228 @@
+"""The plan of prefixes that requests share, in the interpreter: as the host's, and places of parts that do not meet."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import tilewise as tw
+from tests.interpret.test_paged import pieces_and_owners
+from tests.interpret.test_shared_prefixes import GROUPINGS, PAGED, call_of, case_of
+from tilewise.ops.attention import triton_paged, triton_prefixes, triton_work
+from tilewise.ops.attention.problem import make_call
+from tilewise.ops.attention.sharing import bytes_of, requests_of_tile, rows_of_shared_tile, unshared
+from tilewise.ops.attention.triton_planned import PREFIX_KEYS
+from tilewise.ops.attention.triton_work import UNIT
+from tilewise.schedule.sharing import Group, common_tiles, groups_of
+from tilewise.schedule.worklist import WorkList
+from tilewise.testing.sharing import alike
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests=GROUPINGS, page_size=st.integers(1, 40), queries=st.integers(1, 4), group=st.integers(1, 6))
+@example(requests=[(700, 0), (700, 140), (700, 600)], page_size=16, queries=1, group=1)
+@example(requests=[(700, 0), (700, 600), (700, 140)], page_size=16, queries=1, group=1)
+@example(requests=[(700, 0)] + [(700, 600)] * 6, page_size=1, queries=4, group=4)
+@example(requests=[(700, 0)] + [(700, 130)] * 2, page_size=16, queries=1, group=32)  # costs more than it saves
+@example(requests=[(700, 0)] + [(700, 130)] * 3, page_size=16, queries=1, group=32)  # does not
+def test_the_device_plans_as_the_host(
+    requests: list[tuple[int, int]], page_size: int, queries: int, group: int
+) -> None:
+    keys, common = [n for n, _ in requests], [0, *(n for _, n in requests[1:])]
+    case = case_of(keys, queries, heads_q=2 * group)
+    call = call_of(alike(PAGED, case, common, page_size))
+    assert unshared(call) is None
+    assert call.pages is not None
+    rows, block_n = triton_paged._tile(call)
+    work = triton_paged._plans(call).work
+    memory = work.memory(call)
+    memory.arrived.fill_(7)
+    work.launch(call, memory)
+    assert memory.arrived.eq(0).all()
+    assert memory.common is not None
+    assert memory.prefixes is not None
+    tables = call.pages.table.tolist()
+    tables = [table[: -(-n // page_size)] for table, n in zip(tables, keys, strict=True)]
+    tiles = common_tiles(tables, keys, queries, page_size, block_n)
+    assert memory.common.tolist() == tiles
+    token, part = bytes_of(call)
+    together = requests_of_tile(call)
+    assert together * queries * group <= rows_of_shared_tile(call) < 2 * together * queries * group
+    assert rows >= queries * group
+    groups = groups_of(tiles, together=together, block_n=block_n, token_bytes=token, part_bytes=part)
+    want = WorkList.build(
+        [queries] * len(keys), keys, heads_q=2 * group, heads_kv=2, programs=3, rows=rows, block_n=block_n,
+        groups=groups, together=together, prefix_n=min(block_n, PREFIX_KEYS),
+    )  # fmt: skip
+    same_line(want, memory.units, memory.before)
+    if want.prefixes is None:
+        assert memory.prefixes[1].eq(0).all()
+    else:
+        same_line(want.prefixes, *memory.prefixes)
+
+
+def same_line(want: WorkList, units: torch.Tensor, before: torch.Tensor) -> None:
+    """Units, what is before each, and behind the last one all there is, and units of one tile."""
+    count = len(want.request)
+    found = units.view(-1, UNIT.value).numpy()
+    assert count <= len(before) - 1 == len(found) - 2
+    for column, name in ((0, "request"), (1, "tile"), (2, "begin"), (3, "count"), (7, "prefix")):
+        assert np.array_equal(found[:count, column], getattr(want, name)), name
+    assert (found[count:, 3] == 1).all()
+    upto = np.append(0, np.cumsum(want.count))
+    assert np.array_equal(before.numpy()[: count + 1], upto)
+    assert (before.numpy()[count:] == upto[-1]).all()
+
+
+@triton.jit
+def parts_found(FOUND, UNITS, OF_PREFIX, BEFORE, batch, rows_q, HEADS_KV: tl.constexpr, GROUP: tl.constexpr,
+                PREFIX_TILE: tl.constexpr):  # fmt: skip
+    u = tl.program_id(0) // HEADS_KV
+    unit = triton_work.unit_of(UNITS, u)
+    shared, row = triton_prefixes.parts_of_prefix(
+        (OF_PREFIX, BEFORE), UNITS, u, unit, tl.program_id(0) % HEADS_KV, rows_q, batch, HEADS_KV, GROUP, PREFIX_TILE
+    )
+    tl.store(FOUND + 2 * tl.program_id(0), shared.to(tl.int64))
+    tl.store(FOUND + 2 * tl.program_id(0) + 1, row)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 60)), min_size=1, max_size=5),
+    together=st.sampled_from([2, 4]),
+    heads=st.integers(1, 3),
+    programs=st.integers(1, 40),
+)
+def test_each_finds_the_parts_of_its_prefix(
+    sizes: list[tuple[int, int]], together: int, heads: int, programs: int
+) -> None:
+    """Who leaves which part of a prefix, as on the host; no two parts have a row in common, and each request finds its
+    own rows of all of them. Groups of so many requests and tiles; two queries each, of groups of three.
+    """
+    rows, batch = 6, sum(requests for requests, _ in sizes)
+    firsts = np.cumsum([0, *(requests for requests, _ in sizes)]).tolist()
+    groups = [Group(first, n, tiles) for first, (n, tiles) in zip(firsts, sizes, strict=False) if n > 1 and tiles > 0]
+    work = WorkList.build(
+        [2] * batch, [5000] * batch, heads_q=3 * heads, heads_kv=heads, programs=programs, groups=groups,
+        together=together,
+    )  # fmt: skip
+    line = work.prefixes or WorkList(*[np.zeros(0, dtype=np.int64)] * 4, heads, 0, np.zeros(0, dtype=np.int64))
+    block_r = together * rows
+    left: dict[int, tuple[int, int, int, int]] = {}  # what lies in each row: piece, head, request, row of it
+    parts = line.parts() if groups else {}
+    rows_of = {p: rows * sum(work.prefix == p) for p in range(len(line.request))}
+    for (p, head), pieces in parts.items():
+        for piece in pieces:
+            first = int(line.request[p])
+            at = first * heads * rows + head * rows_of[p] + piece * block_r
+            for r in range(rows_of[p]):
+                assert at + r not in left, "two parts in one row"
+                left[at + r] = (piece, head, first + r // rows, r % rows)
+    assert max(left, default=-1) < batch * heads * rows + programs * block_r, "behind the room"
+
+    def tensor(*columns: Any) -> torch.Tensor:
+        return torch.from_numpy(np.stack(np.broadcast_arrays(*columns), -1).astype(np.int32)).contiguous()
+
+    queries = np.array([2 * rows_of[p] // rows for p in rows_of])
+    units = tensor(work.request, 0, work.begin, work.count, 5000, 2, 0, work.prefix)
+    of_prefix = torch.zeros(batch + 2, UNIT.value, dtype=torch.int32)
+    of_prefix[: len(queries)] = tensor(line.request, 0, 0, line.count, 0, queries, 0, -1)
+    before = torch.full((batch + 1,), int(line.count.sum()), dtype=torch.int32)
+    before[: len(queries)] = torch.from_numpy(np.cumsum(line.count) - line.count)
+    found = torch.empty(batch, heads, 2, dtype=torch.int64)
+    parts_found[(batch * heads,)](found, units, of_prefix, before, batch, 2, heads, 3, (programs, block_r, 64))
+    for request, head in itertools.product(range(batch), range(heads)):
+        shared, at = found[request, head].tolist()
+        pieces = parts.get((int(work.prefix[request]), head), [])
+        assert shared == len(pieces)
+        for n, piece in enumerate(pieces):
+            for r in range(rows):
+                assert left[at + n * block_r + r] == (piece, head, request, r)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.tuples(st.integers(1, 150), st.booleans()), min_size=1, max_size=9),
+    heads=st.integers(1, 3),
+    programs=st.integers(1, 12),
+    rounds=st.integers(1, 3),
+    random=st.randoms(use_true_random=False),
+)
+def test_pieces_merge_each_row_once(
+    counts: list[tuple[int, bool]], heads: int, programs: int, rounds: int, random: Random
+) -> None:
+    """The parts and counters of `hopper_decode`, whose pieces are several of a program, by a model of what it does:
+    requests of so many tiles, some behind a prefix, whose pieces go on in any order.
+    """
+    rows = [(count, behind) for count, behind in counts for _ in range(heads)]
+    work = sum(count for count, _ in rows)
+    found = torch.empty(3, 4096, dtype=torch.int32)
+    rounds = rounds if work // programs >= triton_work.LARGE.value else 1
+    pieces_and_owners[(1,)](*found, programs, rounds, work, 4096)
+    starts, owner, _ = found.tolist()
+    begins = np.cumsum([0, *(count for count, _ in rows)]).tolist()
+
+    todo: dict[int, list[int]] = {}  # rows of which a piece has some, in order
+    for row, (first, end) in enumerate(itertools.pairwise(begins)):
+        for piece in range(owner[first], owner[end - 1] + 1):
+            if starts[piece + 1] > starts[piece]:
+                todo.setdefault(piece, []).append(row)
+    slots: dict[int, tuple[int, int]] = {}
+    arrived: dict[int, int] = {}
+    done: list[int] = []
+    while todo:
+        piece = random.choice(sorted(todo))
+        row = todo[piece].pop(0)
+        todo = {p: left for p, left in todo.items() if left}
+        first, last = owner[begins[row]], owner[begins[row + 1] - 1]
+        holders = [p for p in range(first, last + 1) if starts[p + 1] > starts[p]]
+        if first == last and not rows[row][1]:
+            done.append(row)  # and written
+            continue
+        slots[2 * piece + (begins[row] >= starts[piece])] = (row, piece)
+        if first < last:
+            arrived[first] = arrived.get(first, 0) + 1
+        if first == last or arrived[first] == last - first + 1:
+            assert holders == list(range(first, last + 1)), "a piece of nothing would never arrive"
+            assert [slots[2 * p + (p == first)] for p in holders] == [(row, p) for p in holders]
+            if first < last:  # else it counts another row, which this piece begins
+                arrived[first] = 0
+            done.append(row)
+    assert sorted(done) == list(range(len(rows)))
+    assert not any(arrived.values())
+
+
+def test_pages_that_agree_again_are_not_shared() -> None:
+    """Behind the first page that is another's, and after 4,096 pages."""
+    for different, tiles in ((9, 1), (4095, 511), (4096, 512)):
+        table = torch.arange(5000, dtype=torch.int32).repeat(3, 1)
+        table[1, different] = 5000
+        pool = [torch.zeros(5001, 16, 1, 16)] * 2
+        layout = tw.Paged(table, torch.full((3,), 80_000, dtype=torch.int32), share_prefixes=True)
+        call = make_call(torch.zeros(3, 1, 1, 16), *pool, layout=layout)
+        work = triton_paged._plans(call).work
+        memory = work.memory(call)
+        work.launch(call, memory)
+        assert memory.common is not None
+        assert memory.common.tolist() == [0, tiles, tiles]
+
+
+def test_a_prefix_is_read_by_few() -> None:
+    """Of 16 requests of 4 rows, one tile; where each has 32, each two."""
+    for heads, tiles in ((8, 1), (64, 8)):
+        call = call_of(alike(PAGED, case_of([300] * 16, heads_q=heads), [0] + [280] * 15))
+        work = triton_paged._plans(call).work
+        memory = work.memory(call)
+        work.launch(call, memory)
+        assert memory.prefixes is not None
+        count = 256 // PREFIX_KEYS
+        assert memory.prefixes[1].tolist() == [count * min(n, tiles) for n in range(17)]
+        assert memory.units.view(-1, UNIT.value)[:16, 2:4].tolist() == [[2, 1]] * 16
