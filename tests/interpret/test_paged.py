@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,29 @@ def programs(patch: pytest.MonkeyPatch, multiprocessors: int) -> None:
     patch.setattr(triton_paged, "multiprocessors", lambda device: multiprocessors)
 
 
+ANY_BATCH = st.fixed_dictionaries(
+    {
+        "lengths": st.lists(st.tuples(st.integers(0, 5), st.integers(0, 150)), min_size=1, max_size=4),
+        "multiprocessors": st.integers(1, 6),
+        "page_size": st.integers(1, 40),
+        "group": st.integers(1, 3),
+    }
+)
+
+
+@contextmanager
+def any_batch(batch: dict[str, Any], **formula: Any) -> Iterator[tuple[Case, int]]:
+    """The case and the page size of an `ANY_BATCH`, while kernels have as many programs and remember no plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_launch, "remember", False)
+        programs(patch, batch["multiprocessors"])
+        group = batch["group"]
+        case = Case(
+            "any", packed=tuple(batch["lengths"]), heads_q=2 * group, mask=causal_of, sink=group == 2, **formula
+        )
+        yield case, batch["page_size"]
+
+
 @pytest.mark.parametrize("case", CASES_OF_PAGES, ids=repr)
 def test_pages_hold_the_keys(case: Case) -> None:
     properties.pages_hold_the_keys(PAGED, case, 5 if case.packed else 64, flat=case.packed is not None)
@@ -94,17 +119,9 @@ def test_a_run_differs_by_head() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 150)), min_size=1, max_size=4),
-    multiprocessors=st.integers(1, 6),
-    page_size=st.integers(1, 40),
-    group=st.integers(1, 3),
-)
-def test_any_lengths(lengths: list[tuple[int, int]], multiprocessors: int, page_size: int, group: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_launch, "remember", False)
-        programs(patch, multiprocessors)
-        case = Case("any", packed=tuple(lengths), heads_q=2 * group, mask=causal_of, score=alibi_of, sink=group == 2)
+@given(batch=ANY_BATCH)
+def test_any_lengths(batch: dict[str, Any]) -> None:
+    with any_batch(batch, score=alibi_of) as (case, page_size):
         properties.pages_hold_the_keys(PAGED, case, page_size)
 
 

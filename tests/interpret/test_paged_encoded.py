@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tests.interpret.test_paged import programs
+from tests.interpret.test_paged import ANY_BATCH, any_batch, programs
 from tests.interpret.test_twins import broken_copy
 from tilewise.ops.attention import triton_launch, triton_paged, triton_parts
 from tilewise.quant import KINDS, Encoded, decode, encode
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
-from tilewise.testing.cases import causal as causal_of
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.paging import encoded, paged
 from tilewise.testing.properties import Setting
@@ -58,20 +58,9 @@ def test_head_dims_that_fill_no_tile(head_dim: int, head_dim_v: int, kind: str) 
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 150)), min_size=1, max_size=4),
-    kind=st.sampled_from(list(KINDS)),
-    multiprocessors=st.integers(1, 6),
-    page_size=st.integers(1, 40),
-    group=st.integers(1, 3),
-)
-def test_any_lengths(
-    lengths: list[tuple[int, int]], kind: str, multiprocessors: int, page_size: int, group: int
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_launch, "remember", False)
-        programs(patch, multiprocessors)
-        case = Case("any", packed=tuple(lengths), heads_q=2 * group, mask=causal_of, sink=group == 2)
+@given(batch=ANY_BATCH, kind=st.sampled_from(list(KINDS)))
+def test_any_lengths(batch: dict[str, Any], kind: str) -> None:
+    with any_batch(batch) as (case, page_size):
         properties.encoded_pages_hold_the_keys(PAGED, case, kind, page_size)
 
 

@@ -399,20 +399,25 @@ def _write_plan(call: Write) -> Plan:
 
 
 def _encode_plan(call: Write) -> Plan:
+    strides = (*call.k_pages.stride()[:3], *call.v_pages.stride()[:3], *call.scales[0].stride())
+    return _rows_plan(call, encode_tokens, strides)
+
+
+def _rows_plan(call: Write, kernel: Any, strides: tuple[int, ...]) -> Plan:
+    """The plan of a kernel that encodes values, whose programs have some heads of some tokens; `strides` are those
+    between the tokens' and of the values' scales.
+    """
     tokens, heads, dim = call.k.shape
     dim_v = call.v.shape[2]
     block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
     block_r = min(max(1, _WRITTEN // max(block_d, block_dv)), triton.next_power_of_2(tokens * heads))
-    strides = (
-        *call.k.stride()[:2], *call.v.stride()[:2], *call.k_pages.stride()[:3], *call.v_pages.stride()[:3],
-        *call.scales[0].stride(), *call.scales[1].stride(),
-    )  # fmt: skip
+    strides = (*call.k.stride()[:2], *call.v.stride()[:2], *strides, *call.scales[1].stride())
     constants = (
-        call.k_pages.shape[1], heads, dim, dim_v, block_r, block_d, block_dv, BY_DTYPE[call.k_pages.dtype],
+        call.v_pages.shape[1], heads, dim, dim_v, block_r, block_d, block_dv, BY_DTYPE[call.v_pages.dtype],
         *_turns(call),
     )  # fmt: skip
     grid = triton.cdiv(tokens * heads, block_r)
-    return Plan(encode_tokens, grid, strides, (tokens,), constants, _WARPS, 1, options=_options(call))
+    return Plan(kernel, grid, strides, (tokens,), constants, _WARPS, 1, options=_options(call))
 
 
 def _full_pages_plan(call: Write) -> Plan:
@@ -432,20 +437,8 @@ def _full_pages_plan(call: Write) -> Plan:
 
 
 def _keep_plan(call: Write) -> Plan:
-    tokens, heads, dim = call.k.shape
-    dim_v = call.v.shape[2]
-    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
-    block_r = min(max(1, _WRITTEN // max(block_d, block_dv)), triton.next_power_of_2(tokens * heads))
-    strides = (
-        *call.k.stride()[:2], *call.v.stride()[:2], *call.channels.open.stride()[:3], *call.v_pages.stride()[:3],
-        *call.scales[1].stride(),
-    )  # fmt: skip
-    constants = (
-        call.v_pages.shape[1], heads, dim, dim_v, block_r, block_d, block_dv, BY_DTYPE[call.v_pages.dtype],
-        *_turns(call),
-    )  # fmt: skip
-    grid = triton.cdiv(tokens * heads, block_r)
-    return Plan(keep_keys_encode_values, grid, strides, (tokens,), constants, _WARPS, 1, options=_options(call))
+    strides = (*call.channels.open.stride()[:3], *call.v_pages.stride()[:3])
+    return _rows_plan(call, keep_keys_encode_values, strides)
 
 
 def _turns(call: Write) -> tuple[int, bool]:
