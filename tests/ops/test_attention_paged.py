@@ -13,6 +13,7 @@ import tilewise as tw
 from tilewise.core import readback
 from tilewise.core.errors import FormulaError, InputError, UnsupportedError
 from tilewise.ops.attention import problem
+from tilewise.ops.attention.triton_paged import rows_of_tile
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CPU_CASES
@@ -189,3 +190,16 @@ def test_indices_that_shapes_prove_read_no_lengths(monkeypatch: pytest.MonkeyPat
         problem.make_call(q, *pool, layout=layout, score=lambda s, b, h, i, j: s + too_few[j])
     with pytest.raises(FormulaError, match="reaches 0 to 3"):
         problem.make_call(q, *pool, layout=layout, score=tw.alibi(slopes[:3]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tiles_have_the_rows_of_a_mean_request(packed: bool) -> None:
+    pool = torch.zeros(4, 16, 2, 64)
+    found = []
+    for queries in (1, 4, 6, 16, 64):  # in groups of four
+        ends = torch.arange(3, dtype=torch.int32) * queries if packed else None
+        layout = tw.Paged(torch.zeros(2, 4, dtype=torch.int32), torch.full((2,), 64, dtype=torch.int32), ends)
+        q = torch.zeros(*((2 * queries,) if packed else (2, queries)), 8, 64)
+        call = problem.make_call(q, pool, pool, layout=layout)
+        found.append((rows_of_tile(call), rows_of_tile(call, least=4, most=16)))
+    assert found == [(16, 4), (16, 16), (32, 16), (64, 16), (64, 16)]

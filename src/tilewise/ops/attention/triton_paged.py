@@ -439,7 +439,7 @@ def rows_of_tile(call: Call, least: int = 16, most: int = 64) -> int:
     """
     if requests_of_tile(call):
         return max(least, triton.next_power_of_2(call.rows_q * call.group))
-    mean = -(-call.rows_q // max(call.batch, 1) if call.packed else call.rows_q)
+    mean = -(-call.rows_q // max(call.batch, 1)) if call.packed else call.rows_q
     rows = (4 if call.batch_invariant else mean) * call.group
     return max(least, min(most, most_rows(call), triton.next_power_of_2(rows)))
 
