@@ -121,7 +121,7 @@ FAMILIES: dict[str, Family] = {
                 *_PORTABLE,
                 *_PAGED,
                 *(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "gluon_codes", "hopper")),
-                *(_ATTENTION + name for name in ("gluon_decode.py", "gluon_sm90_decode.py", "gluon_sm90_fold.py")),
+                *(_ATTENTION + f"gluon_{name}.py" for name in ("decode", "sm90_decode", "sm90_gather", "sm90_fold")),
                 _ATTENTION + "rows/decode.py",
             ),
             tests=(*_PAGED_TESTS, "tests/gpu/test_paged_decode.py"),

@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 from tilewise.layouts import Pages
 from tilewise.ops.attention import triton_decode, triton_paged
 from tilewise.ops.attention.configs import padded
-from tilewise.ops.attention.gluon_sm90_decode import ENDLESS, attention_decode_sm90
+from tilewise.ops.attention.gluon_sm90_decode import attention_decode_sm90
+from tilewise.ops.attention.gluon_sm90_gather import ENDLESS
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.sharing import requests_of_tile, rows_of_shared_tile
 from tilewise.ops.attention.triton_launch import Plan, Plans
