@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.ops.attention.gluon_sm90_pages import fill_tile, table_of
+from tilewise.ops.attention.gluon_sm90_pages import fill_pages, fill_tile, table_of
 from tilewise.ops.attention.gluon_sm90_runs import RUN, run_of_queries, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_load, async_store, barrier
@@ -21,6 +21,7 @@ from tilewise.tiles.hopper import (
     HIDDEN,
     at_row,
     deal,
+    fill,
     filled,
     give_turn,
     hide_outside,
@@ -88,9 +89,9 @@ def fetch_queries(Q, run, at, memory, bars, grid, fixed):
 
 @gluon.jit
 def fetch(inputs, memory, bars, grid, fixed):
-    """The warp that fetches: K of a tile before V of the one before it, as the products ask for them. It finds items
-    and posts their runs, of which one that visits nothing is the last: the next item, and where it has a place its Q,
-    while two tiles of the present one are still to come.
+    """The warp that fetches: K of a tile before V of the one before it, as the products ask for them; V of pages has a
+    warp of its own (`fetch_values`). It finds items and posts their runs, of which one that visits nothing is the last:
+    the next item, and where it has a place its Q, while two tiles of the present one are still to come.
     """
     Q, K, V, NEXT, pages = inputs
     _, k_ring, v_ring, _, board = memory
@@ -115,7 +116,8 @@ def fetch(inputs, memory, bars, grid, fixed):
         for t in range(1, near):
             after = visit_any(t, tiles, fixed.lists)
             fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages, fixed)
-            fill_tile(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty, table, pages, fixed)
+            if not fixed.paged:
+                fill(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
             n = after
         turn += 1
         item = next_item(turn, NEXT, fixed)
@@ -126,12 +128,36 @@ def fetch(inputs, memory, bars, grid, fixed):
         for t in range(near, count):
             after = visit_any(t, tiles, fixed.lists)
             fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages, fixed)
-            fill_tile(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty, table, pages, fixed)
+            if not fixed.paged:
+                fill(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
             n = after
-        fill_tile(V, done + count - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty, table, pages, fixed)
+        if not fixed.paged:
+            fill(V, done + count - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
         done += count
         at += 1
         run = coming
+
+
+@gluon.jit
+def fetch_values(inputs, memory, bars, grid, fixed):
+    """The warp that fetches V out of pages: one thread asks for their boxes, and as many are K's."""
+    _Q, _K, V, _NEXT, pages = inputs
+    v_ring, board = memory[2], memory[4]
+    v_full, v_empty = bars[4], bars[5]
+    done = 0
+    at = 0
+    run = posted(0, board, 1)
+    while run[7] > 0:
+        _queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, fixed.block_n)
+        table = table_of(run[0], pages)
+        h = run[1] // fixed.group
+        for t in range(run[7]):
+            n = visit_any(t, tiles, fixed.lists)
+            start = n * fixed.block_n
+            fill_pages(V, done + t, keys, h, start, v_ring, v_full, v_empty, table, pages[3].index(1), fixed)
+        done += run[7]
+        at += 1
+        run = posted(at, board, 1)
 
 
 @gluon.jit
@@ -394,7 +420,7 @@ def attention_fwd_sm90(
     o_ring = (
         gl.allocate_shared_memory(O.dtype, [fixed.consumers, 1, 1, 1, 64, D_V], O.layout) if fixed.apart else q_ring
     )
-    board = message_board(RUN, fixed.consumers)
+    board = message_board(RUN, fixed.consumers + 1 if fixed.paged else fixed.consumers)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
@@ -422,8 +448,9 @@ def attention_fwd_sm90(
     grid = (sizes, (mask_args, mask_nums, score_args, score_nums + (scale,)), lists, cu_seqlens)  # noqa: RUF005
     pages = (0, 0, 0, 0)
     if fixed.paged:
-        mended = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(mended, count=1)
+        mended = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+        for n in gl.static_range(2):
+            mbarrier.init(mended.index(n), count=1)
         fence_async_shared()
         pages = (TABLE, FIRST, stride_t, mended)
     inputs = (Q, K, V, NEXT if fixed.dealt else 0, pages)
@@ -431,7 +458,20 @@ def attention_fwd_sm90(
     seed = gl.load(SEED) if fixed.dropout else 0
     c = LOG2E if fixed.scale_first else scale * LOG2E
     scalars = (scale, c, dropout, keep_scale, seed)
-    if fixed.consumers == 2:
+    # (a tuple that holds functions has no name of its own in Gluon: the roles are listed once for each number of them)
+    R: gl.constexpr = fixed.registers
+    if fixed.consumers == 2 and fixed.paged:
+        gl.warp_specialize(
+            [
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 0)),
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 1)),
+                (fetch, (inputs, memory, bars, grid, fixed)),
+                (fetch_values, (inputs, memory, bars, grid, fixed)),
+            ],
+            [4, 1, 1],
+            [R, 24, 24],
+        )
+    elif fixed.consumers == 2:
         gl.warp_specialize(
             [
                 (compute, (outputs, memory, bars, grid, scalars, fixed, 0)),
@@ -439,7 +479,19 @@ def attention_fwd_sm90(
                 (fetch, (inputs, memory, bars, grid, fixed)),
             ],
             [4, 1],
-            [fixed.registers, 24],
+            [R, 24],
+        )
+    elif fixed.paged:
+        gl.warp_specialize(
+            [
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 0)),
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 1)),
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 2)),
+                (fetch, (inputs, memory, bars, grid, fixed)),
+                (fetch_values, (inputs, memory, bars, grid, fixed)),
+            ],
+            [4, 4, 1, 1],
+            [R, R, 24, 24],
         )
     else:
         gl.warp_specialize(
@@ -450,5 +502,5 @@ def attention_fwd_sm90(
                 (fetch, (inputs, memory, bars, grid, fixed)),
             ],
             [4, 4, 1],
-            [fixed.registers, fixed.registers, 24],
+            [R, R, 24],
         )

@@ -21,7 +21,7 @@ def table_of(b, pages):
 def fill_tile(tensor, at, here, h, start, ring, full, empty, table, pages, fixed):
     """`tiles.hopper.fill`, or where keys are paged `fill_pages`; `here` is then how many there are."""
     if fixed.paged:
-        fill_pages(tensor, at, here, h, start, ring, full, empty, table, pages[3], fixed)
+        fill_pages(tensor, at, here, h, start, ring, full, empty, table, pages[3].index(0), fixed)
     else:
         fill(tensor, at, here, h, start, ring, full, empty)
 
