@@ -29,6 +29,26 @@ def rows_of_eight(memory, count: gl.constexpr):
         return memory._reinterpret(memory.dtype, [count, 8, 64], LAYOUT)
 
 
+@gluon.constexpr_function
+def _by_eights(rows: int, columns: int) -> Any:
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
+    bases += [[0, 64 << n] for n in range((columns // 64).bit_length() - 1)]
+    bases += [[8 << n, 0] for n in range((rows // 8).bit_length() - 1)]
+    return gl.SharedLinearLayout(bases, [], 1024)
+
+
+@gluon.jit
+def by_eights(memory, rows: gl.constexpr, columns: gl.constexpr):
+    """Shared memory of a 16-bit tile [rows, columns] whose rows lie eight after eight, and of each eight 64 columns after
+    64, with a swizzle of 128 bytes: as a box of (eights, columns / 64, 8, 64) leaves them.
+    """
+    LAYOUT: gl.constexpr = _by_eights(rows, columns)
+    if _RENAMED:
+        return memory.reinterpret(memory.dtype, [rows, columns], LAYOUT)
+    else:
+        return memory._reinterpret(memory.dtype, [rows, columns], LAYOUT)
+
+
 @gluon.jit
 def as_pairs(memory):
     """Shared memory of bytes [rows, columns] of a tensor core's layout as 16-bit words of two columns."""

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.tiles.arithmetic import LOG2E
-from tilewise.tiles.gluon_api import async_load
+from tilewise.tiles.gluon_api import async_load, by_eights
 
 LAST_ROW = gl.constexpr(2**30)
 POSTS = gl.constexpr(2)  # messages of a board that are on their way at a time
@@ -229,11 +229,11 @@ def fill_with(tensor, numbers, at, here, h, row, tile, ring, number_ring, full, 
 
 
 @gluon.jit
-def filled(at, ring, full):
+def filled(at, ring, full, BY_EIGHTS: gl.constexpr = False):
     """(place, tile [rows, columns]) of the ring's `at`-th tile, waiting until it is there."""
     stage, phase = ring_turn(at, ring.shape[0])
     mbarrier.wait(full.index(stage), phase)
-    return stage, matrix(ring.index(stage))
+    return stage, matrix(ring.index(stage), BY_EIGHTS)
 
 
 @gluon.jit
@@ -245,9 +245,12 @@ def moving(ring, place, at):
 
 
 @gluon.jit
-def matrix(tile):
-    """A tile [1, 1, 1, rows, columns] of shared memory as [rows, columns]."""
-    return tile.reshape([tile.shape[3], tile.shape[4]])
+def matrix(tile, BY_EIGHTS: gl.constexpr = False):
+    """A tile [1, 1, 1, rows, columns] of shared memory as [rows, columns]; its rows may lie `by_eights`."""
+    if BY_EIGHTS:
+        return by_eights(tile, tile.shape[3], tile.shape[4])
+    else:
+        return tile.reshape([tile.shape[3], tile.shape[4]])
 
 
 @gluon.jit

@@ -95,6 +95,8 @@ class Fixed(NamedTuple):
     limited: bool | None = None  # exponentials need no maximum
     in_base_2: bool | None = None  # scores come out of the formula, or of the multiply-add of a linear one, in base 2
     page: int | None = None  # tokens of a page
+    eights_k: int | None = None  # from one page of a pool to the next, in eights of tokens
+    eights_v: int | None = None
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
     slope: Any = None  # the score's derivative
@@ -177,8 +179,7 @@ def forward_plan(call: Call, limited: bool) -> Plan:
         4: (64, d_v),
     }  # q, k, v, o
     if call.pages is not None:
-        page = (1, min(call.k.shape[1], cfg.block_n), 1, 64)
-        boxes |= {1: page, 2: page}
+        boxes |= {1: _box_of_pages(call.k, cfg.block_n), 2: _box_of_pages(call.v, cfg.block_n)}
     used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
     return Plan(
         attention_fwd_sm90,
@@ -196,6 +197,8 @@ def forward_plan(call: Call, limited: bool) -> Plan:
                 limited=limited,
                 dropout=call.dropout > 0.0,
                 page=None if call.pages is None else call.k.shape[1],
+                eights_k=None if call.pages is None else eights_of_page(call.k),
+                eights_v=None if call.pages is None else eights_of_page(call.v),
                 dealt=_dealt(call, mask, slots),
                 apart=used <= _SHARED,
                 ahead=2 if used + 2 * cfg.block_m * d <= _SHARED else 1,
@@ -401,13 +404,38 @@ def _scale_first(call: Call, score: ScoreFunctions | None) -> bool:
     return (score is not None and _linear(call, score) is None) or call.scale <= 0.0
 
 
+def eights_of_page(pool: torch.Tensor) -> int:
+    """How many times eight tokens of a pool (pages, tokens, heads, dim) lie from one page to the next."""
+    return pool.stride(0) // (8 * pool.stride(1)) if pool.shape[0] > 1 else pool.shape[1] // 8
+
+
+def _box_of_pages(pool: torch.Tensor, block_n: int) -> tuple[int, ...]:
+    """A tile's share of a page, as (heads, eights of tokens, 64 columns, tokens of an eight, columns): all of it where
+    columns are whole 64s, since a box ends where the tensor does in its last dimension only.
+    """
+    dim = pool.shape[3]
+    if dim > 64 and dim % 64 != 0:
+        return (1, 1, 1, 8, 64)
+    return (1, min(pool.shape[1], block_n) // 8, padded(dim) // 64, 8, 64)
+
+
+def _describe_pool(x: torch.Tensor, box: tuple[int, ...]) -> Any:
+    """A descriptor whose boxes are `_box_of_pages`; pages follow one another as eights of tokens do."""
+    pages, page, heads, dim = x.shape
+    of_page, of_token, of_head, _ = x.stride()
+    apart = dim % 64 == 0
+    sizes = [heads, (pages - 1) * eights_of_page(x) + page // 8, dim // 64 if apart else 1, 8, 64 if apart else dim]
+    strides = [of_head if heads > 1 else of_token, 8 * of_token, 64, of_token, 1]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+    return TensorDescriptor(x, sizes, strides, list(box), layout)
+
+
 def describe(x: torch.Tensor, box: tuple[int, ...]) -> Any:
     """A descriptor of a (batch, seqlen, heads, dim) or packed (rows, heads, dim) tensor whose tiles are (rows, columns)
     of one head (see `tiles.hopper.sequence`), of a pool of pages, or of a matrix.
     """
-    if len(box) == 4:  # of a pool of pages
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)
+    if len(box) == 5:
+        return _describe_pool(x, box)
     if x.ndim == 2:
         layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.float32)
         return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)

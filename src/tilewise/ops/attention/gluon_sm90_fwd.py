@@ -109,13 +109,13 @@ def fetch(inputs, memory, bars, grid, fixed):
         h = run[1] // fixed.group
         table = table_of(run[0], pages) if fixed.paged else 0
         n = visit_any(0, tiles, fixed.lists)
-        fill_tile(K, done, keys, h, n * fixed.block_n, k_ring, k_full, k_empty, table, pages, fixed)
+        fill_tile(K, done, keys, h, n * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
         if not EARLY:
             fetch_queries(Q, run, at, memory, bars, grid, fixed)
         near = gl.maximum(count - 2, 1)
         for t in range(1, near):
             after = visit_any(t, tiles, fixed.lists)
-            fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages, fixed)
+            fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
             if not fixed.paged:
                 fill(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
             n = after
@@ -127,7 +127,7 @@ def fetch(inputs, memory, bars, grid, fixed):
             fetch_queries(Q, coming, at + 1, memory, bars, grid, fixed)
         for t in range(near, count):
             after = visit_any(t, tiles, fixed.lists)
-            fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages, fixed)
+            fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
             if not fixed.paged:
                 fill(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
             n = after
@@ -154,7 +154,7 @@ def fetch_values(inputs, memory, bars, grid, fixed):
         for t in range(run[7]):
             n = visit_any(t, tiles, fixed.lists)
             start = n * fixed.block_n
-            fill_pages(V, done + t, keys, h, start, v_ring, v_full, v_empty, table, pages[3].index(1), fixed)
+            fill_pages(V, done + t, keys, h, start, v_ring, v_full, v_empty, table, pages[3], fixed, 1)
         done += run[7]
         at += 1
         run = posted(at, board, 1)
@@ -178,7 +178,7 @@ def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
     mbarrier.wait(q_full.index(spot), phase, pred=wanted)
     stage, phase = ring_turn(done, fixed.stages)
     mbarrier.wait(k_full.index(stage), phase, pred=wanted)
-    return scores_of(matrix(q_ring.index(spot)), matrix(k_ring.index(stage)))
+    return scores_of(matrix(q_ring.index(spot)), matrix(k_ring.index(stage), fixed.paged))
 
 
 @gluon.jit
@@ -331,10 +331,10 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         for t in range(1, count):
             n = ahead
             ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
-            stage, k = filled(done + t, k_ring, k_full)
+            stage, k = filled(done + t, k_ring, k_full, fixed.paged)
             wait_turn(C)
             coming = scores_of(q, k)
-            stage_v, v = filled(done + t - 1, v_ring, v_full)
+            stage_v, v = filled(done + t - 1, v_ring, v_full, fixed.paged)
             acc = warpgroup_mma(p, v, acc, is_async=True)
             give_turn((C + 1) % fixed.consumers)
             s = warpgroup_mma_wait(1, deps=(coming,))
@@ -354,7 +354,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         # the last output; the next item, and its first scores, meanwhile
         if fixed.apart:
             mbarrier.arrive(q_empty.index(spot))
-        stage_v, v = filled(done - 1, v_ring, v_full)
+        stage_v, v = filled(done - 1, v_ring, v_full, fixed.paged)
         acc = warpgroup_mma(p, v, acc, is_async=True)
         after = posted(at + 1, board, 4)
         if EARLY:

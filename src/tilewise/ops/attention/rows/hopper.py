@@ -19,6 +19,8 @@ def _other_pages(call: Call) -> str | None:
     size = call.k.shape[1]
     if size not in (16, 32, 64) and size % 128:
         return f"pages of {size}"
+    if any(pool.stride(1) <= 0 or pool.stride(0) % (8 * pool.stride(1)) != 0 for pool in (call.k, call.v)):
+        return f"pages that are {call.k.stride(0)} and {call.v.stride(0)} numbers apart"
     if min(call.head_dim, call.head_dim_v) <= 32:
         return f"head dimensions {call.head_dim}, {call.head_dim_v}"
     return None if call.mask is None or _is_run(call.mask.text) else "another mask"
