@@ -78,6 +78,13 @@ _PAGED = (
     _ATTENTION + "sharing.py",
 )
 
+_HOPPER = tuple(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "hopper"))
+_HOPPER_TILED = tuple(_ATTENTION + f"gluon_{name}.py" for name in ("attention", "sm90_fwd", "sm90_[bprs]*"))
+_HOPPER_DECODE = (
+    "src/tilewise/tiles/gluon_codes.py",
+    *(_ATTENTION + f"gluon_{name}.py" for name in ("decode", "sm90_decode", "sm90_fold", "sm90_gather")),
+)
+
 _GPU_TESTS = ("tests/gpu/test_attention*.py", "tests/gpu/test_adapters.py", "tests/gpu/test_sanitizer.py")
 _PAGED_TESTS = ("tests/gpu/test_paged.py", "tests/gpu/test_shared_prefixes.py")
 _CI = "interpreted, compiled for sm_80, sm_90, sm_100"
@@ -117,27 +124,33 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="attention_decode_hopper",
-            sources=(
-                *_PORTABLE,
-                *_PAGED,
-                *(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "gluon_codes", "hopper")),
-                *(_ATTENTION + f"gluon_{name}.py" for name in ("decode", "sm90_decode", "sm90_gather", "sm90_fold")),
-                _ATTENTION + "rows/decode.py",
-            ),
+            sources=(*_PORTABLE, *_PAGED, *_HOPPER, *_HOPPER_DECODE, _ATTENTION + "rows/decode.py"),
             tests=(*_PAGED_TESTS, "tests/gpu/test_paged_decode.py"),
             rows=("hopper_decode",),
             ci="compiled for sm_90",
         ),
         Family(
             name="attention_hopper",
-            sources=(
-                *_PORTABLE,
-                *(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "hopper")),
-                *(_ATTENTION + f"gluon_{name}.py" for name in ("attention", "sm90_fwd", "sm90_[bprs]*")),
-                _ATTENTION + "rows/hopper.py",
-            ),
+            sources=(*_PORTABLE, *_HOPPER, *_HOPPER_TILED, _ATTENTION + "rows/hopper.py"),
             tests=(*_GPU_TESTS, "tests/gpu/test_paged_prefill.py"),
             rows=("hopper",),
+            ci="compiled for sm_90",
+        ),
+        Family(
+            name="attention_mixed_hopper",
+            sources=(
+                *_PORTABLE,
+                *_PAGED,
+                *_HOPPER,
+                *_HOPPER_DECODE,
+                *_HOPPER_TILED,
+                *(
+                    _ATTENTION + name
+                    for name in ("gluon_mixed.py", "rows/decode.py", "rows/hopper.py", "rows/mixed.py")
+                ),
+            ),
+            tests=("tests/gpu/test_mixed.py",),
+            rows=("hopper_mixed",),
             ci="compiled for sm_90",
         ),
         Family(

@@ -238,6 +238,7 @@ def variants() -> Iterator[Variant]:
             yield Variant(90, "hopper_decode", dtype, head_dim, formula, quick)
         for kind in KINDS:
             yield Variant(90, "hopper_decode", "bf16", head_dim, kind, head_dim == 128)
+        yield Variant(90, "hopper_mixed", "bf16", head_dim, "pages", head_dim == 128)
 
 
 def as_entry(found: Resources) -> dict[str, int]:

@@ -34,7 +34,7 @@ from tilewise.kv import PagePool
 from tilewise.quant import KINDS, Encoded, encode
 
 ROUNDS = 20
-MIXED_ROWS = {"cuda": ("hopper", "triton_paged", "hopper_decode"), "cpu": ("cpu_tiled",)}
+MIXED_ROWS = {"cuda": ("hopper_mixed", "hopper", "triton_paged", "hopper_decode"), "cpu": ("cpu_tiled",)}
 ORDERS = {"": None, ".NHD": "NHD"}
 TWO_CALLS = {"cuda": ("hopper", "hopper_decode"), "cpu": ("cpu_tiled", "cpu_tiled")}
 

@@ -90,7 +90,9 @@ class TestTable:
             assert {v.dtype for v in chosen} == set(DTYPES)
             assert {v.head_dim for v in chosen} == {64, 128, 256, 512}
             rows = {"triton", "triton_decode", "triton_paged", "merge", "kv_write"}
-            assert {v.row for v in chosen} == rows | ({"hopper", "hopper_decode"} if sm == 90 else set())
+            assert {v.row for v in chosen} == rows | (
+                {"hopper", "hopper_decode", "hopper_mixed"} if sm == 90 else set()
+            )
 
     def test_every_16_bit_kernel_uses_tensor_cores_and_fits(self) -> None:
         for key, entry in TABLE["kernels"].items():

@@ -298,6 +298,29 @@ def test_unless_named_hopper_kernels_take_what_they_are_best_at(
     assert deferred == got or (got and deferred and deferred.endswith(got))
 
 
+@pytest.mark.parametrize(
+    ("queries", "got"),
+    [
+        ((2000, *(1,) * 63), None),
+        ((300, 0), None),
+        ((1,) * 64, "got 64 queries in all"),
+        ((3,) * 64, "got 192 queries in all"),
+        ((5000, *(1,) * 9), "got 10 of 500 queries in the mean"),
+        ((200,), "got 1 of 200 queries in the mean"),
+    ],
+    ids=["mixed", "two", "decode", "verify", "prompts", "alone"],
+)
+def test_unless_named_both_hopper_kernels_take_prompts_beside_requests_that_decode(
+    queries: tuple[int, ...], got: str | None
+) -> None:
+    pool = tensors(8, 16, 8, 64, dtype=torch.bfloat16)
+    ends = torch.tensor([0, *queries]).cumsum(0).int()
+    layout = tw.Paged(torch.zeros(len(queries), 400, dtype=torch.int32), torch.tensor(queries).int(), ends)
+    call = make_call(tensors(sum(queries), 32, 64, dtype=torch.bfloat16), pool, pool, layout=layout)
+    deferred = table.named("hopper_mixed").deferred(call)
+    assert deferred == got or (got and deferred and deferred.endswith(got))
+
+
 def test_unless_named_hopper_kernels_leave_gradients_of_captured_tensors() -> None:
     q, k, v = (tensors(2, 512, 16, 64, dtype=torch.bfloat16) for _ in range(3))
     call = make_call(q, k, v, score=tw.alibi(torch.ones(16, requires_grad=True)))
@@ -366,5 +389,5 @@ def test_what_is_remembered_of_a_choice_is_the_choice(monkeypatch: pytest.Monkey
                 found.append(str(error))
         assert found[0] == found[1]
         chosen.add(found[0])
-    without = {"hopper", "hopper_decode"}  # which nothing stands for without such a GPU
+    without = {"hopper", "hopper_decode", "hopper_mixed"}  # which nothing stands for without such a GPU
     assert {row.name for row in ROWS} - without <= chosen

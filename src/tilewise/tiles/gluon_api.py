@@ -39,8 +39,8 @@ def _by_eights(rows: int, columns: int) -> Any:
 
 @gluon.jit
 def by_eights(memory, rows: gl.constexpr, columns: gl.constexpr):
-    """Shared memory of a 16-bit tile [rows, columns] whose rows lie eight after eight, and of each eight 64 columns after
-    64, with a swizzle of 128 bytes: as a box of (eights, columns / 64, 8, 64) leaves them.
+    """Shared memory of a 16-bit tile [rows, columns] whose rows lie eight after eight, and of each eight 64 columns
+    after 64, with a swizzle of 128 bytes: as a box of (eights, columns / 64, 8, 64) leaves them.
     """
     LAYOUT: gl.constexpr = _by_eights(rows, columns)
     if _RENAMED:

@@ -97,6 +97,7 @@ class Fixed(NamedTuple):
     page: int | None = None  # tokens of a page
     eights_k: int | None = None  # from one page of a pool to the next, in eights of tokens
     eights_v: int | None = None
+    few: int | None = None  # rows of queries up to which a request is another launch's
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
     slope: Any = None  # the score's derivative
@@ -141,7 +142,7 @@ def _common(
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Gluon forward."""
-    return triton_attention.forward(call, _MAKE_PLAN[_limited(call)], _reached, _more)
+    return triton_attention.forward(call, _MAKE_PLAN[is_limited(call)], reached, _more)
 
 
 def _more(call: Call, plan: Plan) -> tuple[Any, ...]:
@@ -154,7 +155,7 @@ def _more(call: Call, plan: Plan) -> tuple[Any, ...]:
     return (counter, call.pages.table, call.pages.first, call.pages.row_stride)
 
 
-def _reached(*tensors: torch.Tensor) -> bool:
+def reached(*tensors: torch.Tensor) -> bool:
     return triton_attention.fetchable(*tensors) and all(map(_describable, tensors))
 
 
@@ -163,8 +164,10 @@ def _describable(x: torch.Tensor) -> bool:
     return describable(x if x.ndim == 4 else x[None])
 
 
-def forward_plan(call: Call, limited: bool) -> Plan:
-    """The plan of `attention_fwd_sm90`, for exponentials that need no maximum (`_limited`) or for any."""
+def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
+    """The plan of `attention_fwd_sm90`, for exponentials that need no maximum (`is_limited`) or for any, and for all
+    requests or those with more rows of queries than `few`.
+    """
     mask, score = functions(call, "gluon")
     cfg = config_of("hopper forward", call)
     d, d_v = padded(call.head_dim), padded(call.head_dim_v)
@@ -199,6 +202,7 @@ def forward_plan(call: Call, limited: bool) -> Plan:
                 page=None if call.pages is None else call.k.shape[1],
                 eights_k=None if call.pages is None else eights_of_page(call.k),
                 eights_v=None if call.pages is None else eights_of_page(call.v),
+                few=few,
                 dealt=_dealt(call, mask, slots),
                 apart=used <= _SHARED,
                 ahead=2 if used + 2 * cfg.block_m * d <= _SHARED else 1,
@@ -260,8 +264,8 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     key = None if key is None else (key, call.deterministic)
     plans = _PLANS.get(key)
     if plans is None:
-        if not _reached(call.q, call.k, call.v, o, do):
-            return triton_attention.on_padded(backward, _reached, call, o, lse, do, dlse)
+        if not reached(call.q, call.k, call.v, o, do):
+            return triton_attention.on_padded(backward, reached, call, o, lse, do, dlse)
         plans = _PLANS.put(key, backward_plans(call, o, do))
     prepare, keys, queries = plans
     shift, centre = lse.new_empty((2, prepare.grid, keys.extra[0].block_m))
@@ -394,7 +398,7 @@ def _linear(call: Call, score: ScoreFunctions | None) -> Any:
     return score.linear if score is not None and call.scale > 0.0 and not any(call.grad_captured) else None
 
 
-def _limited(call: Call) -> bool:
+def is_limited(call: Call) -> bool:
     """Whether a formula keeps scores so near 0 that their exponentials, which bfloat16 holds too, need no maximum."""
     return call.q.dtype == torch.bfloat16 and stays_near_zero(call.score)
 
@@ -422,7 +426,7 @@ def _box_of_pages(pool: torch.Tensor, block_n: int) -> tuple[int, ...]:
 def _describe_pool(x: torch.Tensor, box: tuple[int, ...]) -> Any:
     """A descriptor whose boxes are `_box_of_pages`; pages follow one another as eights of tokens do."""
     pages, page, heads, dim = x.shape
-    of_page, of_token, of_head, _ = x.stride()
+    _of_page, of_token, of_head, _ = x.stride()
     apart = dim % 64 == 0
     sizes = [heads, (pages - 1) * eights_of_page(x) + page // 8, dim // 64 if apart else 1, 8, 64 if apart else dim]
     strides = [of_head if heads > 1 else of_token, 8 * of_token, 64, of_token, 1]

@@ -21,6 +21,7 @@ from tilewise.ops.attention.triton_launch import Plan, Plans
 from tilewise.ops.attention.triton_paged import pool_of, rows_of_tile
 from tilewise.ops.attention.triton_planned import (
     PREFIX_KEYS,
+    Beside,
     Planned,
     PlannedCalls,
     PrefixTile,
@@ -78,6 +79,7 @@ class Fixed(NamedTuple):
     encoding: Any
     registers: Any  # of a thread that fetches
     alike: Any  # whether keys and values lie alike in their pools
+    beside: Any  # how many programs a multiprocessor has, where others have a launch at the same time
     rows: Any
     mask_once: Any
     visible: Any
@@ -160,6 +162,16 @@ def _plans(call: Call) -> Planned:
     )
 
 
+def plans_beside(call: Call, beside: Beside) -> Planned:
+    """The plans for those requests of a packed call that have few rows, while another launch has the others."""
+    block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
+    build = _TWO if block_d + block_dv <= 256 else _ONE
+    tile = Tile(16, 64, block_d, block_dv, 16, None)
+    pieces = _ROUNDS * build.programs * beside.multiprocessors
+    work = work_of(call, tile.block_r, tile.block_n, block_dv, pieces, tile.rows, beside=beside)
+    return Planned(work, _plan(call, build, tile, work.slots, beside=True))
+
+
 class Tile(NamedTuple):
     """Sizes of a tile, how many of its rows there may be, and how keys are encoded."""
 
@@ -172,9 +184,12 @@ class Tile(NamedTuple):
 
 
 def _plan(
-    call: Call, build: Build, tile: Tile, slots: int, *, prefix: PrefixTile | None = None, of_prefixes: bool = False
-) -> Plan:
-    """The kernel over one line of work; `prefix` is how the launch before it did prefixes, or this is that one."""
+    call: Call, build: Build, tile: Tile, slots: int, *, prefix: PrefixTile | None = None, of_prefixes: bool = False,
+    beside: bool = False,
+) -> Plan:  # fmt: skip
+    """The kernel over one line of work; `prefix` is how the launch before it did prefixes, or this is that one, or it
+    runs beside another.
+    """
     mask, score = functions(call)
     side = None if mask is None or of_prefixes else mask.queries  # no key of a prefix is hidden
     block_r, block_n, block_d, block_dv, rows, encoding = tile
@@ -189,7 +204,8 @@ def _plan(
         ENDLESS.value if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
         block_dv, stages, 1 if of_prefixes else _ROUNDS, of_prefixes, prefix, rows, min(rows, _MERGED // block_dv),
         encoding, build.registers_of_fetch, block_d == block_dv and call.k.stride() == call.v.stride(),
-        side and side.rows, side and side.once, side and side.visible, score and score.queries.once,
+        build.programs if beside else None, side and side.rows, side and side.once, side and side.visible,
+        score and score.queries.once,
         score and score.queries.apply,
     )  # fmt: skip
     constants = Fixed(*(gl.constexpr(x) if isinstance(x, int | str | PrefixTile) else x for x in fixed))

@@ -140,7 +140,7 @@ def own_room(work, rows_q, fixed):
 def merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q, D_V: gl.constexpr, fixed):
     """Count a part of a row of tiles, where it is not all of it, and fold the row where it is the last."""
     ARRIVED, tiles, rounds = work[2] + 1, work[4], work[5]
-    first, last = row_pieces(row_start, unit[3], gl.num_programs(0), rounds, tiles)
+    first, last = row_pieces(row_start, unit[3], work[6], rounds, tiles)
     arrived = last - first
     if fixed.prefix is None or first < last:
         arrived = gl.atomic_add(ARRIVED + first, 1, sem="acq_rel")
@@ -151,7 +151,7 @@ def merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q,
         if fixed.prefix is not None:
             HEADS_KV: gl.constexpr = fixed.heads // fixed.group
             shared, row = parts_of_prefix(
-                work[6], work[0], u, unit, hk, rows_q, work[3], HEADS_KV, fixed.group, fixed.prefix
+                work[7], work[0], u, unit, hk, rows_q, work[3], HEADS_KV, fixed.group, fixed.prefix
             )
             prefix = (shared, row, own_room(work, rows_q, fixed))
         for first_row in range(0, fixed.rows_of_part, fixed.merged):
@@ -264,12 +264,14 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
 
 @gluon.jit(do_not_specialize=["stride_t", "rows_q", "slots", "mask_nums", "score_nums"])
 def attention_decode_sm90(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES, PREFIXES,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES, OTHERS,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
     scale, fixed,
 ):  # fmt: skip
-    """`fixed` is what is known when the kernel is compiled."""
+    """`fixed` is what is known when the kernel is compiled. Where that says `beside`, the launch starts while the one
+    before it runs, and has shares of the multiprocessors (`triton_work.write_shares`, here OTHERS).
+    """
     dtype: gl.constexpr = Q.dtype.element_ty
     IN_BYTE: gl.constexpr = 2 if fixed.encoding == "int4" else 1
     K_ROW: gl.constexpr = fixed.block_d // IN_BYTE
@@ -324,13 +326,17 @@ def attention_decode_sm90(
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if fixed.of_prefixes:
         tl.extra.cuda.gdc_launch_dependents()  # which wait for this launch's end
-    tl.extra.cuda.gdc_wait()  # for the plan, or for parts of prefixes
+    if fixed.beside is None:
+        tl.extra.cuda.gdc_wait()  # for the plan, or for parts of prefixes
     tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
-    if fixed.of_prefixes and gl.program_id(0) >= programs_of(tiles, fixed):
+    programs = programs_of(tiles, OTHERS, fixed)
+    if (fixed.of_prefixes or fixed.beside is not None) and gl.program_id(0) >= programs:
+        if fixed.beside is not None:
+            tl.extra.cuda.gdc_wait()
         return
-    work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds_of(gl.num_programs(0), tiles, fixed.rounds))
+    work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds_of(programs, tiles, fixed.rounds), programs)
     if fixed.prefix is not None:
-        work = work + (PREFIXES,)  # noqa: RUF005 (unknown to Triton)
+        work = work + (OTHERS,)  # noqa: RUF005 (unknown to Triton)
     inputs = (Q, K, V, TABLE, FIRST, SCALES, stride_t)
     strides_q = (stride_qb, stride_qs, stride_qh)
     if fixed.of_prefixes:
@@ -348,3 +354,5 @@ def attention_decode_sm90(
         [4],
         [fixed.registers],
     )
+    if fixed.beside is not None:  # so that who waits for this launch waits for both
+        tl.extra.cuda.gdc_wait()

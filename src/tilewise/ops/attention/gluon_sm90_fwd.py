@@ -3,6 +3,7 @@ compute, and while one takes exponentials another has the tensor cores (Shah et 
 stays on its multiprocessor and takes items, tiles of queries, one after the other.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -186,7 +187,7 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
     """(probabilities of the running maximum, that maximum, factor for what came before), the latter [64, 4], alike in
     a quad's threads. m is in units of s, or of base 2 where scores are. It moves only by factors above 2**8: nothing
     overflows meanwhile, and what came before is seldom multiplied (Zadouri et al., "FlashAttention-4"). For scores that
-    a formula keeps near 0 (`gluon_attention._limited`) m is 0, and there is no factor.
+    a formula keeps near 0 (`gluon_attention.is_limited`) m is 0, and there is no factor.
     """
     LAYOUT: gl.constexpr = s.type.layout
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -410,7 +411,13 @@ def attention_fwd_sm90(
     NEXT, TABLE, FIRST, stride_t, mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, fixed,
 ):  # fmt: skip
-    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
+    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`). Where requests of few queries are
+    another launch's, that may start, and NEXT are the shares of the multiprocessors (`triton_work.write_shares`).
+    """
+    if fixed.few is not None:
+        tl.extra.cuda.gdc_launch_dependents()
+        if gl.program_id(0) >= gl.num_programs(0) - gl.load(NEXT + 1):
+            return
     # shared memory: rings of tiles, and for each place a barrier that says it is full and one that says it is empty
     D: gl.constexpr = Q.block_shape[4]
     D_V: gl.constexpr = O.block_shape[4]

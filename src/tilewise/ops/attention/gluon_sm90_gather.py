@@ -29,20 +29,22 @@ ENDLESS = gl.constexpr(2**30)  # tokens of a page where each request has but one
 
 
 @gluon.jit
-def next_turn(TURNS, turns):
+def next_turn(TURNS, turns, programs):
     """The next turn that nobody has taken. Each program takes them until one is beyond the last, so as many are taken
     as there are: who takes the last sets the counter back for the next run of the plan.
     """
     taken = take(TURNS)
     gl.store(TURNS, 0, mask=taken == turns - 1)
-    return gl.num_programs(0) + taken
+    return programs + taken
 
 
 @gluon.jit
-def programs_of(tiles, fixed):
+def programs_of(tiles, OTHERS, fixed):
     """How many programs have pieces, where there are enough tiles."""
     if fixed.of_prefixes:
         return pieces_of_prefixes(gl.num_programs(0), tiles, fixed.block_n)
+    elif fixed.beside is not None:
+        return gl.load(OTHERS + 2) * fixed.beside
     else:
         return gl.num_programs(0)
 
@@ -52,10 +54,10 @@ def find_piece(turn, work, fixed):
     """(tiles, first position, unit, head, first tile, piece): of a turn, or where that is empty of the next one that
     nobody has taken and is not; no tiles where all are taken.
     """
-    UNITS, BEFORE, TURNS, slots, tiles, rounds = work[0], work[1], work[2], work[3], work[4], work[5]
+    UNITS, BEFORE, TURNS, slots, tiles = work[0], work[1], work[2], work[3], work[4]
+    rounds, programs = work[5], work[6]
     ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     HEADS_KV: gl.constexpr = fixed.heads // fixed.group
-    programs = programs_of(tiles, fixed)
     turns = programs * rounds
     count = 0 * turn
     lo = count
@@ -67,7 +69,7 @@ def find_piece(turn, work, fixed):
         count = piece_start(piece + 1, programs, rounds, tiles) - lo
         looking = count == 0
         if looking:
-            turn = next_turn(TURNS, turns)
+            turn = next_turn(TURNS, turns, programs)
             looking = turn < turns
     u, hk, t = tile_at(lo, BEFORE, UNITS, slots, gl.arange(0, LOOK, layout=ALL), HEADS_KV)
     return count, lo, u, hk, t, piece
@@ -222,9 +224,9 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     known = 0  # of the next piece: nothing, its turn, all
     while left > 0:
         if (left <= 3) & (known == 0):
-            turn = gl.num_programs(0) * work[5]
+            turn = work[6] * work[5]
             if not fixed.of_prefixes:  # of which each program has one piece
-                turn = next_turn(TURNS, turn)
+                turn = next_turn(TURNS, turn, work[6])
             known = 1
         if (left <= 2) & (known == 1):
             piece = find_piece(turn, work, fixed)

@@ -75,6 +75,8 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
     count = num_full + num_partial
     if fixed.packed:
         count = gl.where(start < seqlen_q, count, 0)
+    if fixed.few is not None:
+        count = gl.where(seqlen_q * fixed.group > fixed.few, count, 0)
     return b, h, slot, start, begin, full_begin, num_partial, count
 
 

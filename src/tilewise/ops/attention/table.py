@@ -7,10 +7,10 @@ from typing import Any
 from tilewise.core import dispatch
 from tilewise.core.dispatch import Row, interpreting
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows import cpu, decode, hopper, paged, reference, triton
+from tilewise.ops.attention.rows import cpu, decode, hopper, mixed, paged, reference, triton
 
 ROWS: tuple[Row[Call], ...] = (
-    cpu.SDPA, cpu.TILED, triton.DECODE, hopper.ROW, triton.TILED, decode.ROW, paged.ROW, reference.ROW,
+    cpu.SDPA, cpu.TILED, triton.DECODE, mixed.ROW, hopper.ROW, triton.TILED, decode.ROW, paged.ROW, reference.ROW,
 )  # fmt: skip
 
 

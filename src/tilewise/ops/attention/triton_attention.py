@@ -28,7 +28,7 @@ from tilewise.ops.attention.triton_plans import (
 )
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
 
-_NO_LISTS = (None, 0, 0, 0)
+NO_LISTS = (None, 0, 0, 0)
 _PLANS = Plans()
 Reached = Callable[..., bool]  # whether a kernel's loads reach these tensors
 More = Callable[[Call, Plan], tuple[Any, ...]]  # what a kernel is given beside what all are
@@ -66,11 +66,17 @@ def forward(
         plan = _PLANS.put(key and (make_plan, key), make_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
-        lists = lists_of(call, plan, False, key, {})
-        keys = call.cu_seqlens_k if call.pages is None else call.pages.seqlens
-        pointers = (call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, keys, call.seed)
-        plan.launch((*pointers, *lists, *more(call, plan)), formula_arguments(call), scalars_of(call))
+        launch_forward(call, plan, lists_of(call, plan, False, key, {}), o, lse, more(call, plan))
     return o, lse
+
+
+def launch_forward(
+    call: Call, plan: Plan, lists: tuple[Any, ...], o: torch.Tensor, lse: torch.Tensor, more: tuple[Any, ...]
+) -> None:
+    """Launch a forward of a plan whose `lists` of tiles are known; `more` stand behind all other pointers."""
+    keys = call.cu_seqlens_k if call.pages is None else call.pages.seqlens
+    pointers = (call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, keys, call.seed)
+    plan.launch((*pointers, *lists, *more), formula_arguments(call), scalars_of(call))
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
@@ -153,7 +159,7 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
     """
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
-        return _NO_LISTS
+        return NO_LISTS
     slots = slots_of(call, cfg, for_keys)
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch

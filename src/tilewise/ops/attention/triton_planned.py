@@ -33,7 +33,9 @@ def planned_forward(
     with on_device(call.q):
         memory = planned.work.memory(call)
         planned.work.launch(call, memory)
-        return _run(call, planned, memory, pool(call))
+        o, lse = call.new_output(), call.new_lse()
+        launch(call, planned, memory, pool(call), o, lse)
+        return o, lse
 
 
 class PlannedCalls:
@@ -58,7 +60,9 @@ class PlannedCalls:
         """(o, lse): one kernel, and where prefixes may be shared one before it."""
         planned = _known(call, self._plans, self._make)
         with on_device(call.q):
-            return _run(call, planned, self._memory, self._pool(call))
+            o, lse = call.new_output(), call.new_lse()
+            launch(call, planned, self._memory, self._pool(call), o, lse)
+            return o, lse
 
 
 def _known(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> Planned:
@@ -67,18 +71,21 @@ def _known(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> Planned
     return planned
 
 
-def _run(call: Call, planned: Planned, memory: Memory, pool: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def launch(
+    call: Call, planned: Planned, memory: Memory, pool: tuple[Any, ...], o: torch.Tensor, lse: torch.Tensor,
+    shares: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launch what follows the plan. `shares` are of a launch beside it (`triton_work.write_shares`)."""
     assert call.pages is not None
     k, v, *more = pool
-    o, lse = call.new_output(), call.new_lse()
     inputs, results = (call.q, k, v, call.sink, o, lse), (memory.o_part, memory.lse_part)
     lines, behind = (memory.units, memory.before), (memory.arrived, call.pages.table, call.pages.first, *more)
     formula = formula_arguments(call)
     if planned.prefixes is not None:
         assert memory.prefixes is not None
         planned.prefixes.launch((*inputs, *results, *memory.prefixes, *behind, None), formula, (call.scale,))
-    planned.tiles.launch((*inputs, *results, *lines, *behind, memory.prefixes), formula, (call.scale,))
-    return o, lse
+    others = memory.prefixes if shares is None else shares
+    planned.tiles.launch((*inputs, *results, *lines, *behind, others), formula, (call.scale,))
 
 
 class Memory(NamedTuple):
@@ -99,6 +106,14 @@ class PrefixTile(NamedTuple):
     programs: int
     rows: int
     keys: int
+
+
+class Beside(NamedTuple):
+    """A launch at the same time, for requests with more rows than few."""
+
+    few: int
+    programs: int
+    multiprocessors: int
 
 
 @dataclass(frozen=True)
@@ -128,9 +143,9 @@ class Work:
             common,
         )
 
-    def launch(self, call: Call, memory: Memory) -> None:
+    def launch(self, call: Call, memory: Memory, shares: torch.Tensor | None = None) -> None:
         """Plan for the lengths, and where prefixes are shared the pages, that a call's layout holds, and set its
-        counters to 0.
+        counters to 0; `shares` are of a launch beside (`triton_work.write_shares`).
         """
         pages = call.pages
         assert pages is not None
@@ -140,7 +155,7 @@ class Work:
             self.common.launch((pages.table, pages.first, pages.seqlens, memory.common), ())
             self.plan.launch((pages.seqlens, memory.common, *lines, *memory.prefixes), ())
             return
-        self.plan.launch((call.cu_seqlens_q, pages.seqlens, *lines), bound_arguments(call.mask))
+        self.plan.launch((call.cu_seqlens_q, pages.seqlens, *lines, shares), bound_arguments(call.mask))
 
 
 def _line(slots: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,18 +181,21 @@ def work_of(
     *,
     early: bool = False,
     chunk: int = 1,
+    beside: Beside | None = None,
 ) -> Work:
-    """The plan for tiles of so many rows and keys, and chunks of so many tiles; `rows` of each tile may be there."""
+    """The plan for tiles of so many rows and keys, and chunks of so many tiles; `rows` of each tile may be there. Only
+    requests with few rows, where others have a launch `beside`.
+    """
     mask, _score = functions(call)
     side = mask and mask.queries
     of_request = call.rows_q * call.group
     slots = of_request // block_r + call.batch if call.packed else -(-of_request // block_r) * call.batch
     steps = max(slots + 2, call.batch).bit_length() + 1
     plan = Plan(
-        plan_work, 1, (), (call.batch, call.rows_q, slots, pieces),
+        plan_work, 1, (), (call.batch, call.rows_q, slots, pieces, 0 if beside is None else beside.programs),
         (call.packed, call.num_heads_q, call.group, mask is not None and mask.by_head, side and side.tiles, block_r,
          block_n, min(_AT_ONCE, triton.next_power_of_2(slots)), triton.next_power_of_2(pieces + 1), steps, early,
-         chunk), 8, 1,
+         chunk, None if beside is None else beside.few, None if beside is None else beside.multiprocessors), 8, 1,
     )  # fmt: skip
     most = -(-call.rows_k // (chunk * block_n)) if chunk > 1 else 1
     return Work(plan, slots, pieces, 2 * pieces * most * rows, block_dv, most)

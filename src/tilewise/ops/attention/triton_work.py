@@ -18,6 +18,7 @@ from tilewise.tiles.visit import span_tiles
 UNIT = tl.constexpr(8)  # numbers of a unit: request, tile, first key tile, their number, keys, queries, first row
 FIELD = tl.constexpr(2**40)  # a unit, in numbers that count units above tiles
 LARGE = tl.constexpr(96)  # positions of a share that is divided into several pieces
+SLOWER = tl.constexpr(44)  # how many eighths of a tile of many rows one of few rows takes a multiprocessor
 LOOK = tl.constexpr(1024)  # units that are looked through at a time
 
 
@@ -48,21 +49,24 @@ def slot_of(slots, CU_Q, batch, seqlen_q, PACKED: tl.constexpr, GROUP: tl.conste
     return low, tile, queries, start
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "slots", "pieces", "mask_nums"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "slots", "pieces", "others", "mask_nums"])
 def plan_work(
-    CU_Q, SEQLENS, UNITS, BEFORE, ARRIVED, mask_args, mask_nums, batch, seqlen_q, slots, pieces,
+    CU_Q, SEQLENS, UNITS, BEFORE, ARRIVED, SHARES, mask_args, mask_nums, batch, seqlen_q, slots, pieces, others,
     PACKED: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, BY_HEAD: tl.constexpr, TILES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr,
-    EARLY: tl.constexpr, CHUNK: tl.constexpr = 1,
+    EARLY: tl.constexpr, CHUNK: tl.constexpr = 1, FEW: tl.constexpr = None, SMS: tl.constexpr = None,
 ):  # fmt: skip
     """Write the units that there are, one behind the other, how many tiles (or chunks) are before each, behind the last
     one all, and zeros to the counters. One program.
+
+    With FEW, units are of requests with up to so many rows, and SHARES what `write_shares` says.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     counters = tl.arange(0, PIECES)
     tl.store(ARRIVED + counters, 0, mask=counters <= pieces)
     before = tl.zeros([], tl.int64)  # tiles or chunks, and units above
+    elsewhere = tl.zeros([], tl.int64)  # tiles of requests with more than FEW rows
     for first in range(0, slots, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)
         there = at < slots
@@ -84,6 +88,11 @@ def plan_work(
                 end = tl.where(end_h > begin_h, tl.maximum(end, end_h), end)
             begin = tl.where(end > 0, begin, 0)
         count = tl.where(there, tl.maximum(end - begin, 1), 0)
+        if FEW is not None:
+            few = queries * GROUP <= FEW
+            elsewhere += tl.sum(tl.where(few, 0, count).to(tl.int64), 0)
+            there = there & few
+            count = tl.where(few, count, 0)
         places = count
         if CHUNK > 1:
             places = tl.where(there, chunks_of(begin, count, CHUNK), 0)
@@ -106,6 +115,26 @@ def plan_work(
         tl.store(BEFORE + at, (before % FIELD).to(tl.int32), mask=at <= slots)
         for n in tl.static_range(UNIT):
             tl.store(UNITS + at * UNIT + n, 1 if n == 3 else 0, mask=at < slots + 2)
+    if FEW is not None:
+        write_shares(SHARES, before % FIELD, elsewhere, others, SMS)
+
+
+@triton.jit
+def write_shares(SHARES, tiles, elsewhere, others, SMS: tl.constexpr):
+    """Divide SMS multiprocessors between `tiles` of few rows, which memory bounds, and those `elsewhere`, which
+    products bound, so that both end together: a kernel of `others` programs does the latter, some of them idle.
+
+    SHARES are what that kernel's counter of items begins with, how many of its programs have nothing to do, and how
+    many multiprocessors are left for tiles of few rows.
+    """
+    few = tiles * SLOWER
+    work = tl.maximum(few + elsewhere * 8, 1)
+    share = (SMS * few + work - 1) // work  # rounded up: one more costs the other kernel less than one less this one
+    share = tl.where(elsewhere > 0, tl.minimum(share, SMS * 2 // 3), share).to(tl.int32)  # memory's rate is reached
+    idle = tl.maximum(share - (SMS - others), 0)
+    tl.store(SHARES, -idle)
+    tl.store(SHARES + 1, idle)
+    tl.store(SHARES + 2, share)
 
 
 @triton.jit
