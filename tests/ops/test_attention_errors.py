@@ -303,12 +303,13 @@ def test_unless_named_hopper_kernels_take_what_they_are_best_at(
     [
         ((2000, *(1,) * 63), None),
         ((300, 0), None),
-        ((1,) * 64, "got 64 queries in all"),
-        ((3,) * 64, "got 192 queries in all"),
+        ((1,) * 64, "got 64 of 1 queries in the mean"),
+        ((16,) * 64, "got 64 of 16 queries in the mean"),
+        ((17,) * 64, None),
         ((5000, *(1,) * 9), "got 10 of 500 queries in the mean"),
         ((200,), "got 1 of 200 queries in the mean"),
     ],
-    ids=["mixed", "two", "decode", "verify", "prompts", "alone"],
+    ids=["mixed", "two", "decode", "verify", "more", "prompts", "alone"],
 )
 def test_unless_named_both_hopper_kernels_take_prompts_beside_requests_that_decode(
     queries: tuple[int, ...], got: str | None

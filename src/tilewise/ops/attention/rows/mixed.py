@@ -7,15 +7,14 @@ from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.rows import decode, hopper
 from tilewise.ops.attention.rows.needs import NO_CODES
 
-_MEAN = 256  # queries of a request: batches of more are mostly prompts
+_ROWS, _MEAN = 64, 256  # rows of the mean request that decodes, or is verified, at most; queries of one with prompts
 
 
 def _not_both(call: Call) -> str | None:
-    """Whether prompts and requests that decode are likely to be in a batch, whose lengths only the GPU knows."""
+    """Whether a batch is likely to have no prompt, or prompts alone: only the GPU knows its lengths."""
     mean = call.rows_q // max(call.batch, 1)
-    if call.batch < 2 or mean > _MEAN:
-        return f"{call.batch} of {mean} queries in the mean"
-    return None if (call.rows_q - call.batch) * call.num_heads_q >= 64 * 128 else f"{call.rows_q} queries in all"
+    few = call.rows_q * call.group // max(call.batch, 1) <= _ROWS
+    return f"{call.batch} of {mean} queries in the mean" if call.batch < 2 or few or mean > _MEAN else None
 
 
 ROW: Row[Call] = Row(
@@ -27,5 +26,11 @@ ROW: Row[Call] = Row(
         *dict.fromkeys((*hopper.ROW.needs, *decode.ROW.needs)),
     ),
     "prompts beside requests that decode on Hopper: kernels of many and of few queries at the same time",
-    prefers=(Need(f"two or more requests of up to {_MEAN} queries in the mean, some of them with many", _not_both),),
+    prefers=(
+        Need(
+            f"two or more requests, of more than {_ROWS} rows of queries for each key/value head and up to {_MEAN} "
+            "queries in the mean",
+            _not_both,
+        ),
+    ),
 )
