@@ -23,13 +23,7 @@ from tilewise.ops.attention.gluon_sm90_fold import (
 )
 from tilewise.ops.attention.gluon_sm90_gather import PIECE, fetch, programs_of
 from tilewise.ops.attention.triton_prefixes import parts_of_prefix, room_of_prefixes, row_of_part
-from tilewise.ops.attention.triton_work import (
-    next_tile,
-    rounds_of,
-    row_pieces,
-    rows_of_unit,
-    unit_of,
-)
+from tilewise.ops.attention.triton_work import has_all_parts, next_tile, rounds_of, row_pieces, rows_of_unit, unit_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import barrier
 from tilewise.tiles.gluon_codes import dims_of_rows
@@ -141,12 +135,7 @@ def merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q,
     """Count a part of a row of tiles, where it is not all of it, and fold the row where it is the last."""
     ARRIVED, tiles, rounds = work[2] + 1, work[4], work[5]
     first, last = row_pieces(row_start, unit[3], work[6], rounds, tiles)
-    arrived = last - first
-    if fixed.prefix is None or first < last:
-        arrived = gl.atomic_add(ARRIVED + first, 1, sem="acq_rel")
-    if arrived == last - first:
-        gl.store(ARRIVED + first, 0, mask=first < last)  # for the next run of the plan
-        barrier()
+    if has_all_parts(ARRIVED, first, last, fixed.prefix is None or first < last):
         prefix = ()
         if fixed.prefix is not None:
             HEADS_KV: gl.constexpr = fixed.heads // fixed.group

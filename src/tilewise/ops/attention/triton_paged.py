@@ -37,6 +37,7 @@ from tilewise.ops.attention.triton_prefixes import pieces_of_prefixes
 from tilewise.ops.attention.triton_work import (
     LOOK,
     chunks_of,
+    has_all_parts,
     next_tile,
     program_start,
     row_pieces,
@@ -281,9 +282,7 @@ def attention_work(
             ended = (side == 0) & (first_t > 0) & (start + unit[3] <= hi)
             if (hi > lo) & (ended | (side == 1) & (t > 0)):
                 begin, end = row_pieces(start, unit[3], programs, 1, work)
-                if tl.atomic_add(ARRIVED + begin, 1, sem="acq_rel") == end - begin:
-                    tl.store(ARRIVED + begin, 0)  # for the next run of the plan
-                    tl.debug_barrier()
+                if has_all_parts(ARRIVED, begin, end, True):
                     merge_row(
                         O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, head, begin, end, None,
                         rows_q, HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, False, ENCODING,
@@ -353,12 +352,7 @@ def attention_chunks(
             store_part(O_PART, LSE_PART, room + (unit[2] + t) // CHUNK - unit[2] // CHUNK, l_i, m_i, acc)
             if (end == unit[3]) | (place + 1 == hi):
                 tl.debug_barrier()
-                others = last - begin
-                if shared:
-                    others = tl.atomic_add(ARRIVED + begin, 1, sem="acq_rel")
-                if others == last - begin:
-                    tl.store(ARRIVED + begin, 0, mask=shared)  # for the next run of the plan
-                    tl.debug_barrier()
+                if has_all_parts(ARRIVED, begin, last, shared):
                     merge_row(
                         O, LSE, SINK, O_PART, LSE_PART, stride_ob, stride_os, stride_oh, unit, hk, room,
                         room + chunks - 1, None, rows_q, HEADS, GROUP, HEAD_DIM_V, PACKED, BLOCK_R, BLOCK_DV, True,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops.attention.triton_prefixes import parts_of_prefix, room_of_prefixes, row_of_part
-from tilewise.ops.attention.triton_work import program_start, row_pieces, rows_of_unit, unit_of
+from tilewise.ops.attention.triton_work import has_all_parts, program_start, row_pieces, rows_of_unit, unit_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.codes import columns_of_codes
 
@@ -147,12 +147,7 @@ def merge_share(
         cut = tiles < unit[3]
         if cut | (unit[2] > 0):
             begin, end = row_pieces(lo - t, unit[3], programs, 1, work)
-            arrived = end - begin
-            if cut:
-                arrived = tl.atomic_add(ARRIVED + begin, 1, sem="acq_rel")
-            if arrived == end - begin:
-                tl.store(ARRIVED + begin, 0, mask=cut)  # for the next run of the plan
-                tl.debug_barrier()
+            if has_all_parts(ARRIVED, begin, end, cut):
                 shared, row = parts_of_prefix(PREFIXES, UNITS, u, unit, hk, rows_q, batch, HEADS_KV, GROUP, PREFIX_TILE)
                 rows = unit[5] * GROUP
                 own = room + row_of_part(unit[0], hk, rows, rows, begin, HEADS_KV, BLOCK_R)

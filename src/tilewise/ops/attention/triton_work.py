@@ -193,6 +193,21 @@ def row_pieces(row_start, count, programs, rounds, work):
 
 
 @triton.jit
+def has_all_parts(ARRIVED, first, last, cut):
+    """Count one more part of a row that is `cut` between the pieces `first` and `last`, behind a barrier: are all there
+    now? Whoever finds so may read them, and has the counter set back. A row that is not cut is all there.
+    """
+    arrived = last - first
+    if cut:
+        arrived = tl.atomic_add(ARRIVED + first, 1, sem="acq_rel")  # releases this part, acquires the others
+    whole = arrived == last - first
+    if whole:
+        tl.store(ARRIVED + first, 0, mask=cut)  # for the next run of the plan
+        tl.debug_barrier()
+    return whole
+
+
+@triton.jit
 def chunks_of(begin, count, CHUNK: tl.constexpr):
     """How many chunks `count` tiles from `begin` on are in."""
     return (begin + count - 1) // CHUNK - begin // CHUNK + 1
