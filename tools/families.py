@@ -7,6 +7,7 @@ the README and a record's `sources` key can never speak of code that has since c
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class Family:
 _FORMULA = ("src/tilewise/formula/*.py", "src/tilewise/schedule/*.py", "src/tilewise/core/[pr]*.py")
 _ATTENTION = "src/tilewise/ops/attention/"
 _DISPATCH = "src/tilewise/core/dispatch.py"
+_LAUNCH = "src/tilewise/ops/triton_launch.py"
 _SHARED = (
     _DISPATCH,
     "src/tilewise/layouts.py",
@@ -65,8 +67,9 @@ _SHARED = (
 _PORTABLE = (
     *_FORMULA,
     *_SHARED,
+    _LAUNCH,
     *(f"src/tilewise/tiles/{name}.py" for name in ("arithmetic", "dropout", "load", "visit")),
-    *(_ATTENTION + f"triton_{name}.py" for name in ("attention", "bwd", "decode", "fwd", "launch", "lists", "plans")),
+    *(_ATTENTION + f"triton_{name}.py" for name in ("attention", "bwd", "decode", "fwd", "keys", "lists", "plans")),
     *(_ATTENTION + name for name in ("configs.py", "variant.py")),
 )
 
@@ -104,6 +107,25 @@ _WRITE_SHARED = (
     _DISPATCH,
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
+
+NEIGHBOURS: tuple[str, ...] = ()  # operations on rows of numbers, made by `ops/operation.py`
+
+
+def _neighbour(name: str) -> tuple[Family, Family]:
+    """The families of one of them: its Triton kernels, its CPU path."""
+    folder = f"src/tilewise/ops/{name}/"
+    shared = (
+        "src/tilewise/core/[er]*.py",
+        _DISPATCH,
+        "src/tilewise/ops/operation.py",
+        *(folder + part for part in ("__init__.py", "problem.py", "table.py")),
+    )
+    kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
+    return (
+        Family(f"{name}_triton", kernels, (f"tests/gpu/test_{name}.py",), ("triton",), _CI, name),
+        Family(f"{name}_cpu", (*shared, folder + "cpu.py"), (f"tests/ops/{name}/*.py",), ("cpu",), "", name),
+    )
+
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -164,7 +186,7 @@ FAMILIES: dict[str, Family] = {
             sources=(
                 *_MERGE_SHARED,
                 _MERGE + "triton_*.py",
-                _ATTENTION + "triton_launch.py",
+                _LAUNCH,
                 "src/tilewise/tiles/arithmetic.py",
             ),
             tests=("tests/gpu/test_merge.py",),
@@ -181,7 +203,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="kv_write_triton",
-            sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _ATTENTION + "triton_launch.py", _CODES, _ROTARY),
+            sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _LAUNCH, _CODES, _ROTARY),
             tests=("tests/gpu/test_kv_write.py",),
             rows=("triton",),
             ci=_CI,
@@ -194,6 +216,7 @@ FAMILIES: dict[str, Family] = {
             rows=("cpu",),
             operation="kv_write",
         ),
+        *itertools.chain.from_iterable(map(_neighbour, NEIGHBOURS)),
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
         Family(name="quant", sources=("src/tilewise/quant/*.py",), tests=("tests/quant/*.py",), rows=()),
         Family(name="kv", sources=("src/tilewise/kv/*.py",), tests=("tests/kv/*.py",), rows=()),

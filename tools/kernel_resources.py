@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import itertools
 import json
 import sys
@@ -24,8 +25,10 @@ from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.kv_write.problem import Copy, Write, copy_calls, write_call
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.merge.problem import joined_call, separate_call
+from tilewise.ops.operation import Operation
 from tilewise.quant import KINDS, encode, encode_by_channel
-from tilewise.testing.offline import Resources, compile_call, compile_kv_write, compile_merge
+from tilewise.testing.offline import Resources, compile_call, compile_kv_write, compile_merge, compile_operation
+from tools.families import NEIGHBOURS
 
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "compile" / "resources.json"
 ARCHITECTURES = (80, 90, 100)
@@ -111,10 +114,17 @@ def _state(rows: tuple[int, ...], head_dim: int, dtype: torch.dtype) -> tuple[to
     return torch.zeros(*rows, HEADS, head_dim, dtype=dtype), torch.zeros(*rows[:-1], HEADS, rows[-1])
 
 
+def _neighbour(name: str) -> dict[str, Callable[[int, torch.dtype], tuple[Operation[Any], Any]]]:
+    """Its variants by name: what gives an operation and a call of it, from a width and a dtype."""
+    found: dict[str, Any] = importlib.import_module(f"tilewise.testing.{name}").VARIANTS
+    return found
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One call to compile: `row` of attention with a formula, "merge" of states that lie so, or "kv_write" of
-    tokens or pages. `quick` ones are compiled by the compile tier, all of them by the tool.
+    """One call to compile: `row` of attention with a formula, "merge" of states that lie so, "kv_write" of tokens or
+    pages, or another operation on rows as wide as `head_dim`. `quick` ones are compiled by the compile tier, all of
+    them by the tool.
     """
 
     sm: int
@@ -163,6 +173,9 @@ class Variant:
         if self.row == "kv_write":
             moved = WRITES[self.formula](self.head_dim, DTYPES[self.dtype])
             return {found.kernel: found for found in compile_kv_write(moved, self.sm)}
+        if self.row in NEIGHBOURS:
+            called = _neighbour(self.row)[self.formula](self.head_dim, DTYPES[self.dtype])
+            return {found.kernel: found for found in compile_operation(*called, self.sm)}
         found = compile_call(self.call(), self.sm, self.row)
         named = {one.kernel: one for one in found}
         if self.formula == "shared":  # the same kernel twice: over prefixes, then over requests
@@ -171,6 +184,7 @@ class Variant:
         return named
 
 
+_WIDTHS = (("bf16", 4096), ("bf16", 1000), ("fp32", 4096), ("bf16", 65536))
 _QUICK = {
     80: {"bf16 d64 causal", "bf16 d128 causal", "bf16 d128 softcap", "bf16 d128 document", "bf16 d128 alibi",
          "bf16 d256 causal", "bf16 d512 plain", "fp16 d64 plain", "fp32 d64 causal", "fp32 d128 alibi"},
@@ -217,6 +231,9 @@ def variants() -> Iterator[Variant]:
     for sm, moved in itertools.product(ARCHITECTURES, WRITES):
         for dtype, head_dim in (("bf16", 128), ("bf16", 40), ("fp32", 128)):
             yield Variant(sm, "kv_write", dtype, head_dim, moved, head_dim == 128)
+    for sm, name in itertools.product(ARCHITECTURES, NEIGHBOURS):
+        for formula, (dtype, width) in itertools.product(_neighbour(name), _WIDTHS):
+            yield Variant(sm, name, dtype, width, formula, sm == 90 and (dtype, width) == _WIDTHS[0])
     for head_dim in (64, 128, 256):
         for formula in (
             "plain",

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS
-from tools.families import ROOT, family_of
+from tools.families import NEIGHBOURS, ROOT, family_of
 from tools.receipts import verified
 
-OPERATIONS = ("attention", "merge", "kv_write")
+OPERATIONS = ("attention", "merge", "kv_write", *NEIGHBOURS)
 
 
 def rows(operation: str) -> list[Any]:

@@ -45,7 +45,8 @@ MASKS: dict[str, Callable[[int, str], Any]] = {
 @contextlib.contextmanager
 def using(kernel: str, config: Config, plans: Any = None) -> Iterator[None]:
     """Calls take `config` for `kernel`, and keep their plans in `plans` (none by default)."""
-    from tilewise.ops.attention import gluon_attention, triton_attention, triton_launch, triton_plans
+    from tilewise.ops import triton_launch
+    from tilewise.ops.attention import gluon_attention, triton_attention, triton_plans
 
     module = gluon_attention if kernel.startswith("hopper") else triton_plans
     known = module.config_of
@@ -91,7 +92,7 @@ def _row(kernel: str) -> str:
 
 def measure(given: argparse.Namespace, configs: Sequence[Config]) -> list[dict[str, Any]]:
     """Median times of all that run, the fastest first."""
-    from tilewise.ops.attention.triton_launch import Plans
+    from tilewise.ops.triton_launch import Plans
 
     (q, k, v, do), arguments = _problem(given, "cuda")
     o = tw.attention(q, k, v, impl=_row(given.kernel), **arguments)

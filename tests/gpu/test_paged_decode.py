@@ -12,7 +12,7 @@ from tests.gpu.matrix import DEVICE
 from tests.gpu.paging import PAGED_CASES, UP_TO_256, decoding, lengths_around_pages
 from tilewise.core.errors import UnsupportedError
 from tilewise.ops.attention import gluon_decode
-from tilewise.ops.attention.triton_launch import Plans
+from tilewise.ops.triton_launch import Plans
 from tilewise.quant import KINDS, decode, encode
 from tilewise.testing import properties
 from tilewise.testing.case import Case

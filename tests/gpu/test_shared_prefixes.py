@@ -11,7 +11,7 @@ import torch
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tilewise.ops.attention import gluon_decode, triton_paged
-from tilewise.ops.attention.triton_launch import Plans
+from tilewise.ops.triton_launch import Plans
 from tilewise.quant import encode
 from tilewise.testing.case import Case
 from tilewise.testing.cases import causal, softcap

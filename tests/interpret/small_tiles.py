@@ -7,7 +7,8 @@ import torch
 
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.walk import symbols
-from tilewise.ops.attention import triton_launch, triton_plans
+from tilewise.ops import triton_launch
+from tilewise.ops.attention import triton_plans
 from tilewise.ops.attention.configs import Config
 from tilewise.testing.case import Case
 from tilewise.testing.inputs import make_inputs

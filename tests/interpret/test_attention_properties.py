@@ -15,7 +15,7 @@ from tests.interpret.small_tiles import use_tiles
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.ops.attention import triton_decode
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.triton_launch import Plan
+from tilewise.ops.triton_launch import Plan
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
@@ -82,7 +82,7 @@ def test_dropout_drops_what_the_cpu_drops(name: str, monkeypatch: pytest.MonkeyP
 
 def test_two_calls_of_other_sizes_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are kept by shape: a call after another one gives the bits it gives alone."""
-    from tilewise.ops.attention import triton_launch
+    from tilewise.ops import triton_launch
 
     setting, short = Setting("triton"), CASES["causal"].with_(batch=1, seqlen_q=20, seqlen_k=30)
     alone = properties.run(setting, make_inputs(short, torch.float32))

@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tilewise.ops.attention import triton_launch, triton_paged
+from tilewise.ops import triton_launch
+from tilewise.ops.attention import triton_paged
 from tilewise.ops.attention.problem import make_call
 from tilewise.testing import properties, serving
 from tilewise.testing.case import Case

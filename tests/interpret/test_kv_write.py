@@ -13,7 +13,7 @@ import tilewise as tw
 from tests.interpret.test_twins import broken_copy
 from tests.ops.kv_write.test_kv_write_by_channel import a_row_is_handed_on
 from tilewise.kv import PagePool, pool
-from tilewise.ops.attention import triton_launch
+from tilewise.ops import triton_launch
 from tilewise.ops.kv_write import triton_kv_write
 from tilewise.quant import KINDS, encode, encode_by_channel
 from tilewise.testing import writing

@@ -9,7 +9,7 @@ import torch
 
 import tilewise as tw
 from tests.interpret.test_twins import broken_copy
-from tilewise.ops.attention import triton_launch
+from tilewise.ops import triton_launch
 from tilewise.ops.merge import triton_merge
 from tilewise.testing import merging
 from tilewise.testing.matrix import name_of

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.ops.attention import triton_launch
+from tilewise.ops import triton_launch
 from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.triton_planned import Beside, work_of
 from tilewise.ops.attention.triton_work import SLOWER, UNIT

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tilewise.ops.attention import triton_launch, triton_paged, triton_work
+from tilewise.ops import triton_launch
+from tilewise.ops.attention import triton_paged, triton_work
 from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.triton_work import (
     LOOK,

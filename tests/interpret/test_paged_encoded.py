@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tests.interpret.test_paged import ANY_BATCH, any_batch, programs
 from tests.interpret.test_twins import broken_copy
-from tilewise.ops.attention import triton_launch, triton_paged, triton_parts
+from tilewise.ops import triton_launch
+from tilewise.ops.attention import triton_paged, triton_parts
 from tilewise.quant import KINDS, Encoded, decode, encode
 from tilewise.testing import properties
 from tilewise.testing.case import Case

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.core.errors import InputError
-from tilewise.ops.attention import triton_launch, triton_paged
+from tilewise.ops import triton_launch
+from tilewise.ops.attention import triton_paged
 from tilewise.testing import serving
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, INTERPRETER_CASES

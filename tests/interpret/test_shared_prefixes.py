@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tilewise.ops.attention import triton_launch, triton_paged, triton_parts, triton_prefixes
+from tilewise.ops import triton_launch
+from tilewise.ops.attention import triton_paged, triton_parts, triton_prefixes
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.triton_work import UNIT
 from tilewise.quant import encode

@@ -12,7 +12,7 @@ import triton
 from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.compiler.compiler import CompiledKernel
 
-from tilewise.ops.attention.triton_launch import Plan, describe
+from tilewise.ops.triton_launch import Plan, describe
 
 DESCRIBED = {0: "*bf16", 1: "tensordesc<bf16[1, 64, 1, 64]>", 2: "tensordesc<fp32[32]>", 3: "i32"}
 META = [

@@ -11,7 +11,7 @@ import tilewise as tw
 from tilewise.core.errors import InputError
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.sharing import bytes_of, remark, requests_of_tile, rows_of_shared_tile
-from tilewise.ops.attention.triton_launch import call_key
+from tilewise.ops.attention.triton_keys import call_key
 from tilewise.quant import encode
 from tilewise.testing.case import Case
 from tilewise.testing.cases import causal

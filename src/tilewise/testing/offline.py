@@ -19,6 +19,7 @@ from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.table import named
 from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.ops.merge.problem import Call as MergeCall
+from tilewise.ops.operation import Operation, fields_of
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of
@@ -46,7 +47,8 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from tilewise.ops.attention import triton_launch, triton_plans
+    from tilewise.ops import triton_launch
+    from tilewise.ops.attention import triton_plans
 
     class OfflineDriver:
         def get_current_target(self) -> GPUTarget:
@@ -119,6 +121,21 @@ def compile_kv_write(call: Write | Copy, sm: int) -> list[Resources]:
 
     with compiling_for(sm) as kernels:
         triton_kv_write.write(call) if isinstance(call, Write) else triton_kv_write.copy(call)
+    return [resources(kernel) for kernel in kernels]
+
+
+def compile_operation(operation: Operation[Any], call: Any, sm: int) -> list[Resources]:
+    """As `compile_call`, the kernels that a call of an operation launches, forward and backward for every gradient."""
+    import torch
+
+    row = next(row for row in operation.rows if row.name == "triton")
+    with compiling_for(sm) as kernels:
+        results = operation.run_forward(row, call)
+        if row.backward is not None:
+            kept = operation.kept(call, results)
+            incoming = [torch.empty_like(x) for x in list(results.values())[: operation.outputs]]
+            wanted = [name for name, x in fields_of(call).items() if x.requires_grad]
+            operation.run_backward(row, operation.without(call, kept), kept, incoming, wanted)
     return [resources(kernel) for kernel in kernels]
 
 

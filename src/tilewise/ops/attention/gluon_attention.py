@@ -19,7 +19,6 @@ from tilewise.ops.attention.gluon_sm90_bwd_wide import attention_bwd_wide_sm90
 from tilewise.ops.attention.gluon_sm90_fwd import attention_fwd_sm90
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.triton_launch import Plan, Plans, describable, on_device
 from tilewise.ops.attention.triton_plans import (
     accumulators,
     batches_of,
@@ -32,6 +31,7 @@ from tilewise.ops.attention.triton_plans import (
     together,
 )
 from tilewise.ops.attention.variant import MaskFunctions, ScoreFunctions, ScoreSide, formula_kind, is_band
+from tilewise.ops.triton_launch import Plan, Plans, describable, on_device
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.hopper import LAST_ROW
 

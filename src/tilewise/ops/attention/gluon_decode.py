@@ -17,7 +17,6 @@ from tilewise.ops.attention.gluon_sm90_decode import attention_decode_sm90
 from tilewise.ops.attention.gluon_sm90_gather import ENDLESS
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.sharing import requests_of_tile, rows_of_shared_tile
-from tilewise.ops.attention.triton_launch import Plan, Plans
 from tilewise.ops.attention.triton_paged import pool_of, rows_of_tile
 from tilewise.ops.attention.triton_planned import (
     PREFIX_KEYS,
@@ -31,6 +30,7 @@ from tilewise.ops.attention.triton_planned import (
     work_of,
 )
 from tilewise.ops.attention.triton_plans import functions, multiprocessors
+from tilewise.ops.triton_launch import Plan, Plans
 from tilewise.quant.codes import BY_DTYPE, KINDS
 
 _PLANS = Plans()

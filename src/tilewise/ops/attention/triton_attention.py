@@ -12,7 +12,7 @@ from tilewise.formula.emit import tensor_arguments
 from tilewise.ops.attention.configs import Config
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call, signature_of
-from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
+from tilewise.ops.attention.triton_keys import call_key
 from tilewise.ops.attention.triton_lists import block_extrema, tile_lists
 from tilewise.ops.attention.triton_plans import (
     accumulators,
@@ -26,6 +26,7 @@ from tilewise.ops.attention.triton_plans import (
     scalars_of,
     slots_of,
 )
+from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
 
 NO_LISTS = (None, 0, 0, 0)

@@ -10,8 +10,9 @@ import triton.language as tl
 
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
+from tilewise.ops.attention.triton_keys import call_key
 from tilewise.ops.attention.triton_plans import formula_arguments, functions, matmul_precision, strides_of
+from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.tiles.arithmetic import LN2, LOG2E, softmax_step
 from tilewise.tiles.load import POINTER, load_rows
 from tilewise.tiles.visit import call_once, row_ends, span_tiles

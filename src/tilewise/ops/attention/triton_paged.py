@@ -19,7 +19,6 @@ from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.sharing import most_rows, requests_of_tile, rows_of_shared_tile
 from tilewise.ops.attention.triton_channels import bits_by_channel, keys_by_channel, load_by_channel
-from tilewise.ops.attention.triton_launch import Plan, Plans
 from tilewise.ops.attention.triton_parts import leave_part, merge_row, merge_share, store_part, store_rows
 from tilewise.ops.attention.triton_planned import (
     PREFIX_KEYS,
@@ -45,6 +44,7 @@ from tilewise.ops.attention.triton_work import (
     tile_at,
     unit_of,
 )
+from tilewise.ops.triton_launch import Plan, Plans
 from tilewise.quant.codes import BY_DTYPE
 from tilewise.tiles.arithmetic import decoded, softmax_step
 from tilewise.tiles.codes import columns_of_codes, load_codes, numbers_of

@@ -13,10 +13,11 @@ import triton
 
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.sharing import bytes_of, requests_of_tile
-from tilewise.ops.attention.triton_launch import Plan, Plans, call_key, on_device
+from tilewise.ops.attention.triton_keys import call_key
 from tilewise.ops.attention.triton_plans import bound_arguments, formula_arguments, functions, strides_of
 from tilewise.ops.attention.triton_prefixes import common_prefixes, plan_shared_work
 from tilewise.ops.attention.triton_work import UNIT, plan_work
+from tilewise.ops.triton_launch import Plan, Plans, on_device
 
 _AT_ONCE = 1024  # slots that the plan looks at at a time
 _COMPARED = 4096  # pages of two requests that are compared at a time

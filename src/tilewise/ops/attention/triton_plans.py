@@ -17,7 +17,6 @@ from tilewise.ops.attention.configs import Config, config, padded
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_bwd import attention_bwd_keys, attention_bwd_queries
 from tilewise.ops.attention.triton_fwd import attention_fwd
-from tilewise.ops.attention.triton_launch import Plan, describable
 from tilewise.ops.attention.variant import (
     MaskFunctions,
     ScoreFunctions,
@@ -25,6 +24,7 @@ from tilewise.ops.attention.variant import (
     mask_functions,
     score_functions,
 )
+from tilewise.ops.triton_launch import Plan, describable
 from tilewise.schedule.rule import tile_rule
 from tilewise.tiles.load import DEVICE, HOST, POINTER
 

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops.attention.triton_launch import Plan, Plans, on_device
 from tilewise.ops.kv_write.problem import Copy, Write
+from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.codes import BY_DTYPE
 from tilewise.rotary import Rope
 from tilewise.tiles.codes import codes_by_channel, codes_of, scales_of, spans_of
@@ -372,15 +372,9 @@ def copy(call: Copy) -> None:
 
 def _key(what: str, tensors: tuple[torch.Tensor, ...], rope: Rope | None = None):
     """Everything that may change which kernel runs or how; None where a pointer would need a variant of its own."""
-    pointers = 0
-    parts: list[object] = [what]
-    if rope is not None:
-        parts.append(rope.interleaved)
-        tensors = (*tensors, rope.cos, rope.sin, rope.positions)
-    for x in tensors:
-        pointers |= x.data_ptr()
-        parts += (x.dtype, x.device, x.shape, x.stride())
-    return None if pointers % 16 else tuple(parts)
+    angles = () if rope is None else (rope.cos, rope.sin, rope.positions)
+    key = tensors_key(*tensors, *angles)
+    return None if key is None else (key, what, rope is not None and rope.interleaved)
 
 
 def _write_plan(call: Write) -> Plan:

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops.attention.triton_launch import Plan, Plans, on_device
 from tilewise.ops.merge.problem import Call, Form, lse_view, o_view
+from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.arithmetic import LN2, LOG2E
 
 _ELEMENTS = 2048  # of a program's tile (rows, states, head_dim_v)
@@ -245,14 +245,9 @@ def _key(call: Call, *incoming: torch.Tensor):
     """Everything that may change which kernel runs or how (the backward has `incoming` gradients); None where a pointer
     would need a variant of its own.
     """
-    pointers = 0
-    parts = [len(incoming), call.form, call.dtype, None if call.indptr is None else call.indptr.shape]
-    for x in (*call.o, *call.lse, *incoming):
-        pointers |= x.data_ptr()
-        parts += (x.dtype, x.device, x.shape, x.stride())
-    if call.indptr is not None:
-        pointers |= call.indptr.data_ptr()
-    return None if pointers % 16 else tuple(parts)
+    there = () if call.indptr is None else (call.indptr,)
+    key = tensors_key(*call.o, *call.lse, *there, *incoming)
+    return None if key is None else (key, len(incoming), call.form, call.dtype)
 
 
 def _plan(kernel, call: Call, strides) -> Plan:

@@ -1,0 +1,247 @@
+"""An operation as PyTorch sees it: an autograd function in eager mode, a custom operator inside torch.compile.
+
+For operations whose call is a dataclass of tensors and plain values, with one function forward and one backward.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tilewise.core import dispatch
+from tilewise.core.dispatch import NAMED, TRITON, Need, Row
+from tilewise.core.readback import being_traced
+
+C = TypeVar("C")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation(Generic[C]):
+    """One operation: what its calls hold, and who runs them.
+
+    `call` is a dataclass whose fields are tensors (or None), numbers, strings, dtypes and tuples of these.
+    `results(call)` are empty tensors for what a forward fills, by name; the first `outputs` of them go to the caller,
+    the others only to the backward, which is given what `keeps` names of the call's tensors (others are None) and of
+    the results. `gradients(call, kept, wanted)` are empty tensors for the gradients of the fields `wanted`.
+
+    A row's `forward(call, results)` fills the results; its `backward(call, kept, incoming, gradients)` the gradients,
+    from those of the outputs. Where the first tensor of a call is empty, neither runs and all is 0.
+    """
+
+    name: str
+    call: type[C]
+    rows: tuple[Row[C], ...]
+    results: Callable[[C], Tensors]
+    gradients: Callable[[C, Tensors, Sequence[str]], Tensors]
+    keeps: tuple[str, ...]
+    outputs: int = 1
+    _operators: list[Any] = dataclasses.field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        forward = torch.library.custom_op(
+            f"tilewise::{self.name}",
+            self._compiled_forward,
+            mutates_args=(),
+            schema="(Tensor[] tensors, str how, str impl) -> Tensor[]",
+        )
+        backward = torch.library.custom_op(
+            f"tilewise::{self.name}_backward",
+            self._compiled_backward,
+            mutates_args=(),
+            schema="(Tensor[] kept, Tensor[] incoming, str how, str wanted, str impl) -> Tensor[]",
+        )
+        forward.register_fake(self._fake_forward)
+        backward.register_fake(self._fake_backward)
+        forward.register_autograd(self._autograd, setup_context=self._setup_context)
+        self._operators.extend((forward, backward))
+
+    def __call__(self, call: C, impl: str | None = None) -> tuple[torch.Tensor, ...]:
+        """The outputs; raises InputError for an unknown `impl`, UnsupportedError where nothing runs this call."""
+        row = dispatch.choose(self.rows, self.name, call, impl)
+        tensors = fields_of(call)
+        if being_traced():
+            how = _written(call)
+            return tuple(self._operators[0](list(tensors.values()), how, row.name)[: self.outputs])
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors.values()):
+            return tuple(self.run_forward(row, call).values())[: self.outputs]
+        found: tuple[torch.Tensor, ...] = _Eager.apply(self, row, call, *tensors.values())  # type: ignore[no-untyped-call]
+        return found[: self.outputs]
+
+    # the work ------------------------------------------------------------------------------------------------------
+
+    def run_forward(self, row: Row[C], call: C) -> Tensors:
+        results = self.results(call)
+        if _empty(call):
+            return {name: x.zero_() for name, x in results.items()}
+        row.function(row.forward)(call, results)
+        return results
+
+    def run_backward(
+        self, row: Row[C], call: C, kept: Tensors, incoming: Sequence[torch.Tensor], wanted: Sequence[str]
+    ) -> Tensors:
+        assert row.backward is not None
+        gradients = self.gradients(call, kept, wanted)
+        if not any(x.numel() for x in incoming):
+            return {name: x.zero_() for name, x in gradients.items()}
+        row.function(row.backward)(call, kept, incoming, gradients)
+        return gradients
+
+    def kept(self, call: C, results: Tensors) -> Tensors:
+        """What the backward is given, by name."""
+        there = {**fields_of(call), **results}
+        return {name: there[name] for name in self.keeps if name in there}
+
+    def without(self, call: C, kept: Tensors) -> C:
+        """The call as the backward sees it."""
+        changes: dict[str, Any] = {name: kept.get(name) for name in fields_of(call)}
+        return dataclasses.replace(call, **changes)  # type: ignore[type-var]
+
+    # as custom operators -------------------------------------------------------------------------------------------
+
+    def _row(self, impl: str) -> Row[C]:
+        return dispatch.named(self.rows, impl)
+
+    def _compiled_forward(self, tensors: list[torch.Tensor], how: str, impl: str) -> list[torch.Tensor]:
+        return list(self.run_forward(self._row(impl), self._read(tensors, how)).values())
+
+    def _fake_forward(self, tensors: list[torch.Tensor], how: str, impl: str) -> list[torch.Tensor]:
+        return list(self.results(self._read(tensors, how)).values())
+
+    def _compiled_backward(
+        self, kept: list[torch.Tensor], incoming: list[torch.Tensor], how: str, wanted: str, impl: str
+    ) -> list[torch.Tensor]:
+        call, names = self._kept_call(kept, how)
+        return list(self.run_backward(self._row(impl), call, names, incoming, wanted.split()).values())
+
+    def _fake_backward(
+        self, kept: list[torch.Tensor], incoming: list[torch.Tensor], how: str, wanted: str, impl: str
+    ) -> list[torch.Tensor]:
+        return list(self.gradients(*self._kept_call(kept, how), wanted.split()).values())
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+        tensors, ctx.how, ctx.impl = inputs
+        call = self._read(tensors, ctx.how)
+        results = dict(zip(self.results(call), output, strict=True))
+        ctx.wanted = [name for name, x in fields_of(call).items() if x.requires_grad]
+        ctx.names = list(fields_of(call))
+        ctx.save_for_backward(*self.kept(call, results).values())
+
+    def _autograd(self, ctx: Any, incoming: list[torch.Tensor]) -> tuple[Any, ...]:
+        gradients = self._operators[1](
+            list(ctx.saved_tensors), incoming[: self.outputs], ctx.how, " ".join(ctx.wanted), ctx.impl
+        )
+        by_name = dict(zip(ctx.wanted, gradients, strict=True))
+        return [by_name.get(name) for name in ctx.names], None, None
+
+    def _read(self, tensors: Sequence[torch.Tensor], how: str) -> C:
+        """The call that `_written` wrote, with these tensors."""
+        names, values = ast.literal_eval(how)
+        return self._made(dict(zip(names, tensors, strict=True)), values)
+
+    def _kept_call(self, kept: Sequence[torch.Tensor], how: str) -> tuple[C, Tensors]:
+        """The call as the backward sees it, and what it was given, by name."""
+        names, values = ast.literal_eval(how)
+        fields = {field.name for field in dataclasses.fields(self.call)}  # type: ignore[arg-type]
+        there = [name for name in self.keeps if name in names or name not in fields]
+        by_name = dict(zip(there, kept, strict=True))
+        return self._made({name: x for name, x in by_name.items() if name in fields}, values), by_name
+
+    def _made(self, tensors: Tensors, values: dict[str, Any]) -> C:
+        known: dict[str, Any] = {field.name: None for field in dataclasses.fields(self.call)}  # type: ignore[arg-type]
+        known |= {name: _value(x) for name, x in values.items()}
+        return self.call(**(known | tensors))
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, operation: Operation[Any], row: Row[Any], call: Any, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        results = operation.run_forward(row, call)
+        kept = operation.kept(call, results)
+        ctx.save_for_backward(*kept.values())
+        ctx.mark_non_differentiable(*list(results.values())[operation.outputs :])
+        ctx.operation, ctx.row, ctx.names, ctx.kept = operation, row, list(fields_of(call)), list(kept)
+        ctx.call = operation.without(call, {})
+        return tuple(results.values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[Any, ...]:
+        operation: Operation[Any] = ctx.operation
+        kept = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
+        fields = {name: kept[name] for name in ctx.names if name in kept}
+        call = dataclasses.replace(ctx.call, **fields)
+        wanted = [name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed]
+        found = operation.run_backward(ctx.row, call, kept, incoming[: operation.outputs], wanted)
+        return None, None, None, *(found.get(name) for name in ctx.names)
+
+
+# calls ---------------------------------------------------------------------------------------------------------------
+
+
+def fields_of(call: Any) -> Tensors:
+    """Its tensors by field, in the order of the fields."""
+    found = ((field.name, getattr(call, field.name)) for field in dataclasses.fields(call))
+    return {name: value for name, value in found if isinstance(value, torch.Tensor)}
+
+
+def _empty(call: Any) -> bool:
+    return next(iter(fields_of(call).values())).numel() == 0
+
+
+def _written(call: Any) -> str:
+    """Names of the tensors that are there, and all else of a call, as `ast.literal_eval` reads it."""
+    names, values = [], []
+    for field in dataclasses.fields(call):
+        value = getattr(call, field.name)
+        if isinstance(value, torch.Tensor):
+            names.append(field.name)
+        elif value is not None:
+            text = repr(str(value)) if isinstance(value, torch.dtype) else repr(value)
+            values.append(f"{field.name!r}: {text}")
+    return f"({names!r}, {{{', '.join(values)}}})"
+
+
+def _value(written: Any) -> Any:
+    """A dtype where its name was written."""
+    if isinstance(written, str) and written.startswith("torch."):
+        return getattr(torch, written.removeprefix("torch."))
+    return written
+
+
+# rows ----------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(
+    folder: str,
+    kernels: str,
+    device_of: Callable[[Any], torch.device],
+    dtype_of: Callable[[Any], torch.dtype],
+    cpu: str,
+    triton: str,
+    needs: tuple[Need[Any], ...] = (),
+) -> tuple[Row[Any], ...]:
+    """The rows of an operation with `cpu`, `reference` and one module of Triton kernels in its folder: what `cpu` and
+    `triton` do in a sentence each, and what else the kernels need.
+    """
+    floats = dispatch.dtypes(dtype_of, torch.float16, torch.bfloat16, torch.float32)
+    on_gpu: tuple[Need[Any], ...] = (TRITON, dispatch.gpu(device_of), floats, *needs)
+    return (
+        Row("cpu", f"{folder}.cpu", (dispatch.on("cpu", device_of),), cpu, backward="backward"),
+        Row("triton", f"{folder}.{kernels}", on_gpu, triton, backward="backward"),
+        Row(
+            "reference",
+            f"{folder}.reference",
+            (),
+            "float64, row by row: the specification",
+            prefers=(NAMED,),
+            backward="backward",
+        ),
+    )
