@@ -82,10 +82,12 @@ _PAGED = (
 )
 
 _HOPPER = tuple(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "hopper"))
-_HOPPER_TILED = tuple(_ATTENTION + f"gluon_{name}.py" for name in ("attention", "sm90_fwd", "sm90_[bprs]*"))
+_HOPPER_TILED = tuple(
+    _ATTENTION + f"gluon_{name}.py" for name in ("attention", "sm90_fetch", "sm90_fwd", "sm90_[bprs]*")
+)
 _HOPPER_DECODE = (
     "src/tilewise/tiles/gluon_codes.py",
-    *(_ATTENTION + f"gluon_{name}.py" for name in ("decode", "sm90_decode", "sm90_fold", "sm90_gather")),
+    *(_ATTENTION + f"gluon_{name}.py" for name in ("decode", "sm90_decode", "sm90_fold", "sm90_gather", "sm90_pages")),
 )
 
 _GPU_TESTS = ("tests/gpu/test_attention*.py", "tests/gpu/test_adapters.py", "tests/gpu/test_sanitizer.py")

@@ -53,6 +53,7 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "dropout": lambda: {"mask": tw.causal, "dropout": 0.1, "seed": 0},
     "repeats": lambda: {"mask": tw.causal, "deterministic": True},
     "pages": lambda: {"mask": tw.causal, "layout": _packed()},
+    "small pages": lambda: {"mask": tw.causal, "layout": _packed()},  # which no boxes reach
     "invariant": lambda: {"mask": tw.causal, "batch_invariant": True},
     "shared": lambda: {"mask": tw.causal},  # prefixes, of requests over pages
     **dict.fromkeys(KINDS, dict),  # of pages, encoded
@@ -139,7 +140,7 @@ class Variant:
 
     def call(self) -> Call:
         arguments = FORMULAS[self.formula]()
-        if self.row in ("triton_paged", "hopper_decode") or self.formula == "pages":
+        if self.row in ("triton_paged", "hopper_decode") or self.formula in ("pages", "small pages"):
             return self._paged(arguments)
         lead = (SEQLEN,) if "layout" in arguments else (2, LONG if self.row == "hopper" else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
@@ -152,12 +153,13 @@ class Variant:
         """Two requests of four queries, sixteen where they share prefixes, or of a packed prefill, over pages."""
         shared = self.formula == "shared"
         batch = 16 if shared else 2
-        table = torch.zeros(batch, PAGES // 2, dtype=torch.int32)
+        width = LONG // 4 if self.formula == "pages" else PAGES // 2  # so long that boxes are taken
+        table = torch.zeros(batch, width, dtype=torch.int32)
         seqlens = torch.tensor([100, 256], dtype=torch.int32).repeat(batch // 2)
         packed = arguments.pop("layout", None)
         layout = tw.Paged(table, seqlens, packed and packed.cu_seqlens_q[[0, 1, 3]], share_prefixes=shared)
         q = torch.zeros(*((batch, 4) if packed is None else (SEQLEN,)), HEADS, self.head_dim, dtype=DTYPES[self.dtype])
-        bits, page_size = CHANNELS.get(self.formula, (0, PAGE_SIZE))
+        bits, page_size = CHANNELS.get(self.formula, (0, PAGE_SIZE if self.formula != "small pages" else 8))
         pool: Any = torch.zeros(PAGES, page_size, HEADS_KV, self.head_dim, dtype=q.dtype)
         if bits:
             return make_call(q, encode_by_channel(pool, bits), encode(pool, "int8"), layout=layout, **arguments)
@@ -203,7 +205,7 @@ def variants() -> Iterator[Variant]:
         portable = tuple(
             formula
             for formula in FORMULAS
-            if formula not in ("slopes", "repeats", "pages", "invariant", "shared", *KINDS, *CHANNELS)
+            if formula not in ("slopes", "repeats", "pages", "small pages", "invariant", "shared", *KINDS, *CHANNELS)
         )  # kernels of others
         by_dtype = {"bf16": portable, "fp16": ("plain",), "fp32": ("causal", "alibi")}
         for dtype, formulas in by_dtype.items():
@@ -246,6 +248,7 @@ def variants() -> Iterator[Variant]:
             "dropout",
             "repeats",
             "pages",
+            "small pages",
         ):
             quick = head_dim == 128 or formula == "causal"
             yield Variant(90, "hopper", "bf16", head_dim, formula, quick)

@@ -6,8 +6,9 @@ keys of equal length, the most that a paged one could reach; FlashInfer's decode
 imports (its plan, made on the host, is not in its time). Each is replayed from a CUDA graph where there is a GPU,
 FlashInfer called. GB/s count the keys and values of all tokens once.
 
-Causal prefill of whole requests: 16 x 1k, 4 x 4k, 1 x 16k tokens and 16 of Zipf lengths, in pages of 16. Contenders:
-our rows over pages, the Hopper row over the same tokens packed, FlashInfer's prefill. TFLOP/s count visible pairs.
+Causal prefill of whole requests: 16 x 1k, 4 x 4k, 1 x 16k tokens and 16 of Zipf lengths, in pages of 16 and of 1.
+Contenders: our rows over pages, the Hopper row over the same tokens packed, FlashInfer's prefill. TFLOP/s count visible
+pairs.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ def prefills(quick: bool) -> list[Batch]:
     if quick:
         sizes = (((40,) * 2, "equal"), ((30, 60), "equal"), ((70,), "equal"), (zipf_lengths(3, 90), "zipf"))
     heads = {} if not quick else {"heads_q": 4, "heads_kv": 2, "head_dim": 16}
-    return [Batch(lengths, mix, 16, **heads) for lengths, mix in sizes]
+    return [Batch(lengths, mix, page_size, **heads) for page_size in (16, 1) for lengths, mix in sizes]
 
 
 def _prefill(batch: Batch, device: str, flashinfer: Any, writer: Writer, rounds: int) -> None:

@@ -16,7 +16,9 @@ from tilewise.testing.offline import compiling_for, exponentials_in_flight, spil
 from tools.kernel_resources import FORMULAS, Variant, read_table, variants
 
 VARIANTS = [variant for variant in variants() if variant.row == "hopper" and variant.quick]
-BACKWARD = [v for v in VARIANTS if v.formula not in ("dropout", "pages")]  # which have the portable backward, or none
+BACKWARD = [
+    v for v in VARIANTS if v.formula not in ("dropout", "pages", "small pages")
+]  # which have the portable backward, or none
 COLUMNS = 128  # keys of a tile: each of 128 threads has 64 * COLUMNS / 128 probabilities of it
 FORWARD, PREPARE = "attention_fwd_sm90", "prepare"
 OF_KEYS, OF_WIDE_KEYS, OF_QUERIES = "attention_bwd_sm90", "attention_bwd_wide_sm90", "attention_bwd_queries_sm90"

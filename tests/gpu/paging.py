@@ -43,10 +43,10 @@ def decoding(
     return inputs.q.detach(), (pool.k, pool.v), pool.layout
 
 
-def lengths_around_pages(impl: str, mask: Any, head_dim: int) -> None:
+def lengths_around_pages(impl: str, mask: Any, head_dim: int, page_sizes: tuple[int, ...] = (16, 64, 256)) -> None:
     """What lies behind the last key of a page is NaN, in K and in V."""
     ends = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 257, 300, 1000)
     packed = tuple((max(0, n - 40), n) for n in ends)
     case = Case("ends", packed=packed, heads_q=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
-    for page_size in (16, 64, 256):
+    for page_size in page_sizes:
         properties.pages_hold_the_keys(Setting(impl, torch.bfloat16, DEVICE), case, page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -106,17 +107,22 @@ class WorkList:
             got = f"{queries.size} and {keys.size} lengths, {heads_q} heads on {heads_kv}"
             raise InputError("seqlens", got=got, expected="one of each for a request, whole groups", hint="see build")
         group = heads_q // heads_kv
-        tiles = -(-queries * group // rows)
-        request = np.repeat(np.arange(queries.size), tiles)
-        tile = np.arange(request.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-        seen = keys[request]
-        begin, end = np.zeros_like(seen), -(-seen // block_n)
+        request, seen = np.arange(queries.size), keys
+        tile = np.zeros_like(request)
+        if queries.size and not (queries.min() > 0 and queries.max() * group <= rows):  # not a tile for each
+            tiles = -(-queries * group // rows)
+            request = np.repeat(request, tiles)
+            tile = np.arange(request.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+            seen = keys[request]
+        begin, end = np.zeros_like(seen), (seen + (block_n - 1)) // block_n
         if mask is not None:
             shift = (keys - queries)[request]
             first = tile * rows // group + shift
             last = (np.minimum((tile + 1) * rows, queries[request] * group) - 1) // group + shift
             begin, end = _visited(mask, request, heads_q, first, last, seen, block_n)
-        work = WorkList(request, tile, begin, np.maximum(end - begin, 1), heads_kv, programs, 0 * request - 1)
+            end -= begin
+        count, prefix = np.maximum(end, 1), np.full(request.size, -1)
+        work = WorkList(request, tile, begin, count, heads_kv, programs, prefix)
         return work._sharing(groups, together, block_n, prefix_n or block_n) if groups else work
 
     def _sharing(self, groups: Sequence[Group], together: int, block_n: int, prefix_n: int) -> WorkList:
@@ -144,25 +150,33 @@ class WorkList:
         prefixes = WorkList(requests, zeros, zeros, counts, self.heads, pieces, zeros - 1)
         return WorkList(self.request, self.tile, begin, count, self.heads, self.programs, prefix, prefixes)
 
+    @functools.cached_property
+    def before(self) -> Array:
+        """Where each unit begins in the line, and where that ends: (units + 1,)."""
+        before = np.zeros(self.count.size + 1, dtype=np.int64)
+        np.cumsum(self.count, out=before[1:])
+        before *= self.heads
+        return before
+
     @property
     def work(self) -> int:
         """Tiles of all units and heads."""
-        return int(self.count.sum()) * self.heads
+        return int(self.before[-1])
 
     @property
     def starts(self) -> Array:
         """The first position of each program, and the end of the line: (programs + 1,)."""
         busy = min(self.programs, self.work)
-        p = np.arange(self.programs + 1)
-        return np.where(p < busy, p * self.work // max(busy, 1), self.work)
+        starts = np.full(self.programs + 1, self.work)
+        starts[:busy] = np.arange(busy) * self.work // max(busy, 1)
+        return starts
 
     def places(self, positions: Array) -> tuple[Array, Array, Array]:
         """(unit, head, tile of the unit's run) of positions in the line; the end of the line is one more unit's."""
-        counts = np.append(self.count, 1)
-        before = np.append(0, np.cumsum(self.count)) * self.heads
-        unit = np.searchsorted(before, positions, side="right") - 1
-        rest = positions - before[unit]
-        return unit, rest // counts[unit], rest % counts[unit]
+        unit = self.before.searchsorted(positions, side="right") - 1
+        count = self.count.take(unit, mode="clip") if self.count.size else np.ones_like(unit)
+        head, tile = np.divmod(positions - self.before[unit], count)
+        return unit, head, tile
 
     def segments(self, program: int) -> Iterator[Segment]:
         """What one program does, in order."""

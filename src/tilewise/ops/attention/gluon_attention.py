@@ -53,10 +53,12 @@ _QUERIES = (  # of the kernel for dQ alone
 )
 _PLANS = Plans()
 _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
+_GATHER = (216, 80)  # of two compute warpgroups, and of the one that gathers
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 _SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles
 _FEW_ROWS = 512  # queries and keys of a sequence, up to which two products more cost less than sums of dQ
+_FEW_KEYS = 2048  # of a paged request, up to which rows are gathered
 _MANY = 0x7FFF0000
 _FEW_TILES = 24  # of a sequence, up to which those of unequal length are divided beforehand
 _HELD = 24 * 2**20  # bytes of sums of dQ that L2 holds beside what else is used
@@ -94,7 +96,12 @@ class Fixed(NamedTuple):
     ahead: int | None = None  # for how many items queries have places
     limited: bool | None = None  # exponentials need no maximum
     in_base_2: bool | None = None  # scores come out of the formula, or of the multiply-add of a linear one, in base 2
+    in_boxes: bool | None = None  # pages come by the tensor memory accelerator,
+    gathered: bool | None = None  # or row by row
+    registers_of_fetch: int | None = None  # of who gathers
     page: int | None = None  # tokens of a page
+    head_dim: int | None = None  # columns of keys, and of values, where rows are gathered
+    head_dim_v: int | None = None
     eights_k: int | None = None  # from one page of a pool to the next, in eights of tokens
     eights_v: int | None = None
     few: int | None = None  # rows of queries up to which a request is another launch's
@@ -150,9 +157,17 @@ def _more(call: Call, plan: Plan) -> tuple[Any, ...]:
     counter = None
     if plan.constants[0].dealt.value:
         counter = torch.zeros(1, dtype=torch.int32, device=call.q.device)
+    return (counter, *pages_of(call))
+
+
+def pages_of(call: Call) -> tuple[Any, ...]:
+    """How the kernel is told of pages: block tables, where each request's begins or how far apart they are, and the
+    strides of pools whose rows it gathers.
+    """
     if call.pages is None:
-        return (counter, None, None, 0)
-    return (counter, call.pages.table, call.pages.first, call.pages.row_stride)
+        return (None, None, 0, None)
+    strides = (*call.k.stride()[:3], *call.v.stride()[:3]) if not in_boxes(call) else None
+    return (call.pages.table, call.pages.first, call.pages.row_stride, strides)
 
 
 def reached(*tensors: torch.Tensor) -> bool:
@@ -181,8 +196,12 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
         2: (cfg.block_n, d_v),
         4: (64, d_v),
     }  # q, k, v, o
-    if call.pages is not None:
+    boxed = call.pages is not None and in_boxes(call)
+    gathered = call.pages is not None and not boxed
+    if boxed:
         boxes |= {1: _box_of_pages(call.k, cfg.block_n), 2: _box_of_pages(call.v, cfg.block_n)}
+    if gathered:
+        del boxes[1], boxes[2]
     used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
     return Plan(
         attention_fwd_sm90,
@@ -199,14 +218,19 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
                 sinks=call.sink is not None,
                 limited=limited,
                 dropout=call.dropout > 0.0,
+                in_boxes=boxed,
+                gathered=gathered,
+                head_dim=call.head_dim if gathered else None,
+                head_dim_v=call.head_dim_v if gathered else None,
                 page=None if call.pages is None else call.k.shape[1],
-                eights_k=None if call.pages is None else eights_of_page(call.k),
-                eights_v=None if call.pages is None else eights_of_page(call.v),
+                eights_k=eights_of_page(call.k) if boxed else None,
+                eights_v=eights_of_page(call.v) if boxed else None,
                 few=few,
                 dealt=_dealt(call, mask, slots),
                 apart=used <= _SHARED,
                 ahead=2 if used + 2 * cfg.block_m * d <= _SHARED else 1,
-                registers=_REGISTERS[consumers],
+                registers=_GATHER[0] if gathered else _REGISTERS[consumers],
+                registers_of_fetch=_GATHER[1] if gathered else None,
             ),
         ),
         warps=cfg.warps,
@@ -227,7 +251,8 @@ def config_of(kernel: str, call: Call) -> Config:
         rows = _BACKWARD if kernel == "hopper backward" else _QUERIES
         return first_fit(rows, call.head_dim, call.head_dim_v, "plain")
     kind = formula_kind(call.mask and call.mask.text, None)
-    if kind == "plain" and not _equal(call) and call.rows_q <= _SHORT:
+    gathered = call.pages is not None and not in_boxes(call)
+    if kind == "plain" and not _equal(call) and (call.rows_q <= _SHORT or gathered):
         kind = "short"
     return first_fit(_FORWARD, call.head_dim, call.head_dim_v, kind)
 
@@ -406,6 +431,16 @@ def is_limited(call: Call) -> bool:
 def _scale_first(call: Call, score: ScoreFunctions | None) -> bool:
     """Whether scores are scaled before anything else is done with them."""
     return (score is not None and _linear(call, score) is None) or call.scale <= 0.0
+
+
+def in_boxes(call: Call) -> bool:
+    """Whether keys come in boxes of the tensor memory accelerator, which are pages, or tiles of them; else row by row.
+    Rows of any pages can be gathered, and the first of a request are then there sooner.
+    """
+    size = call.k.shape[1]
+    whole = size in (16, 32, 64) or size % 128 == 0
+    even = all(pool.stride(1) > 0 and pool.stride(0) % (8 * pool.stride(1)) == 0 for pool in (call.k, call.v))
+    return whole and even and min(call.head_dim, call.head_dim_v) > 32 and call.rows_k > _FEW_KEYS
 
 
 def eights_of_page(pool: torch.Tensor) -> int:

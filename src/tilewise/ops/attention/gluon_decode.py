@@ -14,7 +14,7 @@ from tilewise.layouts import Pages
 from tilewise.ops.attention import triton_decode, triton_paged
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.gluon_sm90_decode import attention_decode_sm90
-from tilewise.ops.attention.gluon_sm90_gather import ENDLESS
+from tilewise.ops.attention.gluon_sm90_pages import ENDLESS
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.sharing import requests_of_tile, rows_of_shared_tile
 from tilewise.ops.attention.triton_paged import pool_of, rows_of_tile

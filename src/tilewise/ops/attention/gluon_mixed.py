@@ -38,11 +38,10 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         both = _PLANS.put(key and (key, limited), _plans(call, limited))
     o, lse = call.new_output(), call.new_lse()
     shares = torch.empty(3, dtype=torch.int32, device=call.q.device)
-    pages = (call.pages.table, call.pages.first, call.pages.row_stride)
     with on_device(call.q):
         memory = both.few.work.memory(call)
         both.few.work.launch(call, memory, shares)
-        launch_forward(call, both.many, NO_LISTS, o, lse, (shares, *pages))
+        launch_forward(call, both.many, NO_LISTS, o, lse, (shares, *gluon_attention.pages_of(call)))
         launch(call, both.few, memory, pool_of(call), o, lse, shares)
     return o, lse
 

@@ -14,15 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.ops.attention.gluon_sm90_pages import fill_pages, fill_tile, table_of
-from tilewise.ops.attention.gluon_sm90_runs import RUN, run_of_queries, where_of
+from tilewise.ops.attention.gluon_sm90_fetch import fetch, fetch_rows, fetch_values
+from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
-from tilewise.tiles.gluon_api import async_load, async_store, barrier
+from tilewise.tiles.gluon_api import async_store, barrier
 from tilewise.tiles.hopper import (
     HIDDEN,
     at_row,
-    deal,
-    fill,
     filled,
     give_turn,
     hide_outside,
@@ -33,7 +31,6 @@ from tilewise.tiles.hopper import (
     of_row,
     over_parts,
     parts_of,
-    post,
     posted,
     product_layout,
     raised,
@@ -41,124 +38,25 @@ from tilewise.tiles.hopper import (
     ring_turn,
     thread_max,
     thread_sums,
-    tile_bytes,
     tilt_of,
     tilted,
     wait_turn,
     whole,
     with_columns,
 )
-from tilewise.tiles.visit import call_once, row_ends, snake, visit_any
+from tilewise.tiles.visit import call_once, row_ends, visit_any
 
 
 @gluon.jit
-def next_item(turn, NEXT, fixed):
-    """A program's item in its `turn`-th turn, which is not the first: dealt out, or known beforehand."""
-    return deal(NEXT) if fixed.dealt else snake(turn, gl.program_id(0), gl.num_programs(0))
-
-
-@gluon.jit
-def find_run(item, turn, NEXT, grid, fixed):
-    """(item, its turn, its run): the first from `item` on that visits something, or a run that visits nothing."""
-    nothing = 0 * item
-    run = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-    looking = item < grid[0][6]
-    while looking:
-        run = run_of_queries(item, grid, fixed, 64 * fixed.consumers, fixed.block_n)
-        looking = run[7] == 0
-        if looking:
-            turn += 1
-            item = next_item(turn, NEXT, fixed)
-            looking = item < grid[0][6]
-    return item, turn, run
-
-
-@gluon.jit
-def fetch_queries(Q, run, at, memory, bars, grid, fixed):
-    """Fetch Q of the `at`-th item, if that visits anything, once there is a place."""
-    q_ring = memory[0]
-    q_full, q_empty = bars[0], bars[1]
-    if run[7] > 0:
-        queries, _keys, _lengths, _row0, _tiles = where_of(run, grid, fixed, fixed.block_n)
-        first, phase = ring_turn(at, fixed.ahead)
-        for c in gl.static_range(fixed.consumers):
-            spot = first * fixed.consumers + c
-            mbarrier.wait(q_empty.index(spot), phase ^ 1)
-            mbarrier.expect(q_full.index(spot), tile_bytes(q_ring))
-            async_load(Q, at_row(queries, run[1], run[3] + 64 * c), q_full.index(spot), q_ring.index(spot))
-
-
-@gluon.jit
-def fetch(inputs, memory, bars, grid, fixed):
-    """The warp that fetches: K of a tile before V of the one before it, as the products ask for them; V of pages has a
-    warp of its own (`fetch_values`). It finds items and posts their runs, of which one that visits nothing is the last:
-    the next item, and where it has a place its Q, while two tiles of the present one are still to come.
-    """
-    Q, K, V, NEXT, pages = inputs
-    _, k_ring, v_ring, _, board = memory
-    _, _, k_full, k_empty, v_full, v_empty = bars
-    EARLY: gl.constexpr = fixed.ahead == 2
-    done = 0
-    at = 0
-    item, turn, run = find_run(gl.program_id(0), 0 * gl.program_id(0), NEXT, grid, fixed)
-    post(run, 0, board)
-    if EARLY:
-        fetch_queries(Q, run, 0, memory, bars, grid, fixed)
-    while run[7] > 0:
-        count = run[7]
-        _queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, fixed.block_n)
-        h = run[1] // fixed.group
-        table = table_of(run[0], pages) if fixed.paged else 0
-        n = visit_any(0, tiles, fixed.lists)
-        fill_tile(K, done, keys, h, n * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
-        if not EARLY:
-            fetch_queries(Q, run, at, memory, bars, grid, fixed)
-        near = gl.maximum(count - 2, 1)
-        for t in range(1, near):
-            after = visit_any(t, tiles, fixed.lists)
-            fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
-            if not fixed.paged:
-                fill(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
-            n = after
-        turn += 1
-        item = next_item(turn, NEXT, fixed)
-        item, turn, coming = find_run(item, turn, NEXT, grid, fixed)
-        post(coming, at + 1, board)
-        if EARLY:
-            fetch_queries(Q, coming, at + 1, memory, bars, grid, fixed)
-        for t in range(near, count):
-            after = visit_any(t, tiles, fixed.lists)
-            fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
-            if not fixed.paged:
-                fill(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
-            n = after
-        if not fixed.paged:
-            fill(V, done + count - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
-        done += count
-        at += 1
-        run = coming
-
-
-@gluon.jit
-def fetch_values(inputs, memory, bars, grid, fixed):
-    """The warp that fetches V out of pages: one thread asks for their boxes, and as many are K's."""
-    _Q, _K, V, _NEXT, pages = inputs
-    v_ring, board = memory[2], memory[4]
-    v_full, v_empty = bars[4], bars[5]
-    done = 0
-    at = 0
-    run = posted(0, board, 1)
-    while run[7] > 0:
-        _queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, fixed.block_n)
-        table = table_of(run[0], pages)
-        h = run[1] // fixed.group
-        for t in range(run[7]):
-            n = visit_any(t, tiles, fixed.lists)
-            start = n * fixed.block_n
-            fill_pages(V, done + t, keys, h, start, v_ring, v_full, v_empty, table, pages[3], fixed, 1)
-        done += run[7]
-        at += 1
-        run = posted(at, board, 1)
+def tile_of(at, ring, full, fixed):
+    """(place, tile) of the `at`-th tile of K or V, once that is there."""
+    if fixed.gathered:
+        stage, phase = ring_turn(at, ring.shape[0])
+        mbarrier.wait(full.index(stage), phase)
+        fence_async_shared()
+        return stage, ring.index(stage)
+    else:
+        return filled(at, ring, full, fixed.in_boxes)
 
 
 @gluon.jit
@@ -179,7 +77,12 @@ def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
     mbarrier.wait(q_full.index(spot), phase, pred=wanted)
     stage, phase = ring_turn(done, fixed.stages)
     mbarrier.wait(k_full.index(stage), phase, pred=wanted)
-    return scores_of(matrix(q_ring.index(spot)), matrix(k_ring.index(stage), fixed.paged))
+    q = matrix(q_ring.index(spot))
+    if fixed.gathered:
+        fence_async_shared()
+        return scores_of(q, k_ring.index(stage))
+    else:
+        return scores_of(q, matrix(k_ring.index(stage), fixed.in_boxes))
 
 
 @gluon.jit
@@ -282,7 +185,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     scale, c, _, keep_scale, _ = scalars
     q_ring, k_ring, v_ring, o_ring, board = memory
     _, q_empty, k_full, k_empty, v_full, v_empty = bars
-    HEAD_DIM_V: gl.constexpr = v_ring.shape[5]
+    HEAD_DIM_V: gl.constexpr = v_ring.shape[-1]
     SCORES: gl.constexpr = product_layout(fixed.block_n)
     OUT: gl.constexpr = product_layout(HEAD_DIM_V)
     RIGHT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -332,10 +235,10 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         for t in range(1, count):
             n = ahead
             ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
-            stage, k = filled(done + t, k_ring, k_full, fixed.paged)
+            stage, k = tile_of(done + t, k_ring, k_full, fixed)
             wait_turn(C)
             coming = scores_of(q, k)
-            stage_v, v = filled(done + t - 1, v_ring, v_full, fixed.paged)
+            stage_v, v = tile_of(done + t - 1, v_ring, v_full, fixed)
             acc = warpgroup_mma(p, v, acc, is_async=True)
             give_turn((C + 1) % fixed.consumers)
             s = warpgroup_mma_wait(1, deps=(coming,))
@@ -355,7 +258,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         # the last output; the next item, and its first scores, meanwhile
         if fixed.apart:
             mbarrier.arrive(q_empty.index(spot))
-        stage_v, v = filled(done - 1, v_ring, v_full, fixed.paged)
+        stage_v, v = tile_of(done - 1, v_ring, v_full, fixed)
         acc = warpgroup_mma(p, v, acc, is_async=True)
         after = posted(at + 1, board, 4)
         if EARLY:
@@ -400,6 +303,18 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     tma.store_wait(0)
 
 
+@gluon.jit
+def ring_of_keys(like, fixed):
+    """Places for tiles of K or V, in the layout of Q's or O's; rows that are gathered lie in matrices."""
+    D: gl.constexpr = like.block_shape[4]
+    dtype: gl.constexpr = like.dtype
+    if fixed.gathered:
+        MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, D], dtype)
+        return gl.allocate_shared_memory(dtype, [fixed.stages, fixed.block_n, D], MATRIX)
+    else:
+        return gl.allocate_shared_memory(dtype, [fixed.stages, 1, 1, 1, fixed.block_n, D], like.layout)
+
+
 @gluon.jit(
     do_not_specialize=[
         "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "items", "list_stride_b", "list_stride_h",
@@ -408,7 +323,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
 )  # fmt: skip
 def attention_fwd_sm90(
     Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, LISTED, list_stride_b, list_stride_h, list_stride_r,
-    NEXT, TABLE, FIRST, stride_t, mask_args, mask_nums, score_args, score_nums,
+    NEXT, TABLE, FIRST, stride_t, STRIDES, mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`). Where requests of few queries are
@@ -422,12 +337,12 @@ def attention_fwd_sm90(
     D: gl.constexpr = Q.block_shape[4]
     D_V: gl.constexpr = O.block_shape[4]
     q_ring = gl.allocate_shared_memory(Q.dtype, [fixed.ahead * fixed.consumers, 1, 1, 1, 64, D], Q.layout)
-    k_ring = gl.allocate_shared_memory(K.dtype, [fixed.stages, 1, 1, 1, fixed.block_n, D], Q.layout)
-    v_ring = gl.allocate_shared_memory(V.dtype, [fixed.stages, 1, 1, 1, fixed.block_n, D_V], O.layout)
+    k_ring = ring_of_keys(Q, fixed)
+    v_ring = ring_of_keys(O, fixed)
     o_ring = (
         gl.allocate_shared_memory(O.dtype, [fixed.consumers, 1, 1, 1, 64, D_V], O.layout) if fixed.apart else q_ring
     )
-    board = message_board(RUN, fixed.consumers + 1 if fixed.paged else fixed.consumers)
+    board = message_board(RUN, fixed.consumers + 1 if fixed.in_boxes else fixed.consumers)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
@@ -439,8 +354,8 @@ def attention_fwd_sm90(
         mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_empty.index(c), count=1)
     for stage in gl.static_range(fixed.stages):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_full.index(stage), count=128 if fixed.gathered else 1)
+        mbarrier.init(v_full.index(stage), count=128 if fixed.gathered else 1)
         mbarrier.init(k_empty.index(stage), count=fixed.consumers)
         mbarrier.init(v_empty.index(stage), count=fixed.consumers)
     fence_async_shared()
@@ -453,8 +368,8 @@ def attention_fwd_sm90(
     lists = (listed, list_stride_b, list_stride_h, list_stride_r)
     cu_seqlens = (CU_Q if fixed.packed else 0, CU_K if fixed.packed or fixed.paged else 0)
     grid = (sizes, (mask_args, mask_nums, score_args, score_nums + (scale,)), lists, cu_seqlens)  # noqa: RUF005
-    pages = (0, 0, 0, 0)
-    if fixed.paged:
+    pages = (TABLE, FIRST, stride_t, STRIDES)
+    if fixed.in_boxes:
         mended = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
         for n in gl.static_range(2):
             mbarrier.init(mended.index(n), count=1)
@@ -467,7 +382,17 @@ def attention_fwd_sm90(
     scalars = (scale, c, dropout, keep_scale, seed)
     # (a tuple that holds functions has no name of its own in Gluon: the roles are listed once for each number of them)
     R: gl.constexpr = fixed.registers
-    if fixed.consumers == 2 and fixed.paged:
+    if fixed.gathered:
+        gl.warp_specialize(
+            [
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 0)),
+                (compute, (outputs, memory, bars, grid, scalars, fixed, 1)),
+                (fetch_rows, (inputs, memory, bars, grid, fixed)),
+            ],
+            [4, 4],
+            [R, fixed.registers_of_fetch],
+        )
+    elif fixed.consumers == 2 and fixed.in_boxes:
         gl.warp_specialize(
             [
                 (compute, (outputs, memory, bars, grid, scalars, fixed, 0)),
@@ -488,7 +413,7 @@ def attention_fwd_sm90(
             [4, 1],
             [R, 24],
         )
-    elif fixed.paged:
+    elif fixed.in_boxes:
         gl.warp_specialize(
             [
                 (compute, (outputs, memory, bars, grid, scalars, fixed, 0)),

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from tilewise.ops.attention.gluon_sm90_pages import of_rows, places_of, rows_of
 from tilewise.ops.attention.triton_prefixes import pieces_of_prefixes
 from tilewise.ops.attention.triton_work import (
     LOOK,
@@ -25,7 +26,6 @@ from tilewise.tiles.gluon_codes import in_rows, largest_of
 from tilewise.tiles.hopper import post, ring_turn, take
 
 PIECE = gl.constexpr(6)  # numbers of a message: tiles, first position, unit, head, first tile, piece
-ENDLESS = gl.constexpr(2**30)  # tokens of a page where each request has but one, so that lengths compile nothing
 
 
 @gluon.jit
@@ -76,45 +76,12 @@ def find_piece(turn, work, fixed):
 
 
 @gluon.jit
-def places_of(first, r, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
-    """(entry of a block table, place in its page) of the keys first + r of a tile; `first` is a multiple of BLOCK_N."""
-    if PAGE == ENDLESS:
-        return 0 * r, (first + r).to(gl.int64)
-    elif BLOCK_N % PAGE == 0:  # places are the same in every tile
-        return first // PAGE + r // PAGE, r % PAGE
-    else:
-        return (first + r) // PAGE, (first + r) % PAGE
-
-
-@gluon.jit
 def pages_of(table, unit, first, r, BLOCK_N: gl.constexpr, fixed):
     """Pages of the keys first + r of a request, 0 where there is none."""
     TABLE, FIRST, stride_t = table
     row = TABLE + unit[0].to(gl.int64) * stride_t if FIRST is None else TABLE + gl.load(FIRST + unit[0])
     entry, _place = places_of(first, r, BLOCK_N, fixed.page)
     return gl.load(row + entry, mask=r < unit[4] - first, other=0)
-
-
-@gluon.jit
-def rows_of(pages, first, hk, r, strides, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, MULTIPLE: gl.constexpr):
-    """Where the rows of a head's keys first + r begin in a pool, whose strides are (page, place, head)."""
-    _entry, place = places_of(first, r, BLOCK_N, PAGE)
-    in_page = place * strides[1] + hk * strides[2]
-    if strides[0].dtype.primitive_bitwidth == 32:  # one instruction: the compiler would multiply 64 bits by 64
-        rows = gl.inline_asm_elementwise(
-            "mad.wide.s32 $0, $1, $2, $3;", "=l,r,r,l", [pages, strides[0], in_page.to(gl.int64)], dtype=gl.int64,
-            is_pure=True, pack=1,
-        )  # fmt: skip
-        return gl.multiple_of(rows, MULTIPLE)
-    else:
-        return pages.to(gl.int64) * strides[0] + in_page
-
-
-@gluon.constexpr_function
-def _of_rows(columns, bits):
-    """Rows of a tile that four warps copy 16 bytes a thread at a time."""
-    each = 128 // bits
-    return gl.BlockedLayout([1, each], [32 * each // columns, columns // each], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -137,7 +104,7 @@ def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
     """
     R: gl.constexpr = fixed.block_r
     D: gl.constexpr = fixed.block_d
-    LAYOUT: gl.constexpr = _of_rows(D, 16)
+    LAYOUT: gl.constexpr = of_rows(D, 16)
     offs_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     if fixed.encoding == "int4":  # the halves of a row begin with the tile's
         HALF: gl.constexpr = fixed.head_dim // 2
@@ -192,8 +159,8 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     q_ring, k_ring, v_ring, _, board, _, scale_rings = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     BLOCK_N: gl.constexpr = k_ring.shape[1]
-    OF_K: gl.constexpr = _of_rows(k_ring.shape[2], k_ring.dtype.primitive_bitwidth)
-    OF_V: gl.constexpr = _of_rows(v_ring.shape[2], v_ring.dtype.primitive_bitwidth)
+    OF_K: gl.constexpr = of_rows(k_ring.shape[2], k_ring.dtype.primitive_bitwidth)
+    OF_V: gl.constexpr = of_rows(v_ring.shape[2], v_ring.dtype.primitive_bitwidth)
     K_ROWS: gl.constexpr = gl.SliceLayout(1, OF_K)
     V_ROWS: gl.constexpr = gl.SliceLayout(1, OF_V)
     EACH: gl.constexpr = K_ROWS if SCALES is None else gl.BlockedLayout([1], [32], [4], [0])

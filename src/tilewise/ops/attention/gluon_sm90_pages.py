@@ -1,13 +1,17 @@
-"""Tiles of keys out of pages of a pool, for Hopper's kernels: a box of the tensor memory accelerator for each page."""
+"""Tiles of keys out of pages of a pool, for Hopper's kernels: a box of the tensor memory accelerator for each page, or
+rows that four warps copy 16 bytes a thread at a time, of pages that no boxes reach.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.tiles.gluon_api import async_load, reinterpret, rows_of_eight
+from tilewise.tiles.gluon_api import async_load, copy_async, reinterpret, rows_of_eight
 from tilewise.tiles.hopper import fill, ring_turn, tile_bytes
 
 NOWHERE = gl.constexpr(-1)  # a page that no pool has: what is fetched from there is zero
+ENDLESS = gl.constexpr(2**30)  # tokens of a page where each request has but one, so that lengths compile nothing
 
 
 @gluon.jit
@@ -83,3 +87,66 @@ def clear_rows(ring, stage, first, valid, PAGE: gl.constexpr):
             tile = eights.index((stage * EIGHTS + first // 8 + n) * HALVES + y)
             x = tile.load(LAYOUT)
             tile.store(gl.where((n * 8 + rows < valid)[:, None], x, gl.zeros_like(x)))
+
+
+# rows ----------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def places_of(first, r, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """(entry of a block table, place in its page) of the keys first + r of a tile; `first` is a multiple of BLOCK_N."""
+    if PAGE == ENDLESS:
+        return 0 * r, (first + r).to(gl.int64)
+    elif BLOCK_N % PAGE == 0:  # places are the same in every tile
+        return first // PAGE + r // PAGE, r % PAGE
+    else:
+        return (first + r) // PAGE, (first + r) % PAGE
+
+
+@gluon.jit
+def rows_of(pages, first, hk, r, strides, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, MULTIPLE: gl.constexpr):
+    """Where the rows of a head's keys first + r begin in a pool, whose strides are (page, place, head)."""
+    _entry, place = places_of(first, r, BLOCK_N, PAGE)
+    in_page = place * strides[1] + hk * strides[2]
+    if strides[0].dtype.primitive_bitwidth == 32:  # one instruction: the compiler would multiply 64 bits by 64
+        rows = gl.inline_asm_elementwise(
+            "mad.wide.s32 $0, $1, $2, $3;", "=l,r,r,l", [pages, strides[0], in_page.to(gl.int64)], dtype=gl.int64,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        return gl.multiple_of(rows, MULTIPLE)
+    else:
+        return pages.to(gl.int64) * strides[0] + in_page
+
+
+@gluon.constexpr_function
+def of_rows(columns, bits):
+    """Rows of a tile that four warps copy 16 bytes a thread at a time."""
+    each = 128 // bits
+    return gl.BlockedLayout([1, each], [32 * each // columns, columns // each], [4, 1], [1, 0])
+
+
+@gluon.jit
+def pages_of_keys(table, keys, first, r, BLOCK_N: gl.constexpr, fixed):
+    """Pages of the keys first + r of a request that has so many, 0 where there is none."""
+    entry, _place = places_of(first, r, BLOCK_N, fixed.page)
+    return gl.load(table + entry, mask=r < keys - first, other=0)
+
+
+@gluon.jit
+def gather_rows(pool, found, at, DIM: gl.constexpr, fixed):
+    """Copy the rows of a tile of K or V, `pool`'s, into the ring's place for the `at`-th tile, once that is free: of
+    the head h the keys first + r, in the pages `found`. Zeros behind the last key and beyond DIM columns.
+    """
+    POOL, strides, ring, full, empty = pool
+    pages, first, keys, h, r = found
+    LAYOUT: gl.constexpr = of_rows(ring.shape[2], 16)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    BLOCK_N: gl.constexpr = ring.shape[1]
+    offs_d = gl.arange(0, ring.shape[2], layout=gl.SliceLayout(0, LAYOUT))
+    rows = gl.convert_layout(rows_of(pages, first, h, r, strides, BLOCK_N, fixed.page, 16), ROWS)
+    there = gl.arange(0, BLOCK_N, layout=ROWS) < keys - first
+    stage, phase = ring_turn(at, ring.shape[0])
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mask = there[:, None] & (offs_d < DIM)[None, :]
+    copy_async(ring.index(stage), POOL + rows[:, None] + offs_d[None, :], mask=mask)
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)

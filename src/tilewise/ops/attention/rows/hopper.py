@@ -13,16 +13,15 @@ _TILES = 128  # about as many as a Hopper GPU has multiprocessors
 
 
 def _other_pages(call: Call) -> str | None:
-    """What of a paged call boxes of the tensor memory accelerator cannot fetch; None for all others."""
+    """What of a paged call neither boxes of the tensor memory accelerator nor copies of 16 bytes can fetch; None for
+    all others.
+    """
     if call.pages is None:
         return None
-    size = call.k.shape[1]
-    if size not in (16, 32, 64) and size % 128:
-        return f"pages of {size}"
-    if any(pool.stride(1) <= 0 or pool.stride(0) % (8 * pool.stride(1)) != 0 for pool in (call.k, call.v)):
-        return f"pages that are {call.k.stride(0)} and {call.v.stride(0)} numbers apart"
-    if min(call.head_dim, call.head_dim_v) <= 32:
-        return f"head dimensions {call.head_dim}, {call.head_dim_v}"
+    strides = [pool.stride(n) for pool in (call.k, call.v) for n in range(3)]
+    apart = next((stride for stride in strides if stride % 16), None)
+    if apart is not None:
+        return f"a stride of {apart}"
     return None if call.mask is None or _is_run(call.mask.text) else "another mask"
 
 
@@ -62,7 +61,8 @@ ROW: Row[Call] = Row(
     (
         TRITON,
         Need(
-            "keys in rows, or in pages of 16, 32, 64 or a multiple of 128 tokens under a mask of one run", _other_pages
+            "keys in rows, or in pages whose rows are multiples of 16 elements apart, under a mask of one run",
+            _other_pages,
         ),
         NO_CODES,
         NO_GRAD_OF_PAGES,
