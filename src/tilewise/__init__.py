@@ -26,6 +26,7 @@ from tilewise.ops.attention import Explanation, attention, attention_with_lse, p
 from tilewise.ops.attention.planned import AttentionPlan
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
+from tilewise.ops.norm import layer_norm, rms_norm
 from tilewise.rotary import Rope
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "document",
     "explicit",
     "kv_write",
+    "layer_norm",
     "lengths",
     "mask",
     "merge",
@@ -59,6 +61,7 @@ __all__ = [
     "plan",
     "prefix",
     "relative_bias",
+    "rms_norm",
     "score",
     "sigmoid_score",
     "softcap",
