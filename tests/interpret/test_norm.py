@@ -138,9 +138,9 @@ def test_a_broken_twin_is_caught(
     kernel: str, old: str, new: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "many_short":  # more tiles than programs, more parts than a step takes
-        monkeypatch.setattr(triton_norm, "_multiprocessors", lambda device: 20)
+        monkeypatch.setattr(triton_norm, "_multiprocessors", lambda device: 100)
         monkeypatch.setattr(triton_norm, "_RESIDENT", 4)
-        monkeypatch.setattr(triton_norm, "_ELEMENTS", 16)
+        monkeypatch.setattr(triton_norm, "_ELEMENTS", 4)
     norm.check(BY_NAME[name], torch.float32, "triton")  # whole, it passes
     copy = broken_copy(triton_norm, old, new, tmp_path)
     monkeypatch.setattr(triton_norm, kernel, getattr(copy, kernel))

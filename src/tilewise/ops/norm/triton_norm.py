@@ -22,7 +22,7 @@ _EACH = 16  # elements of a thread
 _CHUNK = 8192  # elements of a program's step through a wide row
 _RESIDENT = 16  # warps of the backward on a multiprocessor, with `_REGISTERS` for each thread
 _REGISTERS = 128
-_AHEAD = 96 * 1024  # bytes of shared memory on a multiprocessor for rows that are fetched ahead
+_AHEAD = 88 * 1024  # bytes of shared memory on a multiprocessor for rows that are fetched ahead
 _PLANS = Plans()
 
 
@@ -353,7 +353,7 @@ class _Backward:
             options={"maxnreg": _REGISTERS},
         )
         if weighted:
-            self.weights = Plan(norm_weights_bwd, -(-width // 32), (), self.parts, (64, 32), 4, 1)
+            self.weights = Plan(norm_weights_bwd, -(-width // 32), (), self.parts, (256, 32), 8, 1)
 
 
 def _units(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[int, list[int]]:
