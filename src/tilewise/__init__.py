@@ -27,6 +27,7 @@ from tilewise.ops.attention.planned import AttentionPlan
 from tilewise.ops.glu import geglu, reglu, swiglu
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
+from tilewise.ops.norm import layer_norm, rms_norm
 from tilewise.rotary import Rope
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ __all__ = [
     "explicit",
     "geglu",
     "kv_write",
+    "layer_norm",
     "lengths",
     "mask",
     "merge",
@@ -62,6 +64,7 @@ __all__ = [
     "prefix",
     "reglu",
     "relative_bias",
+    "rms_norm",
     "score",
     "sigmoid_score",
     "softcap",

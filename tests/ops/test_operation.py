@@ -131,6 +131,25 @@ def test_names_of_rows() -> None:
         toy(call, "elsewhere")
 
 
+both = dataclasses.replace(toy, name="toy_both", outputs=lambda call: 1 + (call.y is None), alike={"y": "x"})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_outputs_follow_the_call_and_a_gradient_may_be_another_fields(compiled: bool) -> None:
+    def run_both(x: torch.Tensor, y: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return both(Call(x, y, 3.0, torch.float32))
+
+    called = torch.compile(run_both, backend="aot_eager", fullgraph=True) if compiled else run_both
+    x, y = torch.randn(5, requires_grad=True), torch.randn(5, requires_grad=True)
+    assert len(called(x.detach(), None)) == 2
+    (o,) = called(x, y)
+    dx, dy = torch.autograd.grad(o, (x, y), torch.ones(5))
+    assert torch.equal(dx, dy)
+    torch.testing.assert_close(dx, 6.0 * x * y)
+    (o,) = called(x.detach(), y)
+    assert torch.equal(torch.autograd.grad(o, y, torch.ones(5))[0], dx)
+
+
 def test_operators_pass_opcheck() -> None:
     x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     how = "(['x', 'y'], {'scale': 2.0, 'dtype': 'torch.float32', 'name': 'none'})"
