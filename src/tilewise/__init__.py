@@ -26,6 +26,7 @@ from tilewise.ops.attention import Explanation, attention, attention_with_lse, p
 from tilewise.ops.attention.planned import AttentionPlan
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
+from tilewise.ops.softmax import log_softmax, softmax
 from tilewise.rotary import Rope
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ __all__ = [
     "explicit",
     "kv_write",
     "lengths",
+    "log_softmax",
     "mask",
     "merge",
     "merge_states",
@@ -62,6 +64,7 @@ __all__ = [
     "score",
     "sigmoid_score",
     "softcap",
+    "softmax",
     "tanh_score",
     "tree",
     "tree_times",
