@@ -108,7 +108,7 @@ _WRITE_SHARED = (
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
-NEIGHBOURS: tuple[str, ...] = ("softmax",)  # operations on rows of numbers, made by `ops/operation.py`
+NEIGHBOURS: tuple[str, ...] = ("softmax", "cross_entropy")  # operations on rows of numbers, made by `ops/operation.py`
 
 
 def _neighbour(name: str) -> tuple[Family, Family]:

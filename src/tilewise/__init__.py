@@ -24,6 +24,7 @@ from tilewise.formula.library import (
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why
 from tilewise.ops.attention.planned import AttentionPlan
+from tilewise.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
 from tilewise.ops.softmax import log_softmax, softmax
@@ -48,11 +49,13 @@ __all__ = [
     "causal",
     "chunked",
     "copy_pages",
+    "cross_entropy",
     "dilated",
     "document",
     "explicit",
     "kv_write",
     "lengths",
+    "linear_cross_entropy",
     "log_softmax",
     "mask",
     "merge",

@@ -197,13 +197,20 @@ def _empty(call: Any) -> bool:
 
 
 def _written(call: Any) -> str:
-    """Names of the tensors that are there, and all else of a call, as `ast.literal_eval` reads it."""
+    """Names of the tensors that are there, and all else of a call, as `ast.literal_eval` reads it.
+
+    Numbers that torch.compile takes as symbols become what they are now.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # sympy: only where a call is traced
+
     names, values = [], []
     for field in dataclasses.fields(call):
         value = getattr(call, field.name)
         if isinstance(value, torch.Tensor):
             names.append(field.name)
         elif value is not None:
+            if isinstance(value, (int, float)):
+                value = guard_scalar(value)
             text = repr(str(value)) if isinstance(value, torch.dtype) else repr(value)
             values.append(f"{field.name!r}: {text}")
     return f"({names!r}, {{{', '.join(values)}}})"
