@@ -5,6 +5,8 @@ tokens are not read. Under a linear layer logits are there a chunk of tokens at 
 over them, as in Liger Kernel (Hsu et al. 2024).
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,12 @@ def class_of(TARGET, row, inside, width, ignore_index):
 
 
 @triton.jit
+def known_multiple(n, ALIGN: tl.constexpr):
+    """n as it is, written so that the compiler sees ALIGN divide it, and loads vectors."""
+    return n // ALIGN * ALIGN
+
+
+@triton.jit
 def capped(z, softcap, CAP: tl.constexpr):
     return softcap * tanh(z / softcap) if CAP else z
 
@@ -41,10 +49,11 @@ def capped(z, softcap, CAP: tl.constexpr):
 @triton.jit(do_not_specialize=["ignore_index"])
 def token_losses(
     LOGITS, TARGET, LOSS, LSE, stride_t, width, reach, ignore_index, smoothing, z_loss, softcap,
-    SMOOTH: tl.constexpr, CAP: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    SMOOTH: tl.constexpr, CAP: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     # who am I
     row = tl.program_id(0).to(tl.int64)
+    reach, stride_t = known_multiple(reach, ALIGN), known_multiple(stride_t, ALIGN)
     label, seen = class_of(TARGET, row, True, width, ignore_index)
     offs_l = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     logits = LOGITS + row * stride_t
@@ -78,10 +87,12 @@ def token_losses(
 @triton.jit(do_not_specialize=["ignore_index", "blocks"])
 def token_slopes(
     LOGITS, TARGET, LSE, DLOSS, SCALE, DLOGITS, stride_t, stride_dt, stride_dloss, width, reach, blocks, ignore_index,
-    smoothing, z_loss, softcap, CAP: tl.constexpr, BLOCK: tl.constexpr,
+    smoothing, z_loss, softcap, CAP: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # who am I
     row = tl.program_id(0).to(tl.int64) // blocks
+    reach, stride_t = known_multiple(reach, ALIGN), known_multiple(stride_t, ALIGN)
+    stride_dt = known_multiple(stride_dt, ALIGN)
     offs = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     label, seen = class_of(TARGET, row, True, width, ignore_index)
     lse = tl.load(LSE + row)
@@ -257,8 +268,9 @@ def _launch_losses(call, logits: torch.Tensor, target, losses, lse, vocabulary: 
     if plan is None:
         vector = 16 // logits.element_size()
         step = min(_STEP, max(vector, triton.next_power_of_2(logits.shape[1])))
+        align = math.gcd(16, logits.shape[1], logits.stride(0))
         sizes = (vocabulary, logits.shape[1], call.ignore_index)
-        constants = (call.label_smoothing > 0.0, softcap is not None, step // vector, vector)
+        constants = (call.label_smoothing > 0.0, softcap is not None, align, step // vector, vector)
         plan = Plan(token_losses, len(logits), (logits.stride(0),), sizes, constants, _warps(step), 1)
         _PLANS.put(key, plan)
     plan.launch((logits, target, losses, lse), (), (call.label_smoothing, call.z_loss, softcap or 1.0))
@@ -274,7 +286,7 @@ def _launch_slopes(call, logits: torch.Tensor, target, lse, dloss, scale, into: 
         blocks = -(-logits.shape[1] // block)
         strides = (logits.stride(0), into.stride(0), 0 if dloss is None else dloss.stride(0))
         sizes = (vocabulary, logits.shape[1], blocks, call.ignore_index)
-        constants = (softcap is not None, block)
+        constants = (softcap is not None, math.gcd(16, logits.shape[1], *strides[:2]), block)
         plan = Plan(token_slopes, len(logits) * blocks, strides, sizes, constants, _warps(block), 1)
         _PLANS.put(key, plan)
     scalars = (call.label_smoothing, call.z_loss, softcap or 1.0)

@@ -4,6 +4,8 @@ A wider row is read twice: each lane has a maximum and a sum of its own (Milakov
 meet once, behind the first reading. The second one finds much of the row in a cache.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -36,6 +38,12 @@ def masked_scores(X, MASK, row, offs, inside, inv_t, stride_x, strides_mask, siz
 
 
 @triton.jit
+def known_multiples(width, stride, ALIGN: tl.constexpr):
+    """Both as they are, written so that the compiler sees ALIGN divide them, and loads vectors."""
+    return width // ALIGN * ALIGN, stride // ALIGN * ALIGN
+
+
+@triton.jit
 def finite_shift(top):
     """What is taken out of the exponents: the largest score, or 0 where there is none."""
     return tl.where(top == float("-inf"), 0.0, top)
@@ -63,9 +71,10 @@ def slope(o, do, total, LOG: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def softmax_rows_fwd(
     X, MASK, O, stride_x, strides_mask, sizes_mask, rows, width, inv_t,
-    LOG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+    LOG: tl.constexpr, ALIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     # who am I
+    width, stride_x = known_multiples(width, stride_x, ALIGN)
     row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     offs = tl.arange(0, BLOCK_W)[None, :]
     inside = (row < rows) & (offs < width)
@@ -82,9 +91,10 @@ def softmax_rows_fwd(
 @triton.jit
 def softmax_chunks_fwd(
     X, MASK, O, stride_x, strides_mask, sizes_mask, rows, width, inv_t,
-    LOG: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    LOG: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     # who am I
+    width, stride_x = known_multiples(width, stride_x, ALIGN)
     row = tl.program_id(0).to(tl.int64)
     offs_l = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
 
@@ -111,9 +121,20 @@ def softmax_chunks_fwd(
 
 @triton.jit(do_not_specialize=["rows"])
 def softmax_rows_bwd(
-    O, DO, DX, stride_do, rows, width, inv_t, LOG: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr
+    O,
+    DO,
+    DX,
+    stride_do,
+    rows,
+    width,
+    inv_t,
+    LOG: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
     # who am I
+    width, stride_do = known_multiples(width, stride_do, ALIGN)
     row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     offs = tl.arange(0, BLOCK_W)[None, :]
     inside = (row < rows) & (offs < width)
@@ -127,9 +148,20 @@ def softmax_rows_bwd(
 
 @triton.jit
 def softmax_chunks_bwd(
-    O, DO, DX, stride_do, rows, width, inv_t, LOG: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
+    O,
+    DO,
+    DX,
+    stride_do,
+    rows,
+    width,
+    inv_t,
+    LOG: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     # who am I
+    width, stride_do = known_multiples(width, stride_do, ALIGN)
     row = tl.program_id(0).to(tl.int64)
     offs_l = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
 
@@ -188,14 +220,15 @@ def backward(call: Call, kept: dict[str, torch.Tensor], incoming, gradients: dic
 def _plan(kernels, most: int, x: torch.Tensor, strides, log: bool) -> Plan:
     """The kernel of whole rows where they have at most so many columns, else that of chunks."""
     rows, width = x.shape
+    align = math.gcd(16, width, x.stride(0))
     if width > most:
         vector = 16 // x.element_size()
         warps = _CHUNK // (32 * _EACH)
-        return Plan(kernels[1], rows, strides, (rows, width), (log, _CHUNK // vector, vector), warps, 1)
+        return Plan(kernels[1], rows, strides, (rows, width), (log, align, _CHUNK // vector, vector), warps, 1)
     block_w = triton.next_power_of_2(width)
     block_r = min(max(1, _ELEMENTS // block_w), triton.next_power_of_2(rows))
     warps = min(32, max(1, block_r * block_w // (32 * _EACH)))
-    return Plan(kernels[0], -(-rows // block_r), strides, (rows, width), (log, block_r, block_w), warps, 1)
+    return Plan(kernels[0], -(-rows // block_r), strides, (rows, width), (log, align, block_r, block_w), warps, 1)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
