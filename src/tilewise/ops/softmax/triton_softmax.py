@@ -17,7 +17,7 @@ from tilewise.tiles.arithmetic import LN2, LOG2E, softmax_step
 _FORWARD, _BACKWARD = 32768, 16384  # columns of a row that stay in registers
 _ELEMENTS = 2048  # of a program's tile where rows are short
 _EACH = 16  # elements of a thread, until there are no more threads
-_CHUNK = 8192  # elements of a program's step through a wide row
+_CHUNK = 16384  # elements of a step through a wide row: few programs at a time, so that a cache holds their rows
 _PLANS = Plans()
 
 
