@@ -2,12 +2,11 @@
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 
 from tilewise.ops.glu.problem import Call, Tensors, halves_of
-from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.ops.triton_launch import Plan, Plans, as_rows, on_device, tensors_key
 from tilewise.tiles.arithmetic import LOG2E, sigmoid, tanh
 
 _ELEMENTS = 2048  # of a program's tile
@@ -90,17 +89,17 @@ def glu_bwd(
 
 def forward(call: Call, results: Tensors) -> None:
     """Fills o."""
-    gate, up = (_rows(x) for x in call.halves)
+    gate, up = (as_rows(x) for x in call.halves)
     o = results["o"]
     _launch(glu_fwd, call.activation, (gate, up), (o,))
 
 
 def backward(call: Call, kept: Tensors, incoming, gradients: Tensors) -> None:
     """Fills the gradients that are wanted."""
-    gate, up = (_rows(x) for x in call.halves)
+    gate, up = (as_rows(x) for x in call.halves)
     into = (gradients.get("gate"), gradients.get("up")) if call.up is not None else halves_of(gradients["gate"], None)
-    into = tuple(None if x is None else _rows(x) for x in into)
-    _launch(glu_bwd, call.activation, (gate, up, _rows(incoming[0])), into)
+    into = tuple(None if x is None else as_rows(x) for x in into)
+    _launch(glu_bwd, call.activation, (gate, up, as_rows(incoming[0])), into)
 
 
 def _launch(kernel, activation: str, inputs, outputs) -> None:
@@ -125,9 +124,3 @@ def _plan(kernel, activation: str, inputs, outputs) -> Plan:
     blocks = -(-width // block_w)
     grid = -(-rows // block_r) * blocks
     return Plan(kernel, grid, tuple(strides), (rows, width, blocks), (activation, block_r, block_w), _WARPS, 1)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as (rows, width) with unit stride in its last dimension, copied where it does not lie so."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()

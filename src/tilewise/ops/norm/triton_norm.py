@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops.norm.problem import Call
-from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.ops.triton_launch import Plan, Plans, as_rows, on_device, tensors_key
 from tilewise.tiles.codes import codes_of, scales_of
 
 _FITS = 8192  # columns of a row that stay in registers; wider ones would leave one program to a multiprocessor
@@ -270,7 +270,7 @@ def norm_weights_bwd(PARTS_W, PARTS_B, DW, DB, parts, width, BLOCK_P: tl.constex
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     """Fills o or codes and scale, x where there is a residual, and stats where there is an o."""
-    x, residual = _rows(call.x), None if call.residual is None else _rows(call.residual)
+    x, residual = as_rows(call.x), None if call.residual is None else as_rows(call.residual)
     weight, bias = _vector(call.weight), _vector(call.bias)
     o = results["o"] if call.quantize is None else results["codes"].view(torch.uint8)
     pointers = (x, residual, weight, bias, o, results.get("scale"), results.get("x"), results.get("stats"))
@@ -284,8 +284,8 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
 
 def backward(call: Call, kept: dict[str, torch.Tensor], incoming, gradients: dict[str, torch.Tensor]) -> None:
     """Fills those of dx, dweight and dbias that are there."""
-    x, do, stats = _rows(call.x), _rows(incoming[0]), kept["stats"]
-    ds = _rows(incoming[1]) if len(incoming) > 1 else None
+    x, do, stats = as_rows(call.x), as_rows(incoming[0]), kept["stats"]
+    ds = as_rows(incoming[1]) if len(incoming) > 1 else None
     weight = _vector(call.weight)
     dx, dw, db = (gradients.get(name) for name in ("x", "weight", "bias"))
     read = (x, weight, do, ds, stats)
@@ -375,12 +375,6 @@ def _key(call: Call, pointers):
     key = tensors_key(*(x for x in pointers if x is not None))
     there = tuple(x is not None for x in pointers)
     return None if key is None else (key, there, call.centred, call.quantize)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as (rows, width) with unit stride in its last dimension, copied where it does not lie so."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
