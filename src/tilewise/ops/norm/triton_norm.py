@@ -89,7 +89,6 @@ def norm_rows_fwd(
 
     # statistics, of what is in registers
     x = load_sum(X, RESIDUAL, row[:, None], offs, inside, stride_x, stride_r)  # [BLOCK_R, BLOCK_W]
-    w, b = load_weights(WEIGHT, BIAS, offs, offs < width, offset)
     if S is not None:
         tl.store(S + places, x.to(S.dtype.element_ty), mask=inside)
     mean = tl.zeros([BLOCK_R], tl.float32)
@@ -100,6 +99,7 @@ def norm_rows_fwd(
     store_stats(STATS, mean, rstd, row, rows, in_rows, CENTRED)
 
     # epilogue
+    w, b = load_weights(WEIGHT, BIAS, offs, offs < width, offset)
     o = x * rstd[:, None] * w + b
     if ENCODING is None:
         tl.store(O + places, o.to(O.dtype.element_ty), mask=inside)

@@ -222,7 +222,10 @@ def _plan(kernels, most: int, x: torch.Tensor, strides, log: bool) -> Plan:
     block_w = triton.next_power_of_2(width)
     block_r = min(max(1, _ELEMENTS // block_w), triton.next_power_of_2(rows))
     warps = min(32, max(1, block_r * block_w // (32 * _EACH)))
-    return Plan(kernels[0], -(-rows // block_r), strides, (rows, width), (log, align, block_r, block_w), warps, 1)
+    plan = Plan(kernels[0], -(-rows // block_r), strides, (rows, width), (log, align, block_r, block_w), warps, 1)
+    if warps == 16:
+        plan.options["maxnreg"] = 40  # three programs to a multiprocessor
+    return plan
 
 
 def _leading(mask: torch.Tensor) -> list[tuple[int, int]]:
