@@ -28,6 +28,8 @@ class Outcomes:
         if report.when == "call" or report.outcome != "passed":
             counts = self.by_file.setdefault((ROOT / report.location[0]).resolve(), Counter())
             counts["skipped" if report.skipped else "passed" if report.passed else "failed"] += 1
+        if report.failed:  # now: a run that is cut short prints no summary
+            print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self.collection_errors += report.failed

@@ -147,7 +147,8 @@ def test_outcomes_count_a_broken_setup_as_a_failure_and_only_the_familys_files(m
 
     def report(when: str, outcome: str, file: str = here) -> SimpleNamespace:
         kinds = {f"{kind}": kind == outcome for kind in ("passed", "failed", "skipped")}
-        return SimpleNamespace(when=when, outcome=outcome, location=(file, 1, "test"), **kinds)
+        said = {"nodeid": f"{file}::test", "longreprtext": f"{when} broke"}
+        return SimpleNamespace(when=when, outcome=outcome, location=(file, 1, "test"), **kinds, **said)
 
     for entry in (
         report("setup", "passed"),
@@ -161,6 +162,7 @@ def test_outcomes_count_a_broken_setup_as_a_failure_and_only_the_familys_files(m
     mine = Family("mine", (), (here,), ())
     assert outcomes.of(mine) == {"passed": 1, "failed": 1, "skipped": 1}
     assert sum(outcomes.by_file.values(), Counter())["failed"] == 2
+    assert "tests/elsewhere.py::test\ncall broke" in capsys.readouterr().out
 
 
 def test_the_gpu_tier_runs_all_files_of_the_families_that_are_named() -> None:
