@@ -110,7 +110,8 @@ _WRITE_SHARED = (
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
-NEIGHBOURS: tuple[str, ...] = ()  # operations on rows of numbers, made by `ops/operation.py`
+NEIGHBOURS: tuple[str, ...] = ("rope",)  # operations on rows of numbers, made by `ops/operation.py`
+_MORE = {"rope": ("src/tilewise/rotary.py", "src/tilewise/tiles/rotary.py")}  # sources beside the folder
 
 
 def _neighbour(name: str) -> tuple[Family, Family]:
@@ -120,6 +121,7 @@ def _neighbour(name: str) -> tuple[Family, Family]:
         "src/tilewise/core/[er]*.py",
         _DISPATCH,
         "src/tilewise/ops/operation.py",
+        *_MORE.get(name, ()),
         *(folder + part for part in ("__init__.py", "problem.py", "table.py")),
     )
     kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")

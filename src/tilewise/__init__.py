@@ -21,11 +21,13 @@ from tilewise.formula.library import (
     tree_times,
     window,
 )
+from tilewise.frequencies import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, rope_tables
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why
 from tilewise.ops.attention.planned import AttentionPlan
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
+from tilewise.ops.rope import rope
 from tilewise.rotary import Rope
 
 __version__ = "0.1.0"
@@ -33,12 +35,16 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionPlan",
     "Dense",
+    "DynamicScaling",
     "Explanation",
+    "LinearScaling",
+    "Llama3Scaling",
     "Mask",
     "Packed",
     "Paged",
     "Rope",
     "Score",
+    "YarnScaling",
     "alibi",
     "attention",
     "attention_with_lse",
@@ -59,6 +65,8 @@ __all__ = [
     "plan",
     "prefix",
     "relative_bias",
+    "rope",
+    "rope_tables",
     "score",
     "sigmoid_score",
     "softcap",

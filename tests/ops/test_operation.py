@@ -115,6 +115,14 @@ def test_without_gradients_nothing_is_connected(called) -> None:
         assert not called(torch.randn(3, requires_grad=True), None).requires_grad
 
 
+def test_numbers_may_be_symbols() -> None:
+    """Which torch.compile makes of numbers that change."""
+    scaled = torch.compile(lambda x, scale: run(x, None, scale), backend="aot_eager", fullgraph=True, dynamic=True)
+    x = torch.randn(3)
+    for scale in (2.0, 3.0):
+        torch.testing.assert_close(scaled(x, scale), scale * x * x)
+
+
 def test_names_of_rows() -> None:
     call = Call(torch.randn(3), None, 1.0, torch.float32)
     with pytest.raises(InputError, match="impl: got 'other'"):

@@ -197,13 +197,20 @@ def _empty(call: Any) -> bool:
 
 
 def _written(call: Any) -> str:
-    """Names of the tensors that are there, and all else of a call, as `ast.literal_eval` reads it."""
+    """Names of the tensors that are there, and all else of a call, as `ast.literal_eval` reads it.
+
+    Numbers that torch.compile takes as symbols become what they are now.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # sympy: only where a call is traced
+
     names, values = [], []
     for field in dataclasses.fields(call):
         value = getattr(call, field.name)
         if isinstance(value, torch.Tensor):
             names.append(field.name)
         elif value is not None:
+            if isinstance(value, (int, float)):
+                value = guard_scalar(value)
             text = repr(str(value)) if isinstance(value, torch.dtype) else repr(value)
             values.append(f"{field.name!r}: {text}")
     return f"({names!r}, {{{', '.join(values)}}})"
@@ -227,9 +234,10 @@ def rows_of(
     cpu: str,
     triton: str,
     needs: tuple[Need[Any], ...] = (),
+    reference: str = "float64, row by row: the specification",
 ) -> tuple[Row[Any], ...]:
-    """The rows of an operation with `cpu`, `reference` and one module of Triton kernels in its folder: what `cpu` and
-    `triton` do in a sentence each, and what else the kernels need.
+    """The rows of an operation with `cpu`, `reference` and one module of Triton kernels in its folder: what `cpu`,
+    `triton` and `reference` do in a sentence each, and what else the kernels need.
     """
     floats = dispatch.dtypes(dtype_of, torch.float16, torch.bfloat16, torch.float32)
     on_gpu: tuple[Need[Any], ...] = (TRITON, dispatch.gpu(device_of), floats, *needs)
@@ -240,7 +248,7 @@ def rows_of(
             "reference",
             f"{folder}.reference",
             (),
-            "float64, row by row: the specification",
+            reference,
             prefers=(NAMED,),
             backward="backward",
         ),

@@ -129,7 +129,7 @@ def compile_operation(operation: Operation[Any], call: Any, sm: int) -> list[Res
     import torch
 
     row = next(row for row in operation.rows if row.name == "triton")
-    with compiling_for(sm) as kernels:
+    with compiling_for(sm) as kernels, torch.no_grad():
         results = operation.run_forward(row, call)
         if row.backward is not None:
             kept = operation.kept(call, results)
