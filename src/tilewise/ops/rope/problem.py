@@ -97,7 +97,7 @@ def check_inplace(call: Call) -> None:
 
 def results(call: Call) -> dict[str, torch.Tensor]:
     """An empty q, and k where there is one."""
-    return {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in call.given.items()}
+    return {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in call.given.items()}
 
 
 def gradients(call: Call, kept: dict[str, torch.Tensor], wanted: Sequence[str]) -> dict[str, torch.Tensor]:
