@@ -110,12 +110,14 @@ _WRITE_SHARED = (
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
-NEIGHBOURS: tuple[str, ...] = (
-    "norm",
-    "softmax",
-    "cross_entropy",
-    "glu",
-)  # operations on rows of numbers, made by `ops/operation.py`
+# operations on rows of numbers, made by `ops/operation.py`, and the sources of theirs beside the folder
+NEIGHBOURS: dict[str, tuple[str, ...]] = {
+    "norm": ("src/tilewise/quant/c*.py", _CODES),
+    "softmax": (),
+    "cross_entropy": (),
+    "glu": (),
+    "rope": ("src/tilewise/rotary.py", _ROTARY),
+}
 
 
 def _neighbour(name: str) -> tuple[Family, Family]:
@@ -125,10 +127,10 @@ def _neighbour(name: str) -> tuple[Family, Family]:
         "src/tilewise/core/[er]*.py",
         _DISPATCH,
         "src/tilewise/ops/operation.py",
-        "src/tilewise/quant/c*.py",
+        *NEIGHBOURS[name],
         *(folder + part for part in ("__init__.py", "problem.py", "table.py")),
     )
-    kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py", _CODES)
+    kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
     return (
         Family(f"{name}_triton", kernels, (f"tests/gpu/test_{name}.py",), ("triton",), _CI, name),
         Family(f"{name}_cpu", (*shared, folder + "cpu.py"), (f"tests/ops/{name}/*.py",), ("cpu",), "", name),

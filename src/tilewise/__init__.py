@@ -21,6 +21,7 @@ from tilewise.formula.library import (
     tree_times,
     window,
 )
+from tilewise.frequencies import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, rope_tables
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why
 from tilewise.ops.attention.planned import AttentionPlan
@@ -29,6 +30,7 @@ from tilewise.ops.glu import geglu, reglu, swiglu
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
 from tilewise.ops.norm import layer_norm, rms_norm
+from tilewise.ops.rope import rope
 from tilewise.ops.softmax import log_softmax, softmax
 from tilewise.rotary import Rope
 
@@ -37,12 +39,16 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionPlan",
     "Dense",
+    "DynamicScaling",
     "Explanation",
+    "LinearScaling",
+    "Llama3Scaling",
     "Mask",
     "Packed",
     "Paged",
     "Rope",
     "Score",
+    "YarnScaling",
     "alibi",
     "attention",
     "attention_with_lse",
@@ -70,6 +76,8 @@ __all__ = [
     "reglu",
     "relative_bias",
     "rms_norm",
+    "rope",
+    "rope_tables",
     "score",
     "sigmoid_score",
     "softcap",

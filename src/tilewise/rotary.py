@@ -83,16 +83,19 @@ class Rope:
 
 
 def check_rope(rope: Any, name: str, x: torch.Tensor) -> None:
-    """Raise InputError unless it is a Rope for x (tokens, heads, head_dim), which is argument `name`."""
+    """Raise InputError unless it is a Rope for x (tokens, heads, head_dim), or (batch, seqlen, heads, head_dim), which
+    is argument `name`.
+    """
     if not isinstance(rope, Rope):
         raise InputError(
             "rope", got=type(rope).__name__, expected="None or a tilewise.Rope", hint="Rope(cos, sin, ...)"
         )
-    if rope.positions.shape[0] != x.shape[0]:
+    tokens = x.shape[:-2].numel()
+    if rope.positions.shape[0] != tokens:
         raise InputError(
             "rope",
             got=f"{rope.positions.shape[0]} positions",
-            expected=f"{x.shape[0]}, one for each token of {name}",
+            expected=f"{tokens}, one for each token of {name}",
             hint="positions of several sequences lie one after another, as their tokens do",
         )
     if rope.rotary_dim > x.shape[-1]:
@@ -126,10 +129,11 @@ def check_positions(rope: Rope, slots: torch.Tensor | None = None) -> None:
         )
 
 
-def rotated(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """x (tokens, heads, head_dim), turned, not rounded yet: in float32, of float64 in float64."""
+def rotated(x: torch.Tensor, rope: Rope, back: bool = False) -> torch.Tensor:
+    """x (tokens, heads, head_dim), turned, or turned back, not rounded yet: in float32, of float64 in float64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table[rope.positions].to(wide)[:, None] for table in (rope.cos, rope.sin))
+    sin = -sin if back else sin
     half, turned = rope.rotary_dim // 2, rope.rotary_dim
     parts, axis = ((half, 2), -1) if rope.interleaved else ((2, half), -2)
     a, b = x[..., :turned].to(wide).reshape(*x.shape[:-1], *parts).unbind(axis)

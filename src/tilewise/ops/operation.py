@@ -247,9 +247,10 @@ def rows_of(
     cpu: str,
     triton: str,
     needs: tuple[Need[Any], ...] = (),
+    reference: str = "float64, row by row: the specification",
 ) -> tuple[Row[Any], ...]:
-    """The rows of an operation with `cpu`, `reference` and one module of Triton kernels in its folder: what `cpu` and
-    `triton` do in a sentence each, and what else the kernels need.
+    """The rows of an operation with `cpu`, `reference` and one module of Triton kernels in its folder: what `cpu`,
+    `triton` and `reference` do in a sentence each, and what else the kernels need.
     """
     floats = dispatch.dtypes(dtype_of, torch.float16, torch.bfloat16, torch.float32)
     on_gpu: tuple[Need[Any], ...] = (TRITON, dispatch.gpu(device_of), floats, *needs)
@@ -260,7 +261,7 @@ def rows_of(
             "reference",
             f"{folder}.reference",
             (),
-            "float64, row by row: the specification",
+            reference,
             prefers=(NAMED,),
             backward="backward",
         ),

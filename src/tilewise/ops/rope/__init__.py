@@ -1,0 +1,63 @@
+"""Rotary position embedding of queries and keys, both in one launch, into new tensors or in place."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+
+from tilewise.core.readback import being_traced
+from tilewise.ops.rope.problem import check_inplace, make_call
+from tilewise.ops.rope.table import ROPE
+from tilewise.ops.rope.torch_op import turn_in_place
+from tilewise.rotary import Rope
+
+
+@overload
+def rope(
+    q: torch.Tensor, k: None = None, *, rope: Rope, inplace: bool = False, impl: str | None = None
+) -> torch.Tensor: ...
+
+
+@overload
+def rope(
+    q: torch.Tensor, k: torch.Tensor, *, rope: Rope, inplace: bool = False, impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def rope(
+    q: torch.Tensor, k: torch.Tensor | None = None, *, rope: Rope, inplace: bool = False, impl: str | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Turn pairs of dimensions by the angles of each token's position (Su et al., "RoFormer: Enhanced Transformer with
+    Rotary Position Embedding", 2021): (a, b) becomes (a cos - b sin, b cos + a sin).
+
+    The bits are those of keys that `kv_write` turns. The backward turns gradients by the negated angles, and keeps
+    nothing but the tables and positions.
+
+    Args:
+        q: (batch, seqlen, num_heads_q, head_dim) or packed (tokens, num_heads_q, head_dim), float16, bfloat16, float32
+            or float64, any strides; without unit stride in head_dim it is copied first.
+        k: the same with num_heads_kv heads, or None.
+        rope: a `tilewise.Rope` of batch * seqlen positions, a sequence after the other, or of tokens: cos, sin and
+            which pairs are turned. Its tensors take no gradient.
+        inplace: write into q and k. Unit stride in head_dim is needed then, and no gradient is taken.
+        impl: "triton", "cpu" or "reference"; None picks the first that can.
+
+    Returns:
+        q turned, or (q, k) turned, contiguous, with the dtypes that came in; with `inplace` the tensors that came in.
+        Dimensions of rotary_dim and above stay as they are.
+
+    Positions (that the tables have them) are checked on a CPU, and on a GPU with TILEWISE_DEBUG=1, since reading them
+    there would wait for it; inside torch.compile they are not looked at.
+
+    Raises:
+        InputError: an argument is wrong, or `inplace` where a gradient is taken.
+        UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+    """
+    call = make_call(q, k, rope)
+    if not inplace:
+        turned = ROPE(call, impl)
+        return turned[0] if k is None else (turned[0], turned[1])
+    check_inplace(call)
+    turn_in_place(call, impl, being_traced())
+    return q if k is None else (q, k)

@@ -1,0 +1,19 @@
+"""Who turns queries and keys: one row an implementation, with what each needs. Order is preference."""
+
+from __future__ import annotations
+
+from tilewise.core.dispatch import Row
+from tilewise.ops.operation import Operation, rows_of
+from tilewise.ops.rope.problem import Call, gradients, results
+
+ROWS: tuple[Row[Call], ...] = rows_of(
+    "tilewise.ops.rope",
+    "triton_rope",
+    lambda call: call.cos.device,
+    lambda call: call.dtype,
+    cpu="all tokens at once in PyTorch",
+    triton="one launch for queries and keys, a program for some heads of some tokens",
+    reference="one pair after another, rounded as `Rope` says: the specification",
+)
+
+ROPE = Operation("rope", Call, ROWS, results, gradients, keeps=("cos", "sin", "positions"), outputs=2)
