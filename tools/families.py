@@ -110,7 +110,7 @@ _WRITE_SHARED = (
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
-NEIGHBOURS: tuple[str, ...] = ()  # operations on rows of numbers, made by `ops/operation.py`
+NEIGHBOURS: tuple[str, ...] = ("glu",)  # operations on rows of numbers, made by `ops/operation.py`
 
 
 def _neighbour(name: str) -> tuple[Family, Family]:

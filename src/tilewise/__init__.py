@@ -24,6 +24,7 @@ from tilewise.formula.library import (
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why
 from tilewise.ops.attention.planned import AttentionPlan
+from tilewise.ops.glu import geglu, reglu, swiglu
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
 from tilewise.rotary import Rope
@@ -50,6 +51,7 @@ __all__ = [
     "dilated",
     "document",
     "explicit",
+    "geglu",
     "kv_write",
     "lengths",
     "mask",
@@ -58,10 +60,12 @@ __all__ = [
     "neighborhood",
     "plan",
     "prefix",
+    "reglu",
     "relative_bias",
     "score",
     "sigmoid_score",
     "softcap",
+    "swiglu",
     "tanh_score",
     "tree",
     "tree_times",

@@ -1,0 +1,18 @@
+"""Who computes gated linear units: one row an implementation, with what each needs. Order is preference."""
+
+from __future__ import annotations
+
+from tilewise.core.dispatch import Row
+from tilewise.ops.glu.problem import Call, gradients, results
+from tilewise.ops.operation import Operation, rows_of
+
+ROWS: tuple[Row[Call], ...] = rows_of(
+    "tilewise.ops.glu",
+    "triton_glu",
+    lambda call: call.gate.device,
+    lambda call: call.gate.dtype,
+    cpu="PyTorch's activations, in float32",
+    triton="gate and up read once, both gradients in one pass",
+)
+
+GLU = Operation("glu", Call, ROWS, results, gradients, keeps=("gate", "up"))
