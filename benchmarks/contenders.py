@@ -116,10 +116,10 @@ def _output(result: Any) -> torch.Tensor:
     return o
 
 
-def sources_of(impl: str) -> str | None:
+def sources_of(impl: str, operation: str = "attention") -> str | None:
     """Hash of the kernel family of `tilewise.<row>` or `tilewise.<row>.<variant>`; None for contenders not ours."""
     ours, *row = impl.split(".")
-    family = family_of(row[0]) if ours == "tilewise" else None
+    family = family_of(row[0], operation) if ours == "tilewise" else None
     return family.hash() if family else None
 
 

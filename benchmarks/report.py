@@ -21,7 +21,7 @@ from tools.families import FAMILIES
 REPORT = ROOT / "benchmarks" / "REPORT.md"
 PLOTS = ROOT / "benchmarks" / "plots"
 # Problem keys that make a row's label, in this order; the other keys go into the caption where all rows share them.
-LABEL = ("formula", "workload", "decoding", "caches", "before", "change", "on", "seqlen_q")
+LABEL = ("operation", "shape", "formula", "workload", "decoding", "caches", "before", "change", "on", "seqlen_q")
 HEAD = """# Benchmark report
 
 Generated from `benchmarks/results/` by `python -m benchmarks.report`; do not edit. Every row compares contenders within

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import tilewise
+from tools.families import NEIGHBOURS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "tilewise"
@@ -113,7 +114,7 @@ def test_only_kernel_files_import_triton_at_module_level() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("operation", ["attention", "merge", "kv_write"])
+@pytest.mark.parametrize("operation", ["attention", "merge", "kv_write", *NEIGHBOURS])
 def test_implementations_do_not_import_each_other(operation: str) -> None:
     """Rows of one operation share `problem` and `configs`, never another row and never the reference."""
     folder = SOURCE / "ops" / operation

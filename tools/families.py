@@ -110,7 +110,12 @@ _WRITE_SHARED = (
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
-NEIGHBOURS: tuple[str, ...] = ("glu",)  # operations on rows of numbers, made by `ops/operation.py`
+NEIGHBOURS: tuple[str, ...] = (
+    "norm",
+    "softmax",
+    "cross_entropy",
+    "glu",
+)  # operations on rows of numbers, made by `ops/operation.py`
 
 
 def _neighbour(name: str) -> tuple[Family, Family]:
@@ -120,9 +125,10 @@ def _neighbour(name: str) -> tuple[Family, Family]:
         "src/tilewise/core/[er]*.py",
         _DISPATCH,
         "src/tilewise/ops/operation.py",
+        "src/tilewise/quant/c*.py",
         *(folder + part for part in ("__init__.py", "problem.py", "table.py")),
     )
-    kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
+    kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py", _CODES)
     return (
         Family(f"{name}_triton", kernels, (f"tests/gpu/test_{name}.py",), ("triton",), _CI, name),
         Family(f"{name}_cpu", (*shared, folder + "cpu.py"), (f"tests/ops/{name}/*.py",), ("cpu",), "", name),

@@ -24,9 +24,12 @@ from tilewise.formula.library import (
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why
 from tilewise.ops.attention.planned import AttentionPlan
+from tilewise.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from tilewise.ops.glu import geglu, reglu, swiglu
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
+from tilewise.ops.norm import layer_norm, rms_norm
+from tilewise.ops.softmax import log_softmax, softmax
 from tilewise.rotary import Rope
 
 __version__ = "0.1.0"
@@ -48,12 +51,16 @@ __all__ = [
     "causal",
     "chunked",
     "copy_pages",
+    "cross_entropy",
     "dilated",
     "document",
     "explicit",
     "geglu",
     "kv_write",
+    "layer_norm",
     "lengths",
+    "linear_cross_entropy",
+    "log_softmax",
     "mask",
     "merge",
     "merge_states",
@@ -62,9 +69,11 @@ __all__ = [
     "prefix",
     "reglu",
     "relative_bias",
+    "rms_norm",
     "score",
     "sigmoid_score",
     "softcap",
+    "softmax",
     "swiglu",
     "tanh_score",
     "tree",

@@ -115,12 +115,39 @@ def test_without_gradients_nothing_is_connected(called) -> None:
         assert not called(torch.randn(3, requires_grad=True), None).requires_grad
 
 
+def test_numbers_may_be_symbols() -> None:
+    """Which torch.compile makes of numbers that change."""
+    scaled = torch.compile(lambda x, scale: run(x, None, scale), backend="aot_eager", fullgraph=True, dynamic=True)
+    x = torch.randn(3)
+    for scale in (2.0, 3.0):
+        torch.testing.assert_close(scaled(x, scale), scale * x * x)
+
+
 def test_names_of_rows() -> None:
     call = Call(torch.randn(3), None, 1.0, torch.float32)
     with pytest.raises(InputError, match="impl: got 'other'"):
         toy(call, "other")
     with pytest.raises(UnsupportedError, match="needs tensors on meta; got cpu"):
         toy(call, "elsewhere")
+
+
+both = dataclasses.replace(toy, name="toy_both", outputs=lambda call: 1 + (call.y is None), alike={"y": "x"})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_outputs_follow_the_call_and_a_gradient_may_be_another_fields(compiled: bool) -> None:
+    def run_both(x: torch.Tensor, y: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return both(Call(x, y, 3.0, torch.float32))
+
+    called = torch.compile(run_both, backend="aot_eager", fullgraph=True) if compiled else run_both
+    x, y = torch.randn(5, requires_grad=True), torch.randn(5, requires_grad=True)
+    assert len(called(x.detach(), None)) == 2
+    (o,) = called(x, y)
+    dx, dy = torch.autograd.grad(o, (x, y), torch.ones(5))
+    assert torch.equal(dx, dy)
+    torch.testing.assert_close(dx, 6.0 * x * y)
+    (o,) = called(x.detach(), y)
+    assert torch.equal(torch.autograd.grad(o, y, torch.ones(5))[0], dx)
 
 
 def test_operators_pass_opcheck() -> None:

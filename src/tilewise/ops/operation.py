@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,9 +26,11 @@ class Operation(Generic[C]):
     """One operation: what its calls hold, and who runs them.
 
     `call` is a dataclass whose fields are tensors (or None), numbers, strings, dtypes and tuples of these.
-    `results(call)` are empty tensors for what a forward fills, by name; the first `outputs` of them go to the caller,
-    the others only to the backward, which is given what `keeps` names of the call's tensors (others are None) and of
-    the results. `gradients(call, kept, wanted)` are empty tensors for the gradients of the fields `wanted`.
+    `results(call)` are empty tensors for what a forward fills, by name; the first `outputs` of them (a number, or a
+    function of the call) go to the caller, the others only to the backward, which is given what `keeps` names of the
+    call's tensors (others are None) and of the results, and of both if they have the name in common the result.
+    `gradients(call, kept, wanted)` are empty tensors for the gradients of the fields `wanted`; `alike` names fields
+    whose gradient is that of another one, which is then wanted in their place.
 
     A row's `forward(call, results)` fills the results; its `backward(call, kept, incoming, gradients)` the gradients,
     from those of the outputs. Where the first tensor of a call is empty, neither runs and all is 0.
@@ -40,7 +42,8 @@ class Operation(Generic[C]):
     results: Callable[[C], Tensors]
     gradients: Callable[[C, Tensors, Sequence[str]], Tensors]
     keeps: tuple[str, ...]
-    outputs: int = 1
+    outputs: int | Callable[[C], int] = 1
+    alike: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _operators: list[Any] = dataclasses.field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -67,11 +70,15 @@ class Operation(Generic[C]):
         tensors = fields_of(call)
         if being_traced():
             how = _written(call)
-            return tuple(self._operators[0](list(tensors.values()), how, row.name)[: self.outputs])
+            return tuple(self._operators[0](list(tensors.values()), how, row.name)[: self.count(call)])
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors.values()):
-            return tuple(self.run_forward(row, call).values())[: self.outputs]
+            return tuple(self.run_forward(row, call).values())[: self.count(call)]
         found: tuple[torch.Tensor, ...] = _Eager.apply(self, row, call, *tensors.values())  # type: ignore[no-untyped-call]
-        return found[: self.outputs]
+        return found[: self.count(call)]
+
+    def count(self, call: C) -> int:
+        """How many results go to the caller."""
+        return self.outputs if isinstance(self.outputs, int) else self.outputs(call)
 
     # the work ------------------------------------------------------------------------------------------------------
 
@@ -96,6 +103,10 @@ class Operation(Generic[C]):
         """What the backward is given, by name."""
         there = {**fields_of(call), **results}
         return {name: there[name] for name in self.keeps if name in there}
+
+    def sources(self, fields: Iterable[str]) -> list[str]:
+        """The fields whose gradients these fields take, each once."""
+        return list(dict.fromkeys(self.alike.get(name, name) for name in fields))
 
     def without(self, call: C, kept: Tensors) -> C:
         """The call as the backward sees it."""
@@ -128,16 +139,16 @@ class Operation(Generic[C]):
         tensors, ctx.how, ctx.impl = inputs
         call = self._read(tensors, ctx.how)
         results = dict(zip(self.results(call), output, strict=True))
-        ctx.wanted = [name for name, x in fields_of(call).items() if x.requires_grad]
-        ctx.names = list(fields_of(call))
+        ctx.wanted = self.sources(name for name, x in fields_of(call).items() if x.requires_grad)
+        ctx.names, ctx.count = list(fields_of(call)), self.count(call)
         ctx.save_for_backward(*self.kept(call, results).values())
 
     def _autograd(self, ctx: Any, incoming: list[torch.Tensor]) -> tuple[Any, ...]:
         gradients = self._operators[1](
-            list(ctx.saved_tensors), incoming[: self.outputs], ctx.how, " ".join(ctx.wanted), ctx.impl
+            list(ctx.saved_tensors), incoming[: ctx.count], ctx.how, " ".join(ctx.wanted), ctx.impl
         )
         by_name = dict(zip(ctx.wanted, gradients, strict=True))
-        return [by_name.get(name) for name in ctx.names], None, None
+        return [by_name.get(self.alike.get(name, name)) for name in ctx.names], None, None
 
     def _read(self, tensors: Sequence[torch.Tensor], how: str) -> C:
         """The call that `_written` wrote, with these tensors."""
@@ -166,7 +177,8 @@ class _Eager(torch.autograd.Function):
         results = operation.run_forward(row, call)
         kept = operation.kept(call, results)
         ctx.save_for_backward(*kept.values())
-        ctx.mark_non_differentiable(*list(results.values())[operation.outputs :])
+        ctx.count = operation.count(call)
+        ctx.mark_non_differentiable(*list(results.values())[ctx.count :])
         ctx.operation, ctx.row, ctx.names, ctx.kept = operation, row, list(fields_of(call)), list(kept)
         ctx.call = operation.without(call, {})
         return tuple(results.values())
@@ -178,9 +190,10 @@ class _Eager(torch.autograd.Function):
         kept = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
         fields = {name: kept[name] for name in ctx.names if name in kept}
         call = dataclasses.replace(ctx.call, **fields)
-        wanted = [name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed]
-        found = operation.run_backward(ctx.row, call, kept, incoming[: operation.outputs], wanted)
-        return None, None, None, *(found.get(name) for name in ctx.names)
+        needed = zip(ctx.names, ctx.needs_input_grad[3:], strict=True)
+        wanted = operation.sources(name for name, yes in needed if yes)
+        found = operation.run_backward(ctx.row, call, kept, incoming[: ctx.count], wanted)
+        return None, None, None, *(found.get(operation.alike.get(name, name)) for name in ctx.names)
 
 
 # calls ---------------------------------------------------------------------------------------------------------------
@@ -197,13 +210,20 @@ def _empty(call: Any) -> bool:
 
 
 def _written(call: Any) -> str:
-    """Names of the tensors that are there, and all else of a call, as `ast.literal_eval` reads it."""
+    """Names of the tensors that are there, and all else of a call, as `ast.literal_eval` reads it.
+
+    Numbers that torch.compile takes as symbols become what they are now.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # sympy: only where a call is traced
+
     names, values = [], []
     for field in dataclasses.fields(call):
         value = getattr(call, field.name)
         if isinstance(value, torch.Tensor):
             names.append(field.name)
         elif value is not None:
+            if isinstance(value, (int, float)):
+                value = guard_scalar(value)
             text = repr(str(value)) if isinstance(value, torch.dtype) else repr(value)
             values.append(f"{field.name!r}: {text}")
     return f"({names!r}, {{{', '.join(values)}}})"

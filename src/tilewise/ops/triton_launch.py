@@ -191,3 +191,9 @@ def tensors_key(*tensors: torch.Tensor) -> Hashable:
         pointers |= x.data_ptr()
         parts += (x.dtype, x.device, x.shape, x.stride())
     return None if pointers % 16 else tuple(parts)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as (rows, width) with unit stride in its last dimension, copied where it does not lie so."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -129,12 +129,12 @@ def compile_operation(operation: Operation[Any], call: Any, sm: int) -> list[Res
     import torch
 
     row = next(row for row in operation.rows if row.name == "triton")
-    with compiling_for(sm) as kernels:
+    with compiling_for(sm) as kernels, torch.no_grad():
         results = operation.run_forward(row, call)
-        if row.backward is not None:
+        wanted = operation.sources(name for name, x in fields_of(call).items() if x.requires_grad)
+        if wanted:
             kept = operation.kept(call, results)
-            incoming = [torch.empty_like(x) for x in list(results.values())[: operation.outputs]]
-            wanted = [name for name, x in fields_of(call).items() if x.requires_grad]
+            incoming = [torch.empty_like(x) for x in list(results.values())[: operation.count(call)]]
             operation.run_backward(row, operation.without(call, kept), kept, incoming, wanted)
     return [resources(kernel) for kernel in kernels]
 

@@ -109,3 +109,9 @@ def softmax_step(s, m_i, l_i):
     w = tl.math.exp2((s - m_use[:, None]) * LOG2E)
     alpha = tl.math.exp2((m_i - m_use) * LOG2E)
     return m_new, l_i * alpha + tl.sum(w, 1), w, alpha
+
+
+@triton.jit
+def known_multiple(n, ALIGN: tl.constexpr):
+    """n as it is, written so that the compiler sees ALIGN divide it, and loads vectors."""
+    return n // ALIGN * ALIGN

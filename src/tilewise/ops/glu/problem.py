@@ -10,101 +10,72 @@ import torch
 
 from tilewise.core.errors import InputError
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 Tensors = dict[str, torch.Tensor]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call: gate and up (..., width), or packed, without up, a gate (..., 2 width). `activation` is "silu", "gelu",
-    "gelu_tanh" or "relu". Implementations read this and nothing else.
-    """
+    """One call. Without `up`, gate holds both. Implementations read this and nothing else."""
 
     gate: torch.Tensor
     up: torch.Tensor | None
-    activation: str
+    activation: str  # "silu", "gelu", "gelu_tanh" or "relu"
 
     @property
-    def wide(self) -> torch.dtype:
-        """The dtype of all between reading and writing."""
-        return torch.float64 if self.gate.dtype == torch.float64 else torch.float32
-
-    @property
-    def width(self) -> int:
-        """Columns of o."""
-        columns = self.gate.shape[-1]
-        return columns // 2 if self.up is None else columns
-
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """gate and up, each (..., width)."""
-        if self.up is not None:
-            return self.gate, self.up
-        return self.gate[..., : self.width], self.gate[..., self.width :]
+        """(gate, up), views where one tensor holds both."""
+        return halves_of(self.gate, self.up)
 
-    def gradients_of_halves(self, gradients: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where dgate and dup go, each (..., width) if it is wanted."""
-        if self.up is not None:
-            return gradients.get("gate"), gradients.get("up")
-        return gradients["gate"][..., : self.width], gradients["gate"][..., self.width :]
+
+def halves_of(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors as they are, or the halves of one."""
+    if up is not None:
+        return gate, up
+    width = gate.shape[-1] // 2
+    return gate[..., :width], gate[..., width:]
 
 
 def make_call(gate: Any, up: Any, activation: str) -> Call:
-    """The call of a gated linear unit; raises InputError."""
-    expected = "a dense tensor (..., width)" if up is not None else "a dense tensor (..., 2 width)"
-    if not _is_dense(gate) or gate.ndim < 1:
-        raise InputError("gate", got=_described(gate), expected=expected, hint="rows of a projection")
-    if gate.dtype not in DTYPES:
-        raise InputError(
-            "gate",
-            got=_described(gate),
-            expected="float16, bfloat16, float32 or float64",
-            hint="convert it, for example with .float()",
-        )
-    if up is None and gate.shape[-1] % 2:
-        raise InputError(
-            "gate",
-            got=_described(gate),
-            expected="an even last dimension: the columns of gate, then those of up",
-            hint="pass up where it is a tensor of its own",
-        )
-    if up is not None and (
-        not _is_dense(up) or (up.shape, up.dtype, up.device) != (gate.shape, gate.dtype, gate.device)
-    ):
+    """The call; raises InputError."""
+    for name, x in (("gate", gate), ("up", up)):
+        if x is None and name == "up":
+            continue
+        if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided or x.ndim < 1:
+            got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+            hint = "swiglu(gate, up), or swiglu(both) of gate and up side by side"
+            raise InputError(name, got=got, expected="a dense tensor (..., width)", hint=hint)
+        if x.dtype not in DTYPES:
+            raise InputError(
+                name,
+                got=str(x.dtype),
+                expected="float16, bfloat16, float32 or float64",
+                hint="convert it, for example with .float()",
+            )
+    if up is None:
+        if gate.shape[-1] % 2:
+            raise InputError(
+                "gate",
+                got=f"shape {tuple(gate.shape)}",
+                expected="an even last dimension, gate and then up",
+                hint="pass up, if gate is alone",
+            )
+    elif (up.shape, up.dtype, up.device) != (gate.shape, gate.dtype, gate.device):
         raise InputError(
             "up",
-            got=_described(up),
-            expected=f"what gate is: {_described(gate)}",
-            hint="None where gate holds both",
+            got=f"{tuple(up.shape)}, {up.dtype} on {up.device}",
+            expected=f"{tuple(gate.shape)}, {gate.dtype} on {gate.device}, as gate has it",
+            hint="both come from the same input",
         )
     return Call(gate, up, activation)
 
 
-def gelu_of(approximate: Any) -> str:
-    """The activation that torch.nn.functional.gelu names so; raises InputError."""
-    if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
-        raise InputError(
-            "approximate", got=repr(approximate), expected="'none' or 'tanh'", hint="'none' is the exact one, by erf"
-        )
-    return "gelu" if approximate == "none" else "gelu_tanh"
-
-
 def results(call: Call) -> Tensors:
     """An empty o."""
-    shape = (*call.gate.shape[:-1], call.width)
-    return {"o": torch.empty(shape, dtype=call.gate.dtype, device=call.gate.device)}
+    gate, _up = call.halves
+    return {"o": torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)}
 
 
 def gradients(call: Call, kept: Tensors, wanted: Sequence[str]) -> Tensors:
-    """Empty ones, contiguous, in the shapes of gate and up."""
+    """Empty gradients of gate and of up, or of both in one."""
     return {name: torch.empty(kept[name].shape, dtype=kept[name].dtype, device=kept[name].device) for name in wanted}
-
-
-def _is_dense(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and not x.is_nested and x.layout == torch.strided
-
-
-def _described(x: Any) -> str:
-    if not isinstance(x, torch.Tensor):
-        return type(x).__name__
-    return f"{x.dtype} {tuple(x.shape)} on {x.device}" if _is_dense(x) else "a nested or sparse tensor"

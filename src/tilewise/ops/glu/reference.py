@@ -1,4 +1,4 @@
-"""The specification, in float64, one row after another."""
+"""The specification: float64, one row after another."""
 
 from __future__ import annotations
 
@@ -7,47 +7,45 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewise.ops.glu.problem import Call
+from tilewise.ops.glu.problem import Call, Tensors
 
-Tensors = dict[str, torch.Tensor]
+_C, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # of the approximation by tanh
 
 
 def forward(call: Call, results: Tensors) -> None:
     """Fills o."""
-    gate, up, o = (_rows(x, call.width) for x in (*call.halves(), results["o"]))
-    for row in range(len(o)):
-        o[row] = _activated(gate[row].double(), call.activation)[0] * up[row].double()
+    gate, up = call.halves
+    for g, u, o in _rows(gate, up, results["o"]):
+        o.copy_(_activation(call.activation, g.double())[0] * u.double())
 
 
 def backward(call: Call, kept: Tensors, incoming: Sequence[torch.Tensor], gradients: Tensors) -> None:
-    """Fills dgate and dup, or the packed gradient of both."""
-    gate, up, do = (_rows(x, call.width) for x in (*call.halves(), incoming[0]))
-    dgate, dup = (None if x is None else _rows(x, call.width) for x in call.gradients_of_halves(gradients))
-    for row in range(len(do)):
-        value, slope = _activated(gate[row].double(), call.activation)
-        if dgate is not None:
-            d = do[row].double() * up[row].double()
-            dgate[row] = torch.where(slope == 0.0, 0.0, d) if call.activation == "relu" else d * slope
-        if dup is not None:
-            dup[row] = do[row].double() * value
+    """Fills the gradients that are wanted."""
+    gate, up = call.halves
+    dgate, dup = (torch.empty(gate.shape, dtype=torch.float64, device=gate.device) for _ in range(2))
+    for g, u, do, dg, du in _rows(gate, up, incoming[0], dgate, dup):
+        active, slope = _activation(call.activation, g.double())
+        dg.copy_(do.double() * u.double() * slope)
+        du.copy_(do.double() * active)
+    found = {"gate": torch.cat((dgate, dup), -1)} if call.up is None else {"gate": dgate, "up": dup}
+    for name, target in gradients.items():
+        target.copy_(found[name])
 
 
-def _activated(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The activation and its derivative."""
-    if activation == "relu":
-        return torch.where(x < 0.0, 0.0, x), torch.where(x <= 0.0, 0.0, 1.0)
-    if activation == "silu":
-        part = torch.sigmoid(x)
-        return x * part, part + x * part * (1.0 - part)
-    if activation == "gelu":
-        part = (1.0 + torch.erf(x / math.sqrt(2.0))) / 2.0
-        return x * part, part + x * torch.exp(-x * x / 2.0) / math.sqrt(2.0 * math.pi)
-    scale = math.sqrt(2.0 / math.pi)
-    y = scale * (x + 0.044715 * x**3)
-    part = (1.0 + torch.tanh(y)) / 2.0
-    return x * part, part + x * scale * (1.0 + 3 * 0.044715 * x * x) / torch.cosh(y) ** 2 / 2.0
+def _rows(*tensors: torch.Tensor) -> zip[tuple[torch.Tensor, ...]]:
+    return zip(*(x.reshape(-1, x.shape[-1]) if not x.is_contiguous() else x.view(-1, x.shape[-1]) for x in tensors),
+               strict=True)  # fmt: skip
 
 
-def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """(rows, width); a view of what is written to, which has one stride from row to row."""
-    return x.reshape(-1, width)
+def _activation(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(value, derivative)"""
+    if name == "silu":
+        s = torch.sigmoid(x)
+        return x * s, s * (1.0 + x * (1.0 - s))
+    if name == "gelu":
+        phi = 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+        return x * phi, phi + x * torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    if name == "gelu_tanh":
+        t = torch.tanh(_C * (x + _CUBIC * x**3))
+        return 0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * _C * (1.0 + 3.0 * _CUBIC * x * x)
+    return torch.where(x <= 0.0, 0.0, x), torch.where(x <= 0.0, 0.0, 1.0)

@@ -11,8 +11,8 @@ ROWS: tuple[Row[Call], ...] = rows_of(
     "triton_glu",
     lambda call: call.gate.device,
     lambda call: call.gate.dtype,
-    cpu="PyTorch's activations, in float32",
-    triton="gate and up read once, both gradients in one pass",
+    cpu="PyTorch's activation, times up",
+    triton="one pass, the activation computed again in the backward",
 )
 
 GLU = Operation("glu", Call, ROWS, results, gradients, keeps=("gate", "up"))

@@ -1,0 +1,264 @@
+"""Questions `neighbours_forward`, `neighbours_backward` and `neighbours_step`: what stands beside attention in a model.
+
+Rows of 16k x 4096 and 8k x 8192 numbers, bf16 (SwiGLU of gates that wide), and logits of 4k tokens over 128k classes,
+each operation beside PyTorch's own in eager mode and under `torch.compile`. GB/s count the fewest bytes: every input
+read and every result written once; the copy rate of the same run is what they are held against.
+
+`neighbours_step` is the last linear layer with its loss, 16k tokens of 4096 over 128k classes, forward and backward
+together: time, operations of the three products, and the memory that a step adds at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch
+import torch.nn.functional as F
+
+import tilewise as tw
+from benchmarks.cases import Options
+from benchmarks.contenders import sources_of
+from benchmarks.environment import current
+from benchmarks.memory import gpu_peak_mib
+from benchmarks.records import Writer
+from benchmarks.reference import relative_error
+from benchmarks.timing import Call, Timed, ceilings, interleaved, method
+
+FORWARD, BACKWARD, STEP = QUESTIONS = ("neighbours_forward", "neighbours_backward", "neighbours_step")
+INCLUDES = {
+    FORWARD: "one call without gradients",
+    BACKWARD: "torch.autograd.grad of all inputs and weights from a saved forward",
+    STEP: "loss, and torch.autograd.grad of x and weight",
+}
+ROUNDS = 30
+METRIC = "relative l2 to float64, the worst of all results"
+
+Tensors = dict[str, torch.Tensor]
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An operation: ours, and the same in PyTorch; `forward` and `backward` count tensors as large as x that are read
+    or written at least.
+    """
+
+    operation: str  # its folder
+    make: Callable[[int, int], Tensors]
+    ours: Function
+    plain: Function
+    forward: float
+    backward: float
+
+
+def _rows(rows: int, width: int) -> torch.Tensor:
+    return torch.randn(rows, width, requires_grad=True)
+
+
+def _norm(rows: int, width: int, *, bias: bool = False, residual: bool = False) -> Tensors:
+    found = {"x": _rows(rows, width), "weight": torch.randn(width, requires_grad=True)}
+    found |= {"bias": torch.randn(width, requires_grad=True)} if bias else {}
+    return found | ({"residual": _rows(rows, width)} if residual else {})
+
+
+def _plain_residual(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    s = x + residual
+    return F.rms_norm(s, s.shape[-1:], weight, 1e-6), s
+
+
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+SUBJECTS = {
+    "rms_norm": Subject(
+        "norm", _norm, tw.rms_norm, lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6), 2, 3
+    ),
+    "rms_norm, residual": Subject(
+        "norm", lambda rows, width: _norm(rows, width, residual=True), tw.rms_norm, _plain_residual, 4, 4
+    ),
+    "layer_norm": Subject(
+        "norm", lambda rows, width: _norm(rows, width, bias=True), tw.layer_norm,
+        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias), 2, 3,
+    ),
+    "softmax": Subject(
+        "softmax", lambda rows, width: {"x": _rows(rows, width)}, tw.softmax, lambda x: x.softmax(-1), 2, 3
+    ),
+    "swiglu": Subject(
+        "glu", lambda rows, width: {"x": _rows(rows, 2 * width)}, lambda x, impl: tw.swiglu(x, impl=impl), _swiglu,
+        1.5, 2.5,
+    ),
+}  # fmt: skip
+LOSS = Subject(
+    "cross_entropy",
+    lambda rows, width: {"x": _rows(rows, width), "target": torch.randint(width, (rows,))},
+    lambda x, target, impl: tw.cross_entropy(x, target, impl=impl),
+    F.cross_entropy,
+    1,
+    2,
+)
+
+
+def run(options: Options) -> None:
+    """Measure what is wanted: parts are the operations, "cross_entropy" and "linear_cross_entropy"."""
+    device = options.device
+    if options.quick:
+        shapes, losses, linear = ((6, 32),), ((5, 40),), (12, 16, 40)
+    else:
+        shapes, losses, linear = ((16_384, 4096), (8192, 8192)), ((4096, 131_072),), (16_384, 4096, 131_072)
+    ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
+    rounds = min(options.rounds, ROUNDS)
+    writer = Writer(current(device), method=method(device, rounds), ceilings=ceiling, results=options.out)
+    with functorch.patch(donated_buffer=False):  # what is kept is used again in each round
+        for name, subject in (*SUBJECTS.items(), ("cross_entropy", LOSS)):
+            if options.wants(name.split(",")[0]):
+                for rows, width in losses if subject is LOSS else shapes:
+                    _measure(name, subject, (rows, width), writer, device, rounds, not options.quick)
+        if options.wants("linear_cross_entropy"):
+            _measure_layer(linear, writer, device, rounds, not options.quick)
+
+
+def _on(device: str, inputs: Tensors, dtype: torch.dtype | None = None) -> Tensors:
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    return {
+        name: x.detach().to(device, dtype).requires_grad_() if x.is_floating_point() else x.to(device)
+        for name, x in inputs.items()
+    }
+
+
+def _contenders(ours: Function, plain: Function, device: str, compiled: bool) -> dict[str, Function]:
+    row = "triton" if device == "cuda" else "cpu"
+    found = {f"tilewise.{row}": lambda **inputs: ours(**inputs, impl=row), "eager": lambda **x: plain(*x.values())}
+    if compiled:
+        torch._dynamo.reset()
+        fused = torch.compile(plain, dynamic=False)
+        found["compile"] = lambda **inputs: fused(*inputs.values())
+    return found
+
+
+def _measure(
+    name: str, subject: Subject, shape: tuple[int, int], writer: Writer, device: str, rounds: int, compiled: bool
+) -> None:
+    torch.manual_seed(0)
+    inputs = _on(device, subject.make(*shape))
+    want = _reference(subject, inputs)
+    functions = _contenders(subject.ours, subject.plain, device, compiled)
+    counted = inputs["x"].numel() * inputs["x"].element_size()
+    problem = {"operation": name, "shape": f"{shape[0]:,} × {shape[1]:,}", "dtype": str(inputs["x"].dtype)[6:]}
+    for question, calls, tensors in (
+        (FORWARD, {key: _forward(f, inputs) for key, f in functions.items()}, subject.forward),
+        (BACKWARD, _backwards(functions, inputs), subject.backward),
+    ):
+        timed = interleaved(calls, device=device, rounds=rounds)
+        for key, result in timed.items():
+            got = None if result.failure else _outputs(calls[key]())
+            _write(writer, question, problem, key, subject.operation, result, got, want[question],
+                   gbps=tensors * counted)  # fmt: skip
+
+
+def _forward(function: Function, inputs: Tensors) -> Call:
+    def call() -> object:
+        with torch.no_grad():
+            return function(**inputs)
+
+    return call
+
+
+def _outputs(found: Any) -> tuple[torch.Tensor, ...]:
+    return (found,) if isinstance(found, torch.Tensor) else tuple(found)
+
+
+def _incoming(outputs: tuple[torch.Tensor, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Gradients alike for every contender, numbers that `dtype` holds."""
+    made = (torch.cos(torch.arange(x.numel(), device=x.device)).to(dtype) for x in outputs)
+    return [y.view(x.shape).to(x.dtype) for x, y in zip(outputs, made, strict=True)]
+
+
+def _backwards(functions: dict[str, Function], inputs: Tensors) -> dict[str, Call]:
+    wanted = [x for x in inputs.values() if x.requires_grad]
+
+    def of(function: Function) -> Call:
+        state: dict[str, Any] = {}
+
+        def call() -> object:
+            if not state:  # while it warms up, where an error is kept
+                state["outputs"] = _outputs(function(**inputs))
+                state["incoming"] = _incoming(state["outputs"], inputs["x"].dtype)
+            return torch.autograd.grad(state["outputs"], wanted, state["incoming"], retain_graph=True)
+
+        return call
+
+    return {key: of(function) for key, function in functions.items()}
+
+
+def _reference(subject: Subject, inputs: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Results and gradients in float64."""
+    exact = {name: x.detach().double().requires_grad_() if x.is_floating_point() else x for name, x in inputs.items()}
+    outputs = _outputs(subject.plain(*exact.values()))
+    wanted = [x for x in exact.values() if x.requires_grad]
+    gradients = torch.autograd.grad(outputs, wanted, _incoming(outputs, inputs["x"].dtype))
+    return {FORWARD: tuple(x.detach() for x in outputs), BACKWARD: gradients}
+
+
+def _measure_layer(sizes: tuple[int, int, int], writer: Writer, device: str, rounds: int, compiled: bool) -> None:
+    tokens, hidden, classes = sizes
+    torch.manual_seed(0)
+    made = {"x": torch.randn(tokens, hidden), "weight": torch.randn(classes, hidden) / hidden**0.5}
+    inputs = _on(device, made) | {"target": torch.randint(classes, (tokens,), device=device)}
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, impl: str) -> torch.Tensor:
+        return tw.linear_cross_entropy(x, weight, target, impl=impl)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, weight), target)
+
+    def step(function: Function) -> Call:
+        def call() -> object:
+            loss = function(**inputs)
+            return loss.detach(), *torch.autograd.grad(loss, (inputs["x"], inputs["weight"]))
+
+        return call
+
+    calls = {key: step(function) for key, function in _contenders(ours, plain, device, compiled).items()}
+    timed = interleaved(calls, device=device, rounds=max(1, rounds // 3))
+    want = _loss_of_chunks(inputs)
+    problem = {"operation": "linear_cross_entropy", "shape": f"{tokens:,} × {hidden:,} × {classes:,}",
+               "dtype": str(inputs["x"].dtype)[6:]}  # fmt: skip
+    for key, result in timed.items():
+        got = None if result.failure else calls[key]()[:1]  # type: ignore[index]
+        memory = gpu_peak_mib(calls[key]) if device == "cuda" and not result.failure else None
+        _write(writer, STEP, problem, key, "cross_entropy", result, got, want,
+               tflops=6 * tokens * hidden * classes, peak_mib=memory)  # fmt: skip
+
+
+def _loss_of_chunks(inputs: Tensors) -> tuple[torch.Tensor, ...]:
+    """The loss in float64."""
+    x, weight, target = (y.detach() for y in inputs.values())
+    weight = weight.double()
+    total = sum(
+        F.cross_entropy(part.double() @ weight.t(), of_part, reduction="sum")
+        for part, of_part in zip(x.split(512), target.split(512), strict=True)
+    )
+    return (torch.as_tensor(total / len(target)),)
+
+
+def _write(
+    writer: Writer, question: str, problem: dict[str, Any], key: str, operation: str, result: Timed,
+    got: tuple[torch.Tensor, ...] | None, want: tuple[torch.Tensor, ...], *, gbps: float | None = None,
+    tflops: float | None = None, peak_mib: float | None = None,
+) -> None:  # fmt: skip
+    """A record of one contender; `gbps` are bytes and `tflops` operations of a call."""
+    times = result.quantiles
+    error = {"metric": "failure", "message": result.failure}
+    if got is not None:
+        value = max(relative_error(x.detach(), y) for x, y in zip(got, want, strict=True))
+        error = {"metric": METRIC, "value": value}
+    writer.write(
+        question, problem, key, times_ms=times, gbps=gbps / times[1] / 1e6 if gbps and times else None,
+        tflops=tflops / times[1] / 1e9 if tflops and times else None, error=error, includes=INCLUDES[question],
+        sources=sources_of(key, operation), peak_mib=peak_mib,
+    )  # fmt: skip
