@@ -35,6 +35,11 @@ def test_nan_stays_in_its_row(kind: str, name: str) -> None:
     operators.poisoned(cases.ours(case, kind, "triton"), cases.make_inputs(case, torch.bfloat16, DEVICE), name, 2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_rounded_gelu(dtype: torch.dtype) -> None:
+    cases.check_rounded_gelu(dtype, "triton", DEVICE)
+
+
 @pytest.mark.parametrize("case", LARGE, ids=repr)
 def test_bits_repeat(case: GluCase) -> None:
     inputs = cases.make_inputs(case, torch.bfloat16, DEVICE)

@@ -89,11 +89,25 @@ def test_misaligned_rows_and_gradients_of_stride_0() -> None:
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
+def test_rounded_gelu() -> None:
+    cases.check_rounded_gelu(torch.float16, "triton")
+
+
+ROUNDED = (("0.7107068705", "0.7109068705"), ("tl.where(x < 0.0, tail, 1.0 - tail)", "tail"))
+
+
+@pytest.mark.parametrize(("old", "new"), ROUNDED)
+def test_a_broken_twin_of_rounded_gelu_is_caught(old: str, new: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(triton_glu, "glu_fwd", broken_copy(triton_glu, old, new, tmp_path).glu_fwd)
+    with pytest.raises(AssertionError):
+        cases.check_rounded_gelu(torch.float16, "triton")
+
+
 TWINS = [
     ("glu_fwd", "value * up", "value + up", "silu", "width_64"),
     ("glu_fwd", "row * stride_up + up_at", "row * stride_up", "silu", "packed_64"),
     ("glu_fwd", "tl.where(x < 0.0, far, near)", "near", "silu", "width_64"),
-    ("glu_fwd", "0.7107068705", "0.7117068705", "gelu", "width_64"),
+    ("glu_fwd", "0.5 + 0.5 * tl.math.erf", "0.5 + 0.4 * tl.math.erf", "gelu", "width_64"),
     ("glu_fwd", "0.07135481627260025", "0.0713458", "gelu_tanh", "width_64"),
     ("glu_fwd", "tl.where(x < 0.0, 0.0, x)", "x", "relu", "width_64"),
     ("glu_fwd", "tl.zeros_like(place) if FLAT else place // width", "place * 0", "silu", "packed_7"),
