@@ -5,7 +5,8 @@ each operation beside PyTorch's own in eager mode and under `torch.compile`. GB/
 read and every result written once; the copy rate of the same run is what they are held against.
 
 `neighbours_step` is the last linear layer with its loss, 16k tokens of 4096 over 128k classes, forward and backward
-together: time, operations of the three products, and the memory that a step adds at most.
+together: time, operations of the three products, and the memory that a step adds at most. PyTorch's logits stay bf16
+there, or become float32 before the loss (`float32_logits`), as models of transformers have it.
 """
 
 from __future__ import annotations
@@ -223,7 +224,12 @@ def _measure_layer(sizes: tuple[int, int, int], writer: Writer, device: str, rou
 
         return call
 
-    calls = {key: step(function) for key, function in _contenders(ours, plain, device, compiled).items()}
+    def wide(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), target)
+
+    functions = _contenders(ours, plain, device, compiled)
+    functions["eager.float32_logits"] = lambda **inputs: wide(**inputs)
+    calls = {key: step(function) for key, function in functions.items()}
     timed = interleaved(calls, device=device, rounds=max(1, rounds // 3))
     want = _loss_of_chunks(inputs)
     problem = {"operation": "linear_cross_entropy", "shape": f"{tokens:,} × {hidden:,} × {classes:,}",

@@ -110,9 +110,8 @@ def test_chunks_follow_from_sizes() -> None:
         call = make_linear_call(x, weight, None, target, -100, 0.0, 0.0, None, "mean", chunk)
         return [rows.stop - rows.start for rows in call.chunks()]
 
-    assert sizes(16384, 131072) == [4096] * 4
-    assert sizes(16384, 262144) == [2048] * 8
-    assert sizes(5000, 32000) == [2560, 2440]
+    assert sizes(16384, 131072) == [2048] * 8
+    assert sizes(9000, 32000) == [1152] * 7 + [936]
     assert sizes(3000, 2**20) == [1024, 1024, 952]
     assert sizes(100, 50) == [100]
     assert sizes(10, 50, 4) == [4, 4, 2]

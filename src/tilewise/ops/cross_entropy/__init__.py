@@ -65,7 +65,8 @@ def linear_cross_entropy(
     The forward takes one chunk after another: its logits, its losses, the gradient written over the logits, and what
     that gives x, weight and bias. The backward multiplies by what comes in (Hsu et al., "Liger Kernel", 2024). With
     "none" each token has an incoming gradient of its own, so the backward computes logits again, as Cut Your Losses
-    (Wijmans et al. 2024) does. Gradients of weight and bias are summed in float32.
+    (Wijmans et al. 2024) does. The gradient of weight is rounded once for
+    each chunk.
 
     Args:
         x: (tokens..., hidden), float16, bfloat16, float32 or float64.
@@ -73,7 +74,7 @@ def linear_cross_entropy(
         target: (tokens...) int64, as `cross_entropy` takes it.
         bias: (vocabulary,), of the dtype of x.
         softcap: above 0: logits are softcap tanh(logits / softcap), as in Gemma 2.
-        chunk: tokens whose logits are there at a time; None takes 1024 to 4096, as many as make 2**29 logits.
+        chunk: tokens whose logits are there at a time; None takes an eighth of them, or 1024 where that is more.
         ignore_index, label_smoothing, z_loss, reduction, impl: as `cross_entropy` has them.
 
     Returns:

@@ -14,8 +14,8 @@ from tilewise.core.readback import unreadable, values_checked
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LOGITS = 2**29  # of a chunk at most: 1 GiB in 16 bits
-_FEWEST, _MOST = 1024, 4096  # tokens of a chunk: products of fewer are slow, of more no faster
+_CHUNKS = 8  # at most, since each rounds the sums of weight gradients once more
+_FEWEST = 1024  # tokens of a chunk: products of fewer are slow
 
 
 @dataclass(eq=False, slots=True)
@@ -50,12 +50,9 @@ class LinearCall:
 
     def chunks(self) -> Iterator[slice]:
         """The tokens in chunks of about one size, which is a multiple of 128 where the caller chose none."""
-        tokens, vocabulary = self.target.numel(), self.weight.shape[0]
-        size = self.chunk
+        tokens, size = self.target.numel(), self.chunk
         if size is None:
-            most = max(_FEWEST, min(_MOST, _LOGITS // vocabulary))
-            size = -(-tokens // -(-tokens // most))
-            size = -(-size // 128) * 128
+            size = -(-max(_FEWEST, -(-tokens // _CHUNKS)) // 128) * 128
         for start in range(0, tokens, size):
             yield slice(start, min(start + size, tokens))
 

@@ -209,46 +209,30 @@ def _chunks_of_logits(call: LinearCall, x: torch.Tensor):
 class _Sums:
     """Gradients of x, weight and bias, from those of logits that come a chunk at a time.
 
-    Sums over several chunks are float32 in memory and rounded once. In 16 bits they would be rounded at every chunk,
-    and save little: the products take far longer than what they add to.
+    The product for weight adds to what is there, in float32 inside, and rounds at every chunk: a float32 sum would take
+    twice the memory of the gradient beside it, and few roundings stay within twice those of one product
+    (`problem._CHUNKS`).
     """
 
     def __init__(self, call: LinearCall, gradients: Tensors) -> None:
         self.weight, self.gradients = call.weight, gradients
-        several = sum(1 for _ in call.chunks()) > 1
-        self.wide = {
-            name: torch.empty_like(x, dtype=torch.float32) if several and x.dtype != torch.float32 else x
-            for name, x in gradients.items()
-            if name != "x"
-        }
+        self.bias = torch.zeros_like(gradients["bias"], dtype=torch.float32) if "bias" in gradients else None
         self.first = True
 
     def add(self, rows: slice, slopes: torch.Tensor, x: torch.Tensor) -> None:
         if "x" in self.gradients:
             into = self.gradients["x"].view(-1, x.shape[1])[rows]
             torch.mm(slopes, self.weight, out=into)
-        if "weight" in self.wide:
-            _add_product(self.wide["weight"], slopes.t(), x, self.first)
-        if "bias" in self.wide:
-            total = slopes.sum(0, dtype=torch.float32)
-            self.wide["bias"].copy_(total) if self.first else self.wide["bias"].add_(total)
+        if "weight" in self.gradients:
+            into = self.gradients["weight"]
+            torch.addmm(into, slopes.t(), x, beta=0.0 if self.first else 1.0, out=into)
+        if self.bias is not None:
+            self.bias += slopes.sum(0, dtype=torch.float32)
         self.first = False
 
     def finish(self) -> None:
-        for name, total in self.wide.items():
-            if total is not self.gradients[name]:
-                self.gradients[name].copy_(total)
-
-
-def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
-    """into += a b, or into = a b the first time, whose sums are float32."""
-    beta = 0.0 if first else 1.0
-    if into.dtype == a.dtype:
-        torch.addmm(into, a, b, beta=beta, out=into)
-    elif into.is_cuda:
-        torch.addmm(into, a, b, out_dtype=into.dtype, beta=beta, out=into)
-    else:  # the interpreter's
-        torch.addmm(into, a.to(into.dtype), b.to(into.dtype), beta=beta, out=into)
+        if self.bias is not None:
+            self.gradients["bias"].copy_(self.bias)
 
 
 # plans ---------------------------------------------------------------------------------------------------------------
