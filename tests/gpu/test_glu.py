@@ -35,6 +35,11 @@ def test_nan_stays_in_its_row(kind: str, name: str) -> None:
     operators.poisoned(cases.ours(case, kind, "triton"), cases.make_inputs(case, torch.bfloat16, DEVICE), name, 2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_rounded_gelu(dtype: torch.dtype) -> None:
+    cases.check_rounded_gelu(dtype, "triton", DEVICE)
+
+
 @pytest.mark.parametrize("case", LARGE, ids=repr)
 def test_bits_repeat(case: GluCase) -> None:
     inputs = cases.make_inputs(case, torch.bfloat16, DEVICE)
@@ -43,15 +48,20 @@ def test_bits_repeat(case: GluCase) -> None:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_rows_behind_the_reach_of_32_bits() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_behind_the_reach_of_32_bits(packed: bool) -> None:
     """2**31 elements and more in one tensor: the last rows are as they are alone."""
-    for packed in (False, True):
-        both = torch.zeros(2**31 // 4096 + 3, 4096, dtype=torch.bfloat16, device=DEVICE)
-        both[-2:] = torch.randn(2, 4096, device=DEVICE)
-        o = tw.swiglu(both, None if packed else both)
-        assert torch.equal(o[-2:], tw.swiglu(both[-2:], None if packed else both[-2:]))
-        assert not o[:-2].any()
-        del both, o
+    both = torch.zeros(2**31 // 4096 + 3, 4096, dtype=torch.bfloat16, device=DEVICE)
+    both[-2:] = torch.randn(2, 4096, device=DEVICE)
+    last, both = both[-2:].clone().requires_grad_(), both.requires_grad_()
+    alone = tw.swiglu(last, None if packed else last)
+    o = tw.swiglu(both, None if packed else both)
+    assert torch.equal(o[-2:], alone)
+    assert not o[:-2].any()
+    do = torch.randn_like(alone)
+    (want,) = torch.autograd.grad(alone, last, do)
+    (got,) = torch.autograd.grad(o, both, torch.cat((torch.zeros_like(o[:-2]), do)))
+    assert torch.equal(got[-2:], want)
 
 
 def test_a_graph_replays_with_other_rows() -> None:

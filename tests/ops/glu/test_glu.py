@@ -58,6 +58,13 @@ def test_nan_stays_in_its_row(impl: str, kind: str, name: str) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_nan_is_where_pytorch_has_it(kind: str, packed: bool, impl: str) -> None:
+    cases.check_nan(kind, packed, impl)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
 def test_gradcheck(kind: str, packed: bool, impl: str) -> None:
     case = GluCase("small", (3, 4), packed)
     inputs = cases.make_inputs(case, torch.float64)

@@ -25,7 +25,8 @@ def backward(call: Call, kept: Tensors, incoming: Sequence[torch.Tensor], gradie
     dgate, dup = (torch.empty(gate.shape, dtype=torch.float64, device=gate.device) for _ in range(2))
     for g, u, do, dg, du in _rows(gate, up, incoming[0], dgate, dup):
         active, slope = _activation(call.activation, g.double())
-        dg.copy_(do.double() * u.double() * slope)
+        d = do.double() * u.double()
+        dg.copy_(torch.where(g <= 0.0, 0.0, d) if call.activation == "relu" else d * slope)
         du.copy_(do.double() * active)
     found = {"gate": torch.cat((dgate, dup), -1)} if call.up is None else {"gate": dgate, "up": dup}
     for name, target in gradients.items():
