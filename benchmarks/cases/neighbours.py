@@ -1,8 +1,9 @@
 """Questions `neighbours_forward`, `neighbours_backward` and `neighbours_step`: what stands beside attention in a model.
 
-Rows of 16k x 4096 and 8k x 8192 numbers, bf16 (SwiGLU of gates that wide), and logits of 4k tokens over 128k classes,
-each operation beside PyTorch's own in eager mode and under `torch.compile`. GB/s count the fewest bytes: every input
-read and every result written once; the copy rate of the same run is what they are held against.
+Rows of 16k x 4096 and 8k x 8192 numbers, bf16 (SwiGLU of gates that wide, RoPE of queries in heads of 128 and a quarter
+as many keys), and logits of 4k tokens over 128k classes, each operation beside PyTorch's own in eager mode and under
+`torch.compile`. GB/s count the fewest bytes: every input read and every result written once; the copy rate of the same
+run is what they are held against.
 
 `neighbours_step` is the last linear layer with its loss, 16k tokens of 4096 over 128k classes, forward and backward
 together: time, operations of the three products, and the memory that a step adds at most. PyTorch's logits stay bf16
@@ -11,6 +12,7 @@ there, or become float32 before the loss (`float32_logits`), as models of transf
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +37,7 @@ INCLUDES = {
     STEP: "loss, and torch.autograd.grad of x and weight",
 }
 ROUNDS = 30
+HEAD_DIM = 128
 METRIC = "relative l2 to float64, the worst of all results"
 
 Tensors = dict[str, torch.Tensor]
@@ -75,6 +78,36 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+@functools.lru_cache(maxsize=4)
+def _angles(tokens: int, device: torch.device) -> tw.Rope:
+    """Of so many tokens in a row, heads of 128."""
+    return tw.Rope(*tw.rope_tables(HEAD_DIM, tokens, device=device), torch.arange(tokens, device=device))
+
+
+def _heads(rows: int, width: int) -> Tensors:
+    """Queries, and keys of a quarter of their heads."""
+    return {
+        "x": torch.randn(rows, width // HEAD_DIM, HEAD_DIM, requires_grad=True),
+        "k": torch.randn(rows, width // HEAD_DIM // 4, HEAD_DIM, requires_grad=True),
+    }
+
+
+def _rotated(x: torch.Tensor, k: torch.Tensor, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return tw.rope(x, k, rope=_angles(len(x), x.device), impl=impl)
+
+
+def _plain_rotated(x: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As models of transformers have it."""
+    rope = _angles(len(x), x.device)
+    cos, sin = (torch.cat((table, table), -1).to(x.dtype)[:, None] for table in (rope.cos, rope.sin))
+
+    def turned(y: torch.Tensor) -> torch.Tensor:
+        first, second = y.chunk(2, -1)
+        return y * cos + torch.cat((-second, first), -1) * sin
+
+    return turned(x), turned(k)
+
+
 SUBJECTS = {
     "rms_norm": Subject(
         "norm", _norm, tw.rms_norm, lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6), 2, 3
@@ -93,6 +126,7 @@ SUBJECTS = {
         "glu", lambda rows, width: {"x": _rows(rows, 2 * width)}, lambda x, impl: tw.swiglu(x, impl=impl), _swiglu,
         1.5, 2.5,
     ),
+    "rope": Subject("rope", _heads, _rotated, _plain_rotated, 2.5, 2.5),
 }  # fmt: skip
 LOSS = Subject(
     "cross_entropy",
@@ -108,7 +142,7 @@ def run(options: Options) -> None:
     """Measure what is wanted: parts are the operations, "cross_entropy" and "linear_cross_entropy"."""
     device = options.device
     if options.quick:
-        shapes, losses, linear = ((6, 32),), ((5, 40),), (12, 16, 40)
+        shapes, losses, linear = ((6, 512),), ((5, 40),), (12, 16, 40)
     else:
         shapes, losses, linear = ((16_384, 4096), (8192, 8192)), ((4096, 131_072),), (16_384, 4096, 131_072)
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
