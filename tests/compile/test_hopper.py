@@ -59,6 +59,18 @@ def test_exponentials_of_the_backward_run_beside_products(variant: Variant) -> N
             assert len(beside) >= 2 * loops, "each of two warpgroups takes them while dP is being computed"
 
 
+@pytest.mark.parametrize("mask", [None, tw.window(100)], ids=["full", "window"])
+@pytest.mark.parametrize("page_size", [16, 5])
+def test_two_warpgroups_compute_over_pages(page_size: int, mask: Any) -> None:
+    """A third would have tiles of its own, for which nobody fetches."""
+    q = torch.zeros(9000, 4, 64, dtype=torch.bfloat16)
+    pool = torch.zeros(10, page_size, 2, 64, dtype=torch.bfloat16)
+    lengths = torch.tensor([0, 9000], dtype=torch.int32)
+    layout = tw.Paged(torch.zeros(1, 9000 // page_size + 1, dtype=torch.int32), lengths[1:], lengths)
+    call = make_call(q, pool, pool.clone(), layout=layout, mask=mask)
+    assert gluon_attention.forward_plan(call, limited=False).constants[0].consumers == 2
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("lengths", "adds"), [([1000] * 4, True), ([60] * 9, True), ([9] * 900, False)])
 def test_short_sequences_keep_no_sums(head_dim: int, lengths: list[int], adds: bool) -> None:

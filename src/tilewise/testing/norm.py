@@ -155,7 +155,7 @@ def _terms(case: NormCase, inputs: Tensors) -> dict[str, float]:
     largest: dict[str, Any] = {"out0": o, "dx": dx, "dresidual": dx, "dweight": _INCOMING * rows * (x_hat.max() + mean),
                "dbias": _INCOMING * rows}  # fmt: skip
     found = operators.results(plain(replace(case, out=None)), {k: x.requires_grad_() for k, x in wide.items()})
-    return {name: float(size / found[name].abs().max().clamp(min=1e-300)) for name, size in largest.items()
+    return {name: float(size / found[name].abs().max().clamp(min=operators.LEAST)) for name, size in largest.items()
             if name in found}  # fmt: skip
 
 

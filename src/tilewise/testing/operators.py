@@ -15,6 +15,7 @@ from tilewise.testing.budgets import FACTOR, ORDER, error
 
 Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 Results = dict[str, torch.Tensor]
+LEAST = 1e-300  # what a largest result of 0 counts as, so that terms have a ratio to it
 
 
 def results(function: Function, inputs: dict[str, torch.Tensor], seed: int = 0) -> Results:
@@ -64,7 +65,7 @@ def check(
 
 def _floor(value: torch.Tensor, dtype: torch.dtype, terms: float) -> float:
     finite = torch.where(value.isfinite(), value, 0.0)
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    largest = max(float(finite.abs().max()) if finite.numel() else 0.0, LEAST)
     wide = torch.promote_types(dtype, torch.float32)
     return largest * (torch.finfo(dtype).eps / 2 + ORDER * terms * torch.finfo(wide).eps / 2)
 

@@ -56,7 +56,7 @@ _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
 _GATHER = (216, 80)  # of two compute warpgroups, and of the one that gathers
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 _SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
-_SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles
+_SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles, as all over pages do
 _FEW_ROWS = 512  # queries and keys of a sequence, up to which two products more cost less than sums of dQ
 _FEW_KEYS = 2048  # of a paged request, up to which rows are gathered
 _MANY = 0x7FFF0000
@@ -251,8 +251,7 @@ def config_of(kernel: str, call: Call) -> Config:
         rows = _BACKWARD if kernel == "hopper backward" else _QUERIES
         return first_fit(rows, call.head_dim, call.head_dim_v, "plain")
     kind = formula_kind(call.mask and call.mask.text, None)
-    gathered = call.pages is not None and not in_boxes(call)
-    if kind == "plain" and not _equal(call) and (call.rows_q <= _SHORT or gathered):
+    if call.pages is not None or (kind == "plain" and not _equal(call) and call.rows_q <= _SHORT):
         kind = "short"
     return first_fit(_FORWARD, call.head_dim, call.head_dim_v, kind)
 

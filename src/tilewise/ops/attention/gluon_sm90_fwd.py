@@ -382,6 +382,7 @@ def attention_fwd_sm90(
     scalars = (scale, c, dropout, keep_scale, seed)
     # (a tuple that holds functions has no name of its own in Gluon: the roles are listed once for each number of them)
     R: gl.constexpr = fixed.registers
+    gl.static_assert(fixed.consumers == 2 or not fixed.paged, "over pages two warpgroups compute")
     if fixed.gathered:
         gl.warp_specialize(
             [
@@ -392,7 +393,7 @@ def attention_fwd_sm90(
             [4, 4],
             [R, fixed.registers_of_fetch],
         )
-    elif fixed.consumers == 2 and fixed.in_boxes:
+    elif fixed.in_boxes:
         gl.warp_specialize(
             [
                 (compute, (outputs, memory, bars, grid, scalars, fixed, 0)),
@@ -412,18 +413,6 @@ def attention_fwd_sm90(
             ],
             [4, 1],
             [R, 24],
-        )
-    elif fixed.in_boxes:
-        gl.warp_specialize(
-            [
-                (compute, (outputs, memory, bars, grid, scalars, fixed, 0)),
-                (compute, (outputs, memory, bars, grid, scalars, fixed, 1)),
-                (compute, (outputs, memory, bars, grid, scalars, fixed, 2)),
-                (fetch, (inputs, memory, bars, grid, fixed)),
-                (fetch_values, (inputs, memory, bars, grid, fixed)),
-            ],
-            [4, 4, 1, 1],
-            [R, R, 24, 24],
         )
     else:
         gl.warp_specialize(
