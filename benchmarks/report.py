@@ -185,7 +185,7 @@ def plot(device: str, question: str, rows: Table, folder: Path) -> Path | None:
         return None
     settings = {"svg.hashsalt": question, "svg.fonttype": "none", "font.size": 9}
     with matplotlib.rc_context(settings):
-        figure, axes = plt.subplots(figsize=(1.6 + 1.5 * len(rows), 3.2), layout="constrained")
+        figure, axes = plt.subplots(figsize=(max(1.6 + 1.5 * len(rows), 1.4 * len(impls)), 3.2), layout="constrained")
         width = 0.8 / len(impls)
         for index, impl in enumerate(impls):
             places = [place + (index - (len(impls) - 1) / 2) * width for place in range(len(rows))]
