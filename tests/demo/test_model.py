@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from tilewise.demo import tilewise_attention
-from tilewise.demo.model import Cache, Llama, ModelConfig, apply_rope, generate, rope_tables
-from tilewise.demo.train import torch_attention
+import tilewise
+from tilewise.demo.model import Cache, Llama, ModelConfig, generate
+from tilewise.demo.operators import TORCH_OPERATORS, Operators, tilewise_operators
 
 CONFIG = ModelConfig(vocab_size=97, dim=32, num_layers=2, num_heads_q=4, num_heads_kv=2, hidden=48, seqlen=24)
 
 
 def model(config: ModelConfig = CONFIG, seed: int = 0) -> Llama:
     torch.manual_seed(seed)
-    return Llama(config, tilewise_attention())
+    return Llama(config, tilewise_operators())
 
 
 def tokens(seqlen: int = 24, batch: int = 2) -> torch.Tensor:
@@ -58,15 +57,15 @@ def test_it_is_llama() -> None:
         torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_rope_turns_scores_by_the_distance_alone() -> None:
-    cos, sin = rope_tables(64, 16, 10_000.0)
+@pytest.mark.parametrize("operators", [tilewise_operators(), TORCH_OPERATORS], ids=["tilewise", "torch"])
+def test_rope_turns_scores_by_the_distance_alone(operators: Operators) -> None:
+    cos, sin = (table.double() for table in tilewise.rope_tables(16, 64))
     q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)).double()
-    cos, sin = cos.double(), sin.double()
 
     def score(i: int, j: int) -> float:
-        turned_q = apply_rope(q.view(1, 1, 1, 16), cos[i : i + 1], sin[i : i + 1])
-        turned_k = apply_rope(k.view(1, 1, 1, 16), cos[j : j + 1], sin[j : j + 1])
-        return float((turned_q * turned_k).sum())
+        x = torch.stack((q, k)).view(2, 1, 1, 16)  # a token each
+        turned, _ = operators.rotate(x, x, tilewise.Rope(cos, sin, torch.tensor([i, j])))
+        return float((turned[0] * turned[1]).sum())
 
     assert score(7, 3) == pytest.approx(score(60, 56), abs=1e-5)
     assert score(5, 5) == pytest.approx(float(q @ k), abs=1e-5)
@@ -93,12 +92,12 @@ def test_the_cache_gives_the_same_logits(pieces: list[int]) -> None:
     assert cache.seqlen == 24
 
 
-def test_gradients_through_both_attentions_agree() -> None:
+def test_gradients_through_both_sets_of_operators_agree() -> None:
     grads = []
-    for attend in (tilewise_attention("cpu_tiled"), torch_attention):
+    for operators in (tilewise_operators("cpu_tiled"), TORCH_OPERATORS):
         torch.manual_seed(0)
-        ours = Llama(CONFIG, attend)
-        F.cross_entropy(ours(tokens()).flatten(0, 1), tokens().roll(-1, 1).flatten()).backward()
+        ours = Llama(CONFIG, operators)
+        ours.loss(tokens(), tokens().roll(-1, 1)).backward()
         grads.append({name: p.grad for name, p in ours.named_parameters()})
     for name, grad in grads[0].items():
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-6, msg=name)

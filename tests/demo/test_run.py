@@ -16,9 +16,9 @@ import tilewise
 import tilewise.demo
 from tilewise.core.errors import TilewiseError
 from tilewise.demo import Options, run
+from tilewise.demo.operators import torch_attention
 from tilewise.demo.optim import orthogonalize, schedule
 from tilewise.demo.result import Curves
-from tilewise.demo.train import torch_attention
 
 TINY = Options(size="tiny", steps=25, seqlen=48, device="cpu", new_tokens=12)
 

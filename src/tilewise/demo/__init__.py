@@ -1,6 +1,7 @@
-"""The demo: a small Llama-style model learns Python from the standard library, through `tilewise.attention`.
+"""The demo: a small Llama-style model learns Python from the standard library, through `tilewise.attention` and what
+the library has beside it: norms, rotation, gated units and the loss.
 
-A second model, equal to the last bit at the start, learns from the same batches through PyTorch's own attention: two
+A second model, equal to the last bit at the start, learns from the same batches through PyTorch's own operators: two
 loss curves that must agree. Then the first one writes code. `tilewise demo` is the command; `run(Options())` the
 function.
 """
@@ -16,27 +17,17 @@ import tilewise
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.demo import data
 from tilewise.demo.data import Tokenizer
-from tilewise.demo.model import Attend, ModelConfig, generate
+from tilewise.demo.model import ModelConfig, generate
+from tilewise.demo.operators import TORCH_OPERATORS, Attend, tilewise_operators
 from tilewise.demo.options import SIZES, TOLERANCE, Options, Size
 from tilewise.demo.result import OURS, TORCH, Curves, Result
-from tilewise.demo.train import Learner, held_out_loss, threads, torch_attention, train
+from tilewise.demo.train import Learner, held_out_loss, threads, train
 from tilewise.demo.view import View
 
-__all__ = ["SIZES", "TOLERANCE", "Options", "Result", "Size", "run", "tilewise_attention"]
+__all__ = ["SIZES", "TOLERANCE", "Options", "Result", "Size", "run"]
 
 TILED_STEPS = 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def tilewise_attention(impl: str | None = None) -> Attend:
-    """`attend(q, k, v)` through the library's one call; `impl` is asked for where gradients are, None: the best."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # Generation has other shapes than training: one query, many keys. An implementation need not do both.
-        named = impl if torch.is_grad_enabled() else None
-        return tilewise.attention(q, k, v, mask=tilewise.causal, impl=named)
-
-    return attend
 
 
 def run(options: Options, view: View | None = None, *, attend: Attend | None = None) -> Result:
@@ -71,15 +62,16 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
     )
 
     config = replace(config, vocab_size=tokenizer.vocab_size)
-    contenders = [(OURS, attend or tilewise_attention(options.impl), size.steps)]
+    ours = tilewise_operators(options.impl)
+    contenders = [(OURS, replace(ours, attend=attend) if attend else ours, size.steps)]
     if options.compare:
-        contenders.append((TORCH, torch_attention, size.steps))
+        contenders.append((TORCH, TORCH_OPERATORS, size.steps))
     if options.compare and implementation == "cpu_sdpa" and options.impl is None:
         # That row is PyTorch's kernel itself, so the library's own tiled algorithm joins for a while.
-        contenders.append(("tilewise cpu_tiled", tilewise_attention("cpu_tiled"), min(TILED_STEPS, size.steps)))
+        contenders.append(("tilewise cpu_tiled", tilewise_operators("cpu_tiled"), min(TILED_STEPS, size.steps)))
     learners = [
-        Learner.create(name, function, config, seed=options.seed, device=device, dtype=kind, steps=steps)
-        for name, function, steps in contenders
+        Learner.create(name, operators, config, seed=options.seed, device=device, dtype=kind, steps=steps)
+        for name, operators, steps in contenders
     ]
     view.note(
         f"model: {learners[0].model.num_parameters() / 1e6:.2f} M parameters, {config.num_layers} layers, "

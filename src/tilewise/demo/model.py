@@ -1,20 +1,20 @@
-"""A small Llama-style decoder whose attention is an argument.
+"""A small Llama-style decoder whose operators are an argument (`demo.operators`).
 
 RoPE (Su et al., 2021), RMSNorm (Zhang and Sennrich, 2019), SwiGLU (Shazeer, 2020), grouped-query attention (Ainslie et
-al., 2023). The attention is any function `attend(q, k, v) -> o` in the library's convention: q (batch, seqlen_q,
-num_heads_q, head_dim), k and v (batch, seqlen_k, num_heads_kv, head_dim), causal with the last query on the last key.
+al., 2023). Each block is given what stands in the residual stream and what is to be added to it, so that a norm adds
+both before it begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+from tilewise import Rope, rope_tables
+from tilewise.demo.operators import EPS, Operators
 
 
 @dataclass(frozen=True)
@@ -54,63 +54,53 @@ class Cache:
         return k, v
 
 
-def rope_tables(seqlen: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position × base**(-2d / head_dim), each (seqlen, 1, head_dim / 2) fp32."""
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.outer(torch.arange(seqlen, dtype=torch.float64), frequency)[:, None, :]
-    return angle.cos().float(), angle.sin().float()
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves (x1, x2) of the last axis of x (batch, seqlen, heads, head_dim) by the angle of each position."""
-    x1, x2 = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
-
-
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+    def __init__(self, config: ModelConfig, operators: Operators) -> None:
         super().__init__()
-        self.config, self.attend = config, attend
+        self.config, self.operators = config, operators
         self.heads = (config.num_heads_q, config.num_heads_kv, config.num_heads_kv)
         self.qkv = nn.Linear(config.dim, sum(self.heads) * config.head_dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer: int) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, cache: Cache | None, layer: int) -> Tensor:
         batch, seqlen, _ = x.shape
         heads: Tensor = self.qkv(x).view(batch, seqlen, sum(self.heads), self.config.head_dim)
         q, k, v = torch.split(heads, list(self.heads), dim=2)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = self.operators.rotate(q, k, rope)
         if cache is not None:
             k, v = cache.append(layer, k, v)
-        o: Tensor = self.out(self.attend(q, k, v).reshape(batch, seqlen, -1))
+        o: Tensor = self.out(self.operators.attend(q, k, v).reshape(batch, seqlen, -1))
         return o
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, operators: Operators) -> None:
         super().__init__()
+        self.operators = operators
         self.gate_up = nn.Linear(config.dim, 2 * config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y: Tensor = self.down(F.silu(gate) * up)
+        y: Tensor = self.down(self.operators.swiglu(self.gate_up(x)))
         return y
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+    def __init__(self, config: ModelConfig, operators: Operators) -> None:
         super().__init__()
-        self.norm_attention = nn.RMSNorm(config.dim, eps=1e-5)
-        self.attention = Attention(config, attend)
-        self.norm_mlp = nn.RMSNorm(config.dim, eps=1e-5)
-        self.mlp = SwiGLU(config)
+        self.operators = operators
+        self.norm_attention = nn.RMSNorm(config.dim, eps=EPS)
+        self.attention = Attention(config, operators)
+        self.norm_mlp = nn.RMSNorm(config.dim, eps=EPS)
+        self.mlp = SwiGLU(config, operators)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer: int) -> Tensor:
-        x = x + self.attention(self.norm_attention(x), cos, sin, cache, layer)
-        y: Tensor = x + self.mlp(self.norm_mlp(x))
-        return y
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rope: Rope, cache: Cache | None, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """(what is to be added, to what)"""
+        y, residual = self.operators.norm(x, residual, self.norm_attention.weight)
+        y, residual = self.operators.norm(self.attention(y, rope, cache, layer), residual, self.norm_mlp.weight)
+        return self.mlp(y), residual
 
 
 class Llama(nn.Module):
@@ -119,13 +109,13 @@ class Llama(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+    def __init__(self, config: ModelConfig, operators: Operators) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.operators = config, operators
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
-        cos, sin = rope_tables(config.seqlen, config.head_dim, config.rope_base)
+        self.blocks = nn.ModuleList(Block(config, operators) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=EPS)
+        cos, sin = rope_tables(config.head_dim, config.seqlen, base=config.rope_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         for name, parameter in self.named_parameters():
@@ -135,12 +125,21 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * config.num_layers) ** 0.5 if writes else 0.02)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        return F.linear(self.hidden(tokens, cache), self.embedding.weight)
+
+    def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """What the output matrix makes logits of: (batch, seqlen, dim)."""
         start = 0 if cache is None else cache.seqlen
-        rows = slice(start, start + tokens.shape[1])
-        x = self.embedding(tokens)
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).repeat(tokens.shape[0])
+        rope = Rope(self.cos, self.sin, positions)
+        x, residual = self.embedding(tokens), None
         for layer, block in enumerate(self.blocks):
-            x = block(x, self.cos[rows], self.sin[rows], cache, layer)
-        return F.linear(self.norm(x), self.embedding.weight)
+            x, residual = block(x, residual, rope, cache, layer)
+        return self.operators.norm(x, residual, self.norm.weight)[0]
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy in nats; both (batch, seqlen) int64."""
+        return self.operators.loss(self.hidden(tokens), self.embedding.weight, targets)
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())

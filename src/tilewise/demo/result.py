@@ -137,7 +137,7 @@ class Result:
         ]
         for name, (gap, step) in curves.differences().items():
             lines.append(
-                f"{name} against PyTorch's attention over {len(curves.losses[name])} steps: "
+                f"{name} against PyTorch's operators over {len(curves.losses[name])} steps: "
                 f"the loss differs by at most {gap:.1e} (step {step + 1})"
             )
         if curves.max_difference is not None:

@@ -1,4 +1,4 @@
-"""Train one model per attention, in step: same weights, batches and optimizer, so that only the attention differs."""
+"""Train one model for each set of operators, in step: same weights, batches and optimizer."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tilewise.demo.model import Attend, Llama, ModelConfig
+from tilewise.demo.model import Llama, ModelConfig
+from tilewise.demo.operators import Operators
 from tilewise.demo.optim import Optimizer, schedule
-
-
-def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's own causal attention, in the library's layout (training only: as many queries as keys)."""
-    o = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-    )
-    return o.transpose(1, 2)
 
 
 @dataclass
 class Learner:
-    """A model that learns through one attention for `steps` steps; its losses (nats a token) and seconds by step."""
+    """A model that learns through one set of operators for `steps` steps; losses (nats a token) and seconds by step."""
 
     name: str
     model: Llama
@@ -43,7 +35,7 @@ class Learner:
     def create(
         cls,
         name: str,
-        attend: Attend,
+        operators: Operators,
         config: ModelConfig,
         *,
         seed: int,
@@ -54,15 +46,14 @@ class Learner:
         """A learner whose weights depend on `seed` alone (drawn on the CPU, whatever the device)."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = Llama(config, attend)
+            model = Llama(config, operators)
         return cls(name, model.to(device), device, dtype, steps)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats; inputs and targets are (batch, seqlen) int64 on the CPU."""
         mixed = self.dtype != torch.float32
         with torch.autocast(self.device.type, dtype=self.dtype if mixed else None, enabled=mixed):
-            logits = self.model(inputs.to(self.device))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.to(self.device).flatten())
+            return self.model.loss(inputs.to(self.device), targets.to(self.device))
 
     def step(self, inputs: Tensor, targets: Tensor, share: float) -> float:
         """Forward, backward and update at `share` of the learning rate; returns the loss before the update."""
