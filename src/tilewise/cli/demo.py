@@ -50,7 +50,7 @@ def demo(
     ] = Options.temperature,
     compare: Annotated[
         bool,
-        typer.Option("--compare/--no-compare", help="Train through PyTorch's attention too.", rich_help_panel=LEARNING),
+        typer.Option("--compare/--no-compare", help="Train through PyTorch's operators too.", rich_help_panel=LEARNING),
     ] = True,
     dtype: Annotated[
         Precision | None, typer.Option(help="Default: fp32, on a GPU bf16 (autocast).", rich_help_panel=shapes.MACHINE)
