@@ -54,7 +54,7 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
     utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: arguments)  # encodes as what it is given
     driver = SimpleNamespace(utils=utils, get_current_device=lambda: 2, get_current_stream=lambda device: 70 + device)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr("tilewise.ops.attention.triton_launch._scratch", lambda size, *_: f"{size} bytes")
+    monkeypatch.setattr("tilewise.ops.triton_launch._scratch", lambda size, *_: f"{size} bytes")
 
 
 def shown(arguments: tuple[Any, ...]) -> list[str]:
