@@ -259,13 +259,27 @@ def test_arguments() -> None:
         fuse(make("Llama"), attention=True)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
-def test_compiles_whole(name: str) -> None:
-    model = make(name)
+def test_compiles_whole(name: str, dynamic: bool) -> None:
+    model = make(name).train()
     fuse(model)
-    before = model(tokens(), use_cache=False).logits
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(tokens(), use_cache=False).logits, before)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    inputs = {"input_ids": tokens(), "use_cache": False}
+    torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)
+    losses = [which(**inputs, labels=labels()).loss for which in (compiled, model)]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, model.model.norm.weight) for loss in losses))
+
+
+def test_gradient_checkpointing() -> None:
+    model = make("Llama").train()
+    inputs = {"input_ids": tokens(), "labels": labels(), "use_cache": False}
+    weight = model.model.layers[0].mlp.gate_proj.weight
+    before = torch.autograd.grad(model(**inputs).loss, weight)
+    model.gradient_checkpointing_enable()
+    fuse(model)
+    torch.testing.assert_close(torch.autograd.grad(model(**inputs).loss, weight), before)
 
 
 def test_every_operation_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What stands beside attention in a model of Hugging Face transformers, through tilewise: `fuse(model)`.
 
 A module is recognised by what its class computes, not by its name: its code is, instruction for instruction, that of
-Llama or of Gemma 2 in the transformers that is installed. Most decoders have the same.
+Llama or of Gemma 2 in the transformers that is installed. Many decoders have the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fuse(
 
     Modules get a forward of their own; classes, parameters and `state_dict` stay. Looked at are classes whose names end
     as below. Left as it is what computes anything else than Llama's or Gemma's, and what has a forward of its own
-    already: fused before, or spread over devices by accelerate.
+    already: fused before, or spread over devices by accelerate. A fused model is not to be pickled as a whole.
 
     Args:
         model: a module that holds modules of transformers.
