@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.ops.cross_entropy import cross_entropy
 from tilewise.ops.norm import Output, layer_norm, rms_norm
+from tilewise.ops.softmax import log_softmax, softmax
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["CrossEntropyLoss", "LayerNorm", "LogSoftmax", "RMSNorm", "Softmax"]
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -67,6 +69,83 @@ class LayerNorm(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:  # type: ignore[override]
         """o, or with `residual` (o, x + residual), as `tilewise.layer_norm` has them."""
         return layer_norm(x, self.weight, self.bias, residual=residual, eps=self.eps)
+
+
+class Softmax(torch.nn.Softmax):
+    """`tilewise.softmax` along `dim`, in place of `torch.nn.Softmax`: rows of -inf alone give 0, not NaN.
+
+    Raises InputError for a `dim` of None, with which torch.nn chooses one by the number of dimensions.
+    """
+
+    def __init__(self, dim: int | None = None) -> None:
+        super().__init__(_chosen(dim))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """o in the shape and dtype of input."""
+        return softmax(input, _chosen(self.dim))
+
+
+class LogSoftmax(torch.nn.LogSoftmax):
+    """`tilewise.log_softmax` along `dim`, in place of `torch.nn.LogSoftmax`: rows of -inf alone give -inf, not NaN.
+
+    Raises InputError for a `dim` of None, with which torch.nn chooses one by the number of dimensions.
+    """
+
+    def __init__(self, dim: int | None = None) -> None:
+        super().__init__(_chosen(dim))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """o in the shape and dtype of input."""
+        return log_softmax(input, _chosen(self.dim))
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """`tilewise.cross_entropy`, in place of `torch.nn.CrossEntropyLoss` of class numbers.
+
+    Args:
+        ignore_index: tokens with this target give no loss and no gradient.
+        reduction: "mean" over tokens that are not ignored, "sum" or "none".
+        label_smoothing: from 0 to 1.
+        weight, size_average, reduce: None.
+
+    Raises InputError for class weights, and for size_average and reduce, which torch.nn has deprecated.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        for name, given, hint in (
+            ("weight", weight, "torch.nn.CrossEntropyLoss has class weights"),
+            ("size_average", size_average, "reduction='mean' or 'sum' says it"),
+            ("reduce", reduce, "reduction='none' says it"),
+        ):
+            if given is not None:
+                raise InputError(name, got=type(given).__name__, expected="None", hint=hint)
+        super().__init__(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss, float32 (float64 for float64), of logits (classes,), (tokens, classes) or (batch, classes, ...) and
+        int64 classes () or (tokens,) or (batch, ...): a scalar, or for "none" in the shape of target.
+        """
+        return cross_entropy(
+            input.movedim(1, -1) if input.ndim > 2 else input,
+            target,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+def _chosen(dim: int | None) -> int:
+    if dim is None:
+        raise InputError("dim", got="None", expected="an int, the dimension that adds up to 1", hint="-1 is the last")
+    return dim
 
 
 def _one_dimension(normalized_shape: int | Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 transformers describes a mask by a function of indices: causal, sliding, chunked, packed sequences, padding, a model's
 own additions. That function is traced into a formula, so no mask of seqlen_q x seqlen_k is built, with or without a
-cache.
+cache. `fuse(model)` runs what stands beside attention.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import tilewise as tw
 from tilewise.adapters import flex, transformers_continuous
 from tilewise.adapters.axes import autocast, broadcast_load, check_tensors, raw_index, raw_mask, seqlen_first
 from tilewise.adapters.sdpa import additive
+from tilewise.adapters.transformers_fused import Fused, fuse, unfuse
 from tilewise.core.errors import FormulaError, InputError, MissingExtraError, UnsupportedError
 
-__all__ = ["attention_forward", "attention_mask", "register"]
+__all__ = ["Fused", "attention_forward", "attention_mask", "fuse", "register", "unfuse"]
 
 
 def register(name: str = "tilewise") -> None:

@@ -90,7 +90,7 @@ def make_call(
         _check_residual(residual, x)
     if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
         raise InputError("eps", got=repr(eps), expected="a finite number, at least 0", hint="usual are 1e-6 and 1e-5")
-    if not isinstance(offset, (int, float)) or not math.isfinite(offset) or (weight is None and offset != 0):
+    if not isinstance(offset, (int, float)) or not -math.inf < offset < math.inf or (weight is None and offset != 0):
         raise InputError(
             "offset",
             got=repr(offset),

@@ -1,0 +1,281 @@
+"""What stands beside attention in a model of Hugging Face transformers, through tilewise: `fuse(model)`.
+
+A module is recognised by what its class computes, not by its name: its code is, instruction for instruction, that of
+Llama or of Gemma 2 in the transformers that is installed. Many decoders have the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import tilewise as tw
+from tilewise.adapters.axes import autocast
+from tilewise.core.errors import InputError, MissingExtraError
+
+__all__ = ["Fused", "fuse", "unfuse"]
+
+Forward = Callable[..., Any]
+_ROTATE = "apply_rotary_pos_emb"
+_MARK = "_by_tilewise"
+
+
+class Fused(NamedTuple):
+    """How many modules of each class tilewise runs now, and how many it looked at and left as they are."""
+
+    replaced: dict[str, int]
+    left: dict[str, int]
+
+
+def fuse(
+    model: torch.nn.Module, *, norms: bool = True, activations: bool = True, rotary: bool = True, loss: bool = True
+) -> Fused:
+    """Run what stands beside attention in this model, and in no other, by tilewise until `unfuse(model)`.
+
+    Modules get a forward of their own; classes, parameters and `state_dict` stay. Looked at are classes whose names end
+    as below. Left as it is what computes anything else than Llama's or Gemma's, and what has a forward of its own
+    already: fused before, or spread over devices by accelerate. A fused model is not to be pickled as a whole.
+
+    Args:
+        model: a module that holds modules of transformers.
+        norms: of "RMSNorm" by `tilewise.rms_norm`, which rounds once where Llama's rounds before the weight too.
+        activations: act_fn(gate_proj(x)) * up_proj(x), of "MLP", by `tilewise.swiglu`, `geglu` or `reglu`.
+        rotary: apply_rotary_pos_emb, of "Attention", by `tilewise.rope`, where every rotary embedding of the model
+            gives its angles twice, as Llama's does.
+        loss: of "ForCausalLM" by `tilewise.linear_cross_entropy`. In training, with `labels=` and without
+            `logits_to_keep=`, logits are not built and the output has None in their place. Otherwise, and with a loss
+            function that is not transformers' own, nothing changes.
+
+    Returns:
+        What was replaced and what was left.
+
+    Raises:
+        InputError: `model` is no module.
+        MissingExtraError: transformers is not installed.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InputError("model", got=type(model).__name__, expected="a torch.nn.Module", hint="load the model first")
+    finders: tuple[tuple[bool, str, Callable[[Any], Forward | None]], ...] = (
+        (norms, "RMSNorm", _norm),
+        (activations, "MLP", _gated),
+        (rotary, "Attention", functools.partial(_rotated, _angles_twice(model))),
+        (loss, "ForCausalLM", _loss),
+    )
+    replaced: Counter[str] = Counter()
+    left: Counter[str] = Counter()
+    for module in model.modules():
+        name = type(module).__name__
+        for wanted, ending, find in finders:
+            if not wanted or not name.endswith(ending):
+                continue
+            forward = None if "forward" in vars(module) else find(module)
+            if forward is None:
+                left[name] += 1
+                continue
+            setattr(forward, _MARK, True)
+            module.forward = types.MethodType(forward, module)
+            replaced[name] += 1
+    return Fused(dict(replaced), dict(left))
+
+
+def unfuse(model: torch.nn.Module) -> None:
+    """Every module that `fuse` replaced computes what its class does again; a model with none stays as it is."""
+    for module in model.modules():
+        if hasattr(vars(module).get("forward"), _MARK):
+            del module.forward
+
+
+# what is recognised --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _known() -> Any:
+    """What recognised code equals."""
+    try:
+        from transformers.activations import ACT2FN
+        from transformers.loss.loss_utils import ForCausalLMLoss
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+        from transformers.models.gemma2 import modeling_gemma2 as gemma
+        from transformers.models.llama import modeling_llama as llama
+        from transformers.utils import can_return_tuple
+    except ImportError as error:
+        raise MissingExtraError(
+            "transformers", got=str(error), expected="transformers >= 5.4", hint="pip install -U 'tilewise[hf]'"
+        ) from error
+    units = {
+        "silu": tw.swiglu,
+        "swish": tw.swiglu,
+        "gelu": tw.geglu,
+        "gelu_pytorch_tanh": functools.partial(tw.geglu, approximate="tanh"),
+        "relu": tw.reglu,
+    }
+    return types.SimpleNamespace(
+        llama=llama,
+        gemma=gemma,
+        units={type(ACT2FN[name]): unit for name, unit in units.items()},
+        loss=ForCausalLMLoss,
+        output=CausalLMOutputWithPast,
+        can_return_tuple=can_return_tuple,
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions compute the same: names of arguments, annotations and docstrings may differ."""
+    mine = _instructions(one)
+    return bool(mine) and mine == _instructions(other)
+
+
+def _instructions(function: Any) -> list[Any]:
+    """Of a function and of those that it decorates; nothing for what is no function."""
+    found = []
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return []
+        constants = [x for x in code.co_consts if not isinstance(x, str)]  # a docstring is one
+        found.append((code.co_code, code.co_names, constants))
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _angles_twice(model: torch.nn.Module) -> bool:
+    """Whether cosines and sines have two equal halves in all rotary embeddings, of which there is one at least."""
+    llama = _known().llama.LlamaRotaryEmbedding.forward
+    found = [type(x).forward for x in model.modules() if type(x).__name__.endswith("RotaryEmbedding")]
+    return bool(found) and all(_same(forward, llama) for forward in found)
+
+
+def _norm(module: Any) -> Forward | None:
+    known, kind = _known(), type(module)
+    if _same(kind.forward, known.llama.LlamaRMSNorm.forward):
+        return _norm_forward
+    gemma = known.gemma.Gemma2RMSNorm
+    if _same(kind.forward, gemma.forward) and _same(kind._norm, gemma._norm):
+        return _offset_norm_forward
+    return None
+
+
+def _gated(module: Any) -> Forward | None:
+    known = _known()
+    if not _same(type(module).forward, known.llama.LlamaMLP.forward):
+        return None
+    unit = known.units.get(type(module.act_fn))
+    return None if unit is None else _gated_forward(unit)
+
+
+def _rotated(angles_twice: bool, module: Any) -> Forward | None:
+    llama, forward = _known().llama, type(module).forward
+    if not angles_twice or _ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        return None
+    rotate = forward.__globals__.get(_ROTATE)
+    if not _same(rotate, llama.apply_rotary_pos_emb) or not _same(rotate.__globals__["rotate_half"], llama.rotate_half):
+        return None
+    # without a __name__ torch.compile looks names up here, not in transformers' module
+    names = {name: x for name, x in forward.__globals__.items() if name != "__name__"} | {_ROTATE: _rotate}
+    ours = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return ours
+
+
+def _loss(module: Any) -> Forward | None:
+    known, forward = _known(), type(module).forward
+    capped = _same(forward, known.gemma.Gemma2ForCausalLM.forward)
+    if not capped and not _same(forward, known.llama.LlamaForCausalLM.forward):
+        return None
+    if type(module.lm_head) is not torch.nn.Linear or module.lm_head.bias is not None:
+        return None
+    return _loss_forward(forward, capped)
+
+
+# what is computed instead --------------------------------------------------------------------------------------------
+
+
+def _norm_forward(self: Any, hidden_states: torch.Tensor) -> Any:
+    dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+    return tw.rms_norm(hidden_states, _weight(self, hidden_states), eps=self.variance_epsilon, out_dtype=dtype)
+
+
+def _offset_norm_forward(self: Any, x: torch.Tensor) -> Any:
+    return tw.rms_norm(x, _weight(self, x), eps=self.eps, offset=1.0)
+
+
+def _weight(norm: Any, x: torch.Tensor) -> Any:
+    return norm.weight if norm.weight.dtype == x.dtype else norm.weight.float()
+
+
+def _gated_forward(unit: Callable[..., torch.Tensor]) -> Forward:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return self.down_proj(unit(self.gate_proj(x), self.up_proj(x)))
+
+    return forward
+
+
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`unsqueeze_dim` is where q and k have their heads; cos and sin are (1 or batch, seqlen, rotary_dim)."""
+    dtype = torch.promote_types(q.dtype, cos.dtype)
+    q, k = (x.to(dtype).movedim(unsqueeze_dim, 2) for x in (q, k))
+    places = torch.arange(cos.shape[0] * cos.shape[1], device=cos.device, dtype=torch.int32)
+    positions = places.view(cos.shape[:2]).expand(q.shape[:2]).reshape(-1)
+    cos, sin = (x[..., : x.shape[-1] // 2].flatten(0, 1) for x in (cos, sin))
+    q, k = tw.rope(q, k, rope=tw.Rope(cos, sin, positions))
+    return q.movedim(2, unsqueeze_dim), k.movedim(2, unsqueeze_dim)
+
+
+def _loss_forward(original: Forward, capped: bool) -> Forward:
+    known = _known()
+
+    def without_logits(self: Any, *args: Any, labels: torch.Tensor, **kwargs: Any) -> Any:
+        outputs = self.model(*args, **kwargs)
+        softcap = self.config.final_logit_softcapping if capped else None
+        return known.output(
+            loss=_loss_of(outputs.last_hidden_state, self.lm_head.weight, labels, softcap, **kwargs),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    fused = known.can_return_tuple(without_logits)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("labels") is None or "logits_to_keep" in kwargs
+        plain = asked or not self.training or self.loss_function is not known.loss
+        return original(self, *args, **kwargs) if plain else fused(self, *args, **kwargs)
+
+    return forward
+
+
+def _loss_of(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    softcap: float | None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """transformers' ForCausalLMLoss, with its arguments."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    x, weight = autocast(x.flatten(0, -2), weight)
+    loss = tw.linear_cross_entropy(
+        x,
+        weight,
+        shift_labels.reshape(-1).to(x.device),
+        ignore_index=ignore_index,
+        softcap=softcap,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
