@@ -24,7 +24,8 @@ WIDE = ("rms_1000", "layer_1000", "layer_residual", "rms_residual", "far_from_0"
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are wider than what fits."""
-    monkeypatch.setattr(triton_norm, "_FITS", 32)
+    monkeypatch.setattr(triton_norm, "_FORWARD", 32)
+    monkeypatch.setattr(triton_norm, "_BACKWARD", 32)
     monkeypatch.setattr(triton_norm, "_COLUMNS", 32)
     monkeypatch.setattr(triton_norm, "_CHUNK", 512)
 
@@ -125,7 +126,7 @@ TWINS = [
     ("norm_rows_fwd", "x = tl.where(inside, x - mean[:, None], 0.0)", "x = x - mean[:, None]", "layer_1000"),
     ("norm_rows_fwd", ".to(tl.float32) + offset", ".to(tl.float32)", "offset"),
     ("norm_rows_fwd", "/ width + eps)", "/ BLOCK_W + eps)", "rms_1000"),
-    ("norm_rows_bwd", "dx -= total", "dx -= 0.0", "layer_1000"),
+    ("norm_rows_bwd", " - total) * rstd", ") * rstd", "layer_1000"),
     ("norm_rows_bwd", "dx += load_rows(DS, row, offs, inside, stride_ds)", "dx += 0.0", "rms_residual"),
     ("norm_rows_bwd", "dw += do * x_hat", "dw = do * x_hat", "many_short"),
     ("norm_rows_bwd", "CENTRED * rows + row", "row", "layer_64"),
@@ -141,6 +142,7 @@ def test_a_broken_twin_is_caught(
         monkeypatch.setattr(triton_norm, "_multiprocessors", lambda device: 100)
         monkeypatch.setattr(triton_norm, "_RESIDENT", 4)
         monkeypatch.setattr(triton_norm, "_ELEMENTS", 4)
+        monkeypatch.setattr(triton_norm, "_PARTS", 64)
     norm.check(BY_NAME[name], torch.float32, "triton")  # whole, it passes
     copy = broken_copy(triton_norm, old, new, tmp_path)
     monkeypatch.setattr(triton_norm, kernel, getattr(copy, kernel))
@@ -170,7 +172,7 @@ def test_a_twin_that_does_not_round_the_sum_is_caught(tmp_path: Path, monkeypatc
 
 
 WIDE_TWINS = [
-    ("norm_chunks_fwd", "mean_i += delta / (start // CHUNK + 1)", "mean_i += delta / 2", "layer_1000"),
+    ("norm_chunks_fwd", "mean_i += delta * (1.0 / (start // CHUNK + 1))", "mean_i += delta / 2", "layer_1000"),
     ("norm_chunks_fwd", "square_i += count_i * apart * apart", "square_i += 0.0", "layer_1000"),
     ("norm_chunks_fwd", "square_i += x * x", "square_i = x * x", "rms_1000"),
     ("norm_sums_bwd", "total += g", "total = g", "layer_1000"),

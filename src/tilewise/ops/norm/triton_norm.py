@@ -11,18 +11,21 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.core.dispatch import capability
 from tilewise.ops.norm.problem import Call
 from tilewise.ops.triton_launch import Plan, Plans, as_rows, on_device, tensors_key
 from tilewise.tiles.codes import codes_of, scales_of
 
-_FITS = 8192  # columns of a row that stay in registers; wider ones would leave one program to a multiprocessor
+_FORWARD, _BACKWARD = 16384, 8192  # columns of a row that stay in registers
 _COLUMNS = 1024  # of a program of the backward where they do not
 _ELEMENTS = 2048  # of a program's tile where rows are short
-_EACH = 16  # elements of a thread
+_BYTES = 128  # of x for each thread of the forward: few warps that wait for each other
+_EACH = 16  # elements of a thread elsewhere
 _CHUNK = 8192  # elements of a program's step through a wide row
 _RESIDENT = 16  # warps of the backward on a multiprocessor, with `_REGISTERS` for each thread
 _REGISTERS = 128
-_AHEAD = 88 * 1024  # bytes of shared memory on a multiprocessor for rows that are fetched ahead
+_STAGES = 3  # of the backward at most: a tile of rows in registers, others on their way
+_PARTS = 512  # parts of weight gradients that are read at once
 _PLANS = Plans()
 
 
@@ -61,6 +64,11 @@ def load_stats(STATS, row, rows, in_rows, CENTRED: tl.constexpr):
     if CENTRED:
         mean = tl.load(STATS + row, mask=in_rows, other=0.0)
     return mean, tl.load(STATS + CENTRED * rows + row, mask=in_rows, other=0.0)
+
+
+@triton.jit
+def add_both(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -127,7 +135,7 @@ def norm_chunks_fwd(
         x = load_sum(X, RESIDUAL, row, offs, offs < width, stride_x, stride_r)  # [1, CHUNK]
         if CENTRED:
             delta = tl.where(offs < width, x - mean_i, 0.0)
-            mean_i += delta / (start // CHUNK + 1)
+            mean_i += delta * (1.0 / (start // CHUNK + 1))
             square_i += delta * (x - mean_i)
         else:
             square_i += x * x
@@ -195,10 +203,12 @@ def norm_sums_bwd(
 @triton.jit(do_not_specialize=["rows"])
 def norm_rows_bwd(
     X, WEIGHT, DO, DS, STATS, SUMS, DX, PARTS_W, PARTS_B, stride_x, stride_do, stride_ds, rows, width, offset,
-    CENTRED: tl.constexpr, VECTOR: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr,
+    CENTRED: tl.constexpr, VECTOR: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Rows of dx, whole ones, or with SUMS some columns of them, and this program's part of dweight and dbias."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # which wait for this kernel's end
     # who am I
     width, stride_x, stride_do, stride_ds = width * VECTOR, stride_x * VECTOR, stride_do * VECTOR, stride_ds * VECTOR
     part = tl.program_id(0) % PROGRAMS
@@ -220,18 +230,17 @@ def norm_rows_bwd(
         x_hat = (x - mean) * rstd
         if DX is not None:
             g = do * w
-            if SUMS is None:
-                along = tl.sum(g * x_hat, 1)[:, None] / width
-            else:
+            total = 0.0
+            if SUMS is not None:
                 along = tl.load(SUMS + row, mask=row < rows, other=0.0)
-            dx = g - x_hat * along
-            if CENTRED:
-                if SUMS is None:
-                    total = tl.sum(g, 1)[:, None] / width
-                else:
+                if CENTRED:
                     total = tl.load(SUMS + rows + row, mask=row < rows, other=0.0)
-                dx -= total
-            dx *= rstd
+            elif CENTRED:  # threads meet once for both sums
+                along, total = tl.reduce((g * x_hat, g), 1, add_both)
+                along, total = along[:, None] / width, total[:, None] / width
+            else:
+                along = tl.sum(g * x_hat, 1)[:, None] / width
+            dx = (g - x_hat * along - total) * rstd
             if DS is not None:
                 dx += load_rows(DS, row, offs, inside, stride_ds)
             tl.store(DX + row * width + offs, dx.to(DX.dtype.element_ty), mask=inside)
@@ -260,7 +269,11 @@ def sum_parts(PARTS, D, parts, width, BLOCK_P: tl.constexpr, BLOCK_W: tl.constex
 
 
 @triton.jit
-def norm_weights_bwd(PARTS_W, PARTS_B, DW, DB, parts, width, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr):
+def norm_weights_bwd(
+    PARTS_W, PARTS_B, DW, DB, parts, width, EARLY: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # for the parts
     sum_parts(PARTS_W, DW, parts, width, BLOCK_P, BLOCK_W)
     sum_parts(PARTS_B, DB, parts, width, BLOCK_P, BLOCK_W)
 
@@ -314,9 +327,9 @@ def _forward_plan(call: Call, x: torch.Tensor, residual: torch.Tensor | None) ->
     rows, width = x.shape
     vector, (units, *strides) = _units(x, residual)
     how = (call.centred, call.quantize, vector)
-    if width > _FITS:
+    if width > _FORWARD:
         return Plan(norm_chunks_fwd, rows, strides, (rows, units), (*how, _CHUNK), _CHUNK // (32 * _EACH), 1)
-    block_r, block_w, warps = _tile(rows, width, _EACH)
+    block_r, block_w, warps = _tile(rows, width, _BYTES // x.element_size())
     return Plan(norm_rows_fwd, -(-rows // block_r), strides, (rows, units), (*how, block_r, block_w), warps, 1)
 
 
@@ -328,20 +341,20 @@ class _Backward:
     def __init__(self, call: Call, x: torch.Tensor, do: torch.Tensor, ds: torch.Tensor | None, weighted: bool) -> None:
         rows, width = x.shape
         vector, (units, *strides) = _units(x, do, ds)
-        fits = width <= _FITS
-        whole = fits and width > _ELEMENTS // 2  # tiles of several rows have sums for each of them
-        block_r, block_w, warps = _tile(rows, width if fits else _COLUMNS, _EACH if whole else _EACH // 2)
+        fits = width <= _BACKWARD
+        block_r, block_w, warps = _tile(rows, width if fits else _COLUMNS, _EACH)
         columns = -(-width // block_w)
         resident = _RESIDENT // warps  # programs of a multiprocessor
         programs = min(-(-rows // block_r), max(1, resident * _multiprocessors(x.device) // columns))
         tile = (2 if ds is None else 3) * block_r * block_w * x.element_size()
-        stages = 1 + min(3, _AHEAD // resident // tile)
+        stages = 1 + min(_STAGES - 1, _shared_memory(x.device) // resident // (tile + 1024))
+        early = weighted and capability(x.device) >= 90
         self.parts = (programs, width)
         self.sums, self.weights = None, None
         if not fits:
             how = (call.centred, vector, _CHUNK)
             self.sums = Plan(norm_sums_bwd, rows, strides[:2], (rows, units), how, _CHUNK // (32 * _EACH), 1)
-        constants = (call.centred, vector, programs, stages, block_r, block_w)
+        constants = (call.centred, vector, programs, stages, early, block_r, block_w)
         self.rows = Plan(
             norm_rows_bwd,
             programs * columns,
@@ -353,7 +366,10 @@ class _Backward:
             options={"maxnreg": _REGISTERS},
         )
         if weighted:
-            self.weights = Plan(norm_weights_bwd, -(-width // 32), (), self.parts, (256, 32), 8, 1)
+            block_p = min(_PARTS, triton.next_power_of_2(programs))
+            self.weights = Plan(
+                norm_weights_bwd, -(-width // 16), (), self.parts, (early, block_p, 16), 8, 1, early=early
+            )
 
 
 def _units(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[int, list[int]]:
@@ -383,3 +399,9 @@ def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
 
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return properties.shared_memory_per_multiprocessor if properties else 164 * 1024

@@ -14,7 +14,7 @@ from tilewise.ops.rope.problem import Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.rotary import angles_of
 
-_PAIRS = 2048  # of a program's tile of queries, or of keys
+_PAIRS = 1024  # of a program's tile of queries, or of keys
 _EACH = 128  # bytes of a thread, all under way before the first is waited for
 _PLANS = Plans()
 
