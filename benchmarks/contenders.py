@@ -86,17 +86,22 @@ def torch_varlen(causal: bool, packed: tuple[torch.Tensor, int]) -> Attention:
     return lambda q, k, v: _output(varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments))
 
 
+def find_peer(name: str, module: str, package: str, device: str) -> tuple[Any, str]:
+    """A peer's module or None, and for the record its version or why it is missing."""
+    if device != "cuda":
+        return None, f"{name} left out: no kernels for {device}"
+    try:
+        return importlib.import_module(module), f"{name} is {package} {version(package)}"
+    except Exception as error:
+        print(f"{module}: {failure_message(error)}", flush=True)
+        absent = isinstance(error, ModuleNotFoundError) and str(error.name).startswith(module.split(".")[0])
+        # without the message, which may name places of this machine
+        return None, f"{name} left out: {'not installed' if absent else f'its import raised {type(error).__name__}'}"
+
+
 def find_fa4(device: str) -> tuple[Any, str]:
     """FlashAttention-4's module (package flash-attn-4) or None, and for the record its version or why it is missing."""
-    if device != "cuda":
-        return None, f"fa4 left out: no kernels for {device}"
-    try:
-        return importlib.import_module("flash_attn.cute"), f"fa4 is flash-attn-4 {version('flash-attn-4')}"
-    except Exception as error:
-        print(f"flash_attn.cute: {failure_message(error)}", flush=True)
-        absent = isinstance(error, ModuleNotFoundError) and str(error.name).startswith("flash_attn")
-        # without the message, which may name places of this machine
-        return None, f"fa4 left out: {'not installed' if absent else f'its import raised {type(error).__name__}'}"
+    return find_peer("fa4", "flash_attn.cute", "flash-attn-4", device)
 
 
 def fa4(module: Any, causal: bool, packed: tuple[torch.Tensor, int] | None = None) -> Attention:

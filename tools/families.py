@@ -137,6 +137,13 @@ def _neighbour(name: str) -> tuple[Family, Family]:
     )
 
 
+def _layer(name: str, attention: tuple[str, ...], kind: int) -> Family:
+    """What a layer of the demo's model runs: attention, and what stands beside it by the family of this `kind`."""
+    beside = (source for other in ("norm", "glu", "rope") for source in _neighbour(other)[kind].sources)
+    model = tuple(f"src/tilewise/demo/{part}.py" for part in ("model", "operators"))
+    return Family(name, (*attention, *beside, *model), ("tests/demo/test_model.py",), ())
+
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -227,6 +234,8 @@ FAMILIES: dict[str, Family] = {
             operation="kv_write",
         ),
         *itertools.chain.from_iterable(map(_neighbour, NEIGHBOURS)),
+        _layer("layer_cuda", (*_PORTABLE, *_HOPPER, *_HOPPER_TILED), 0),
+        _layer("layer_cpu", (*_FORMULA, *_SHARED, _ATTENTION + "cpu*.py"), 1),
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
         Family(name="quant", sources=("src/tilewise/quant/*.py",), tests=("tests/quant/*.py",), rows=()),
         Family(name="kv", sources=("src/tilewise/kv/*.py",), tests=("tests/kv/*.py",), rows=()),

@@ -33,7 +33,7 @@ CASES = {
     "paged": "decoding and prefill over pages, any mix of lengths, against cuDNN on contiguous keys and FlashInfer",
     "serving": "decoding over encoded pages, with shared prefixes, beside a prompt in one call or in two",
     "planning": "the plan of a step on the GPU and on the host, beside FlashInfer's; one plan for eight layers",
-    "neighbours": "norms, softmax, SwiGLU and losses against PyTorch, eager and compiled, and the rate of a copy",
+    "neighbours": "norms, softmax, SwiGLU, losses and a whole layer against PyTorch, eager and compiled, and QuACK",
     "tile_classes": "classification of 128k x 128k tokens against create_block_mask, time and memory",
     "overhead": "host time per call, first result of a new formula, compilations when numbers change",
     "cpu": "fp32 on the CPU against SDPA, with and without a dense mask, time and memory",

@@ -5,15 +5,16 @@ as many keys), and logits of 4k tokens over 128k classes, each operation beside 
 `torch.compile`. GB/s count the fewest bytes: every input read and every result written once; the copy rate of the same
 run is what they are held against.
 
-`neighbours_step` is the last linear layer with its loss, 16k tokens of 4096 over 128k classes, forward and backward
-together: time, operations of the three products, and the memory that a step adds at most. PyTorch's logits stay bf16
-there, or become float32 before the loss (`float32_logits`), as models of transformers have it.
+`neighbours_step` is forward and backward together: time, operations of matrix products and attention, and the memory
+that a step adds at most. It is asked of the last linear layer with its loss, 16k tokens of 4096 over 128k classes
+(PyTorch's logits stay bf16 there, or become float32 before the loss, `float32_logits`, as models of transformers have
+it), and of a whole layer (`benchmarks.layer`), 4 x 4k tokens of 2048.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch._functorch.config as functorch
 import torch.nn.functional as F
 
 import tilewise as tw
+from benchmarks import layer, quack
 from benchmarks.cases import Options
 from benchmarks.contenders import sources_of
 from benchmarks.environment import current
@@ -34,8 +36,9 @@ FORWARD, BACKWARD, STEP = QUESTIONS = ("neighbours_forward", "neighbours_backwar
 INCLUDES = {
     FORWARD: "one call without gradients",
     BACKWARD: "torch.autograd.grad of all inputs and weights from a saved forward",
-    STEP: "loss, and torch.autograd.grad of x and weight",
 }
+INCLUDES_LOSS = "loss, and torch.autograd.grad of x and weight"
+INCLUDES_LAYER = "the layer's two outputs, and torch.autograd.grad of its two inputs and all weights"
 ROUNDS = 30
 HEAD_DIM = 128
 METRIC = "relative l2 to float64, the worst of all results"
@@ -139,7 +142,7 @@ LOSS = Subject(
 
 
 def run(options: Options) -> None:
-    """Measure what is wanted: parts are the operations, "cross_entropy" and "linear_cross_entropy"."""
+    """Measure what is wanted: parts are the operations, "cross_entropy", "linear_cross_entropy" and "layer"."""
     device = options.device
     if options.quick:
         shapes, losses, linear = ((6, 512),), ((5, 40),), (12, 16, 40)
@@ -147,14 +150,18 @@ def run(options: Options) -> None:
         shapes, losses, linear = ((16_384, 4096), (8192, 8192)), ((4096, 131_072),), (16_384, 4096, 131_072)
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
     rounds = min(options.rounds, ROUNDS)
-    writer = Writer(current(device), method=method(device, rounds), ceilings=ceiling, results=options.out)
+    peers, says = quack.find(device)
+    print(says, flush=True)
+    writer = Writer(current(device), method=f"{method(device, rounds)}; {says}", ceilings=ceiling, results=options.out)
     with functorch.patch(donated_buffer=False):  # what is kept is used again in each round
         for name, subject in (*SUBJECTS.items(), ("cross_entropy", LOSS)):
             if options.wants(name.split(",")[0]):
                 for rows, width in losses if subject is LOSS else shapes:
-                    _measure(name, subject, (rows, width), writer, device, rounds, not options.quick)
-        if options.wants("linear_cross_entropy"):
-            _measure_layer(linear, writer, device, rounds, not options.quick)
+                    _measure(name, subject, (rows, width), writer, device, rounds, not options.quick, peers.get(name))
+    if options.wants("linear_cross_entropy"):
+        _measure_loss(linear, writer, device, rounds, not options.quick)
+    if options.wants("layer"):
+        _measure_layer(writer, device, rounds, options.quick)
 
 
 def _on(device: str, inputs: Tensors, dtype: torch.dtype | None = None) -> Tensors:
@@ -176,12 +183,13 @@ def _contenders(ours: Function, plain: Function, device: str, compiled: bool) ->
 
 
 def _measure(
-    name: str, subject: Subject, shape: tuple[int, int], writer: Writer, device: str, rounds: int, compiled: bool
-) -> None:
+    name: str, subject: Subject, shape: tuple[int, int], writer: Writer, device: str, rounds: int, compiled: bool,
+    peer: Function | None,
+) -> None:  # fmt: skip
     torch.manual_seed(0)
     inputs = _on(device, subject.make(*shape))
     want = _reference(subject, inputs)
-    functions = _contenders(subject.ours, subject.plain, device, compiled)
+    functions = _contenders(subject.ours, subject.plain, device, compiled) | ({"quack": peer} if peer else {})
     counted = inputs["x"].numel() * inputs["x"].element_size()
     problem = {"operation": name, "shape": f"{shape[0]:,} × {shape[1]:,}", "dtype": str(inputs["x"].dtype)[6:]}
     for question, calls, tensors in (
@@ -191,8 +199,8 @@ def _measure(
         timed = interleaved(calls, device=device, rounds=rounds)
         for key, result in timed.items():
             got = None if result.failure else _outputs(calls[key]())
-            _write(writer, question, problem, key, subject.operation, result, got, want[question],
-                   gbps=tensors * counted)  # fmt: skip
+            _write(writer, question, problem, key, result, got, want[question], includes=INCLUDES[question],
+                   sources=sources_of(key, subject.operation), gbps=tensors * counted)  # fmt: skip
 
 
 def _forward(function: Function, inputs: Tensors) -> Call:
@@ -239,7 +247,7 @@ def _reference(subject: Subject, inputs: Tensors) -> dict[str, tuple[torch.Tenso
     return {FORWARD: tuple(x.detach() for x in outputs), BACKWARD: gradients}
 
 
-def _measure_layer(sizes: tuple[int, int, int], writer: Writer, device: str, rounds: int, compiled: bool) -> None:
+def _measure_loss(sizes: tuple[int, int, int], writer: Writer, device: str, rounds: int, compiled: bool) -> None:
     tokens, hidden, classes = sizes
     torch.manual_seed(0)
     made = {"x": torch.randn(tokens, hidden), "weight": torch.randn(classes, hidden) / hidden**0.5}
@@ -264,15 +272,11 @@ def _measure_layer(sizes: tuple[int, int, int], writer: Writer, device: str, rou
     functions = _contenders(ours, plain, device, compiled)
     functions["eager.float32_logits"] = lambda **inputs: wide(**inputs)
     calls = {key: step(function) for key, function in functions.items()}
-    timed = interleaved(calls, device=device, rounds=max(1, rounds // 3))
-    want = _loss_of_chunks(inputs)
     problem = {"operation": "linear_cross_entropy", "shape": f"{tokens:,} × {hidden:,} × {classes:,}",
                "dtype": str(inputs["x"].dtype)[6:]}  # fmt: skip
-    for key, result in timed.items():
-        got = None if result.failure else calls[key]()[:1]  # type: ignore[index]
-        memory = gpu_peak_mib(calls[key]) if device == "cuda" and not result.failure else None
-        _write(writer, STEP, problem, key, "cross_entropy", result, got, want,
-               tflops=6 * tokens * hidden * classes, peak_mib=memory)  # fmt: skip
+    _write_steps(writer, problem, calls, _loss_of_chunks(inputs), device=device, rounds=rounds, includes=INCLUDES_LOSS,
+                 sources=lambda key: sources_of(key, "cross_entropy"),
+                 tflops=6 * tokens * hidden * classes)  # fmt: skip
 
 
 def _loss_of_chunks(inputs: Tensors) -> tuple[torch.Tensor, ...]:
@@ -286,10 +290,34 @@ def _loss_of_chunks(inputs: Tensors) -> tuple[torch.Tensor, ...]:
     return (torch.as_tensor(total / len(target)),)
 
 
+def _measure_layer(writer: Writer, device: str, rounds: int, quick: bool) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    one = layer.make(layer.SMALL, 2, device, dtype) if quick else layer.make(layer.LARGE, 4, device, dtype)
+    problem = {"operation": "layer", "shape": one.shape, "dtype": str(dtype)[6:]}
+    _write_steps(writer, problem, one.contenders(compiled=not quick), one.reference(), device=device, rounds=rounds,
+                 includes=INCLUDES_LAYER, sources=lambda key: layer.sources_of(key, device),
+                 tflops=one.operations)  # fmt: skip
+
+
+def _write_steps(
+    writer: Writer, problem: dict[str, Any], calls: Mapping[str, Call], want: tuple[torch.Tensor, ...], *, device: str,
+    rounds: int, includes: str, sources: Callable[[str], str | None], tflops: float,
+) -> None:  # fmt: skip
+    """Time steps in turns and write them down; `want` are the first of what a step gives."""
+    timed = interleaved(calls, device=device, rounds=rounds)
+    for key, result in timed.items():
+        got, memory = None, None
+        if not result.failure:
+            memory = gpu_peak_mib(calls[key]) if device == "cuda" else None
+            got = calls[key]()[: len(want)]  # type: ignore[index]
+        _write(writer, STEP, problem, key, result, got, want, includes=includes, sources=sources(key), tflops=tflops,
+               peak_mib=memory)  # fmt: skip
+
+
 def _write(
-    writer: Writer, question: str, problem: dict[str, Any], key: str, operation: str, result: Timed,
-    got: tuple[torch.Tensor, ...] | None, want: tuple[torch.Tensor, ...], *, gbps: float | None = None,
-    tflops: float | None = None, peak_mib: float | None = None,
+    writer: Writer, question: str, problem: dict[str, Any], key: str, result: Timed,
+    got: tuple[torch.Tensor, ...] | None, want: tuple[torch.Tensor, ...], *, includes: str, sources: str | None,
+    gbps: float | None = None, tflops: float | None = None, peak_mib: float | None = None,
 ) -> None:  # fmt: skip
     """A record of one contender; `gbps` are bytes and `tflops` operations of a call."""
     times = result.quantiles
@@ -299,6 +327,6 @@ def _write(
         error = {"metric": METRIC, "value": value}
     writer.write(
         question, problem, key, times_ms=times, gbps=gbps / times[1] / 1e6 if gbps and times else None,
-        tflops=tflops / times[1] / 1e9 if tflops and times else None, error=error, includes=INCLUDES[question],
-        sources=sources_of(key, operation), peak_mib=peak_mib,
+        tflops=tflops / times[1] / 1e9 if tflops and times else None, error=error, includes=includes,
+        sources=sources, peak_mib=peak_mib,
     )  # fmt: skip

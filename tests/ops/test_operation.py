@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.core import dispatch
 from tilewise.core.dispatch import Row
@@ -98,6 +100,22 @@ def test_only_wanted_gradients_are_made(called) -> None:
 def test_the_backward_is_given_what_is_kept(called) -> None:
     called(torch.randn(3, requires_grad=True), None).sum().backward()
     assert sorted(seen[-1]) == ["square", "x"]
+
+
+def test_the_backward_makes_nothing_but_gradients() -> None:
+    """No zeros as large as results that no one is given, which a linear layer's loss would pay with its memory."""
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    o = run(torch.randn(3, requires_grad=True), None)
+    with Made():
+        o.backward(torch.ones(3))
+    assert not [name for name in names if "zeros" in name]
+    assert sum("empty" in name for name in names) == 1
 
 
 def test_empty_calls_run_nothing(called) -> None:

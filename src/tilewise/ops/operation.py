@@ -74,7 +74,7 @@ class Operation(Generic[C]):
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors.values()):
             return tuple(self.run_forward(row, call).values())[: self.count(call)]
         found: tuple[torch.Tensor, ...] = _Eager.apply(self, row, call, *tensors.values())  # type: ignore[no-untyped-call]
-        return found[: self.count(call)]
+        return found
 
     def count(self, call: C) -> int:
         """How many results go to the caller."""
@@ -177,11 +177,10 @@ class _Eager(torch.autograd.Function):
         results = operation.run_forward(row, call)
         kept = operation.kept(call, results)
         ctx.save_for_backward(*kept.values())
-        ctx.count = operation.count(call)
-        ctx.mark_non_differentiable(*list(results.values())[ctx.count :])
         ctx.operation, ctx.row, ctx.names, ctx.kept = operation, row, list(fields_of(call)), list(kept)
         ctx.call = operation.without(call, {})
-        return tuple(results.values())
+        # the outputs alone: for whatever is returned here, autograd makes a gradient of zeros
+        return tuple(results.values())[: operation.count(call)]
 
     @staticmethod
     @once_differentiable
@@ -192,7 +191,7 @@ class _Eager(torch.autograd.Function):
         call = dataclasses.replace(ctx.call, **fields)
         needed = zip(ctx.names, ctx.needs_input_grad[3:], strict=True)
         wanted = operation.sources(name for name, yes in needed if yes)
-        found = operation.run_backward(ctx.row, call, kept, incoming[: ctx.count], wanted)
+        found = operation.run_backward(ctx.row, call, kept, incoming, wanted)
         return None, None, None, *(found.get(operation.alike.get(name, name)) for name in ctx.names)
 
 
