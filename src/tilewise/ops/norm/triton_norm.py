@@ -19,7 +19,7 @@ from tilewise.tiles.codes import codes_of, scales_of
 _FORWARD, _BACKWARD = 16384, 8192  # columns of a row that stay in registers
 _COLUMNS = 1024  # of a program of the backward where they do not
 _ELEMENTS = 2048  # of a program's tile where rows are short
-_BYTES = 128  # of x for each thread of the forward: few warps that wait for each other
+_BYTES = 128  # read by each thread of the forward: few warps that wait for each other
 _EACH = 16  # elements of a thread elsewhere
 _CHUNK = 8192  # elements of a program's step through a wide row
 _RESIDENT = 16  # warps of the backward on a multiprocessor, with `_REGISTERS` for each thread
@@ -329,7 +329,8 @@ def _forward_plan(call: Call, x: torch.Tensor, residual: torch.Tensor | None) ->
     how = (call.centred, call.quantize, vector)
     if width > _FORWARD:
         return Plan(norm_chunks_fwd, rows, strides, (rows, units), (*how, _CHUNK), _CHUNK // (32 * _EACH), 1)
-    block_r, block_w, warps = _tile(rows, width, _BYTES // x.element_size())
+    read = x.element_size() if residual is None else 2 * x.element_size()
+    block_r, block_w, warps = _tile(rows, width, _BYTES // read)
     return Plan(norm_rows_fwd, -(-rows // block_r), strides, (rows, units), (*how, block_r, block_w), warps, 1)
 
 
