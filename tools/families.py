@@ -132,7 +132,9 @@ def _neighbour(name: str) -> tuple[Family, Family]:
     )
     kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
     return (
-        Family(f"{name}_triton", kernels, (f"tests/gpu/test_{name}.py",), ("triton",), _CI, name),
+        Family(
+            f"{name}_triton", kernels, (f"tests/gpu/test_{name}.py", "tests/gpu/test_fused.py"), ("triton",), _CI, name
+        ),
         Family(f"{name}_cpu", (*shared, folder + "cpu.py"), (f"tests/ops/{name}/*.py",), ("cpu",), "", name),
     )
 

@@ -231,18 +231,30 @@ def test_what_computes_something_else_is_left() -> None:
     torch.testing.assert_close(model(tokens()).logits, before)
 
 
-def test_rotary_embeddings_of_another_kind_are_left() -> None:
+def with_rotary(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A model whose cosines and sines are changed."""
     model = make("Llama")
-    rotary = model.model.rotary_emb
 
-    class TurnedRotaryEmbedding(type(rotary)):  # type: ignore[misc]
+    class OtherRotaryEmbedding(type(model.model.rotary_emb)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             cos, sin = super().forward(x, position_ids)
-            return cos.roll(3, -1), sin.roll(3, -1)
+            return change(cos), change(sin)
 
-    model.model.rotary_emb = TurnedRotaryEmbedding(model.config)
+    model.model.rotary_emb = OtherRotaryEmbedding(model.config)
+    return model
+
+
+def test_rotary_embeddings_of_another_kind_are_left() -> None:
+    model = with_rotary(lambda angles: angles.chunk(2, -1)[0].repeat_interleave(2, -1))
     before = model(tokens()).logits
     assert fuse(model).left == {"LlamaAttention": 2}
+    torch.testing.assert_close(model(tokens()).logits, before)
+
+
+def test_rotary_embeddings_of_other_code_but_angles_given_twice() -> None:
+    model = with_rotary(lambda angles: angles.chunk(2, -1)[0].roll(1, -1).repeat(1, 1, 2))
+    before = model(tokens()).logits
+    assert fuse(model).left == {}
     torch.testing.assert_close(model(tokens()).logits, before)
 
 

@@ -145,9 +145,21 @@ def _instructions(function: Any) -> list[Any]:
 
 def _angles_twice(model: torch.nn.Module) -> bool:
     """Whether cosines and sines have two equal halves in all rotary embeddings, of which there is one at least."""
-    llama = _known().llama.LlamaRotaryEmbedding.forward
-    found = [type(x).forward for x in model.modules() if type(x).__name__.endswith("RotaryEmbedding")]
-    return bool(found) and all(_same(forward, llama) for forward in found)
+    found = [x for x in model.modules() if type(x).__name__.endswith("RotaryEmbedding")]
+    return bool(found) and all(_gives_twice(x) for x in found)
+
+
+def _gives_twice(embedding: torch.nn.Module) -> bool:
+    """By its code, which is Llama's, or by what it gives for a few positions."""
+    if _same(type(embedding).forward, _known().llama.LlamaRotaryEmbedding.forward):
+        return True
+    device = next((x.device for x in embedding.buffers()), None)
+    positions = torch.arange(4, device=device)[None]
+    try:
+        cos, sin = embedding(torch.zeros(1, 4, 1, device=device), positions)
+        return all(torch.equal(*x.chunk(2, -1)) for x in (cos, sin))
+    except (TypeError, ValueError, RuntimeError):  # it wants to be asked otherwise
+        return False
 
 
 def _norm(module: Any) -> Forward | None:
