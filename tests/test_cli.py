@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,37 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import tilewise
+from tests.commands import RUNNER, call, data, refusal
 from tilewise.cli.app import build
 from tilewise.cli.expression import MAX_TEXT, NAMES, read_mask, read_score
 from tilewise.core.errors import FormulaError, InputError
 from tilewise.demo import TOLERANCE
 from tilewise.formula import library
 
-RUNNER = CliRunner()
 COMMANDS = ("demo", "why", "explain", "bench", "roofline")
-
-
-def call(*arguments: str, code: int = 0) -> str:
-    """Standard output of the command; its exit code must be `code`."""
-    result = RUNNER.invoke(build(rich=False), list(arguments))
-    assert result.exit_code == code, (arguments, result.output, result.exception)
-    return result.stdout
-
-
-def data(*arguments: str, code: int = 0) -> Any:
-    return json.loads(call(*arguments, "--json", code=code))
-
-
-def refusal(*arguments: str) -> str:
-    """Standard error of a command that ends with exit code 2 and prints nothing else."""
-    result = RUNNER.invoke(build(rich=False), list(arguments))
-    assert result.exit_code == 2, result.output
-    assert not result.stdout
-    assert "Traceback" not in result.stderr
-    return result.stderr
 
 
 # The program
@@ -330,30 +308,6 @@ def test_roofline_lists_gpus_and_refuses_others() -> None:
     assert "abacus" in refusal("roofline", "--gpu", "abacus")
     assert refusal("roofline", "--gpu", "V100", "--dtype", "fp8")
     assert refusal("roofline", "--measured-ms", "0")
-
-
-# bench
-
-
-def test_bench_times_both_and_finds_them_equal() -> None:
-    shape = ("--seqlen=48", "--seqlen=64", "--heads-q=4", "--heads-kv=2", "--head-dim=16")
-    found = data("bench", *shape, "--mask=causal & window(8)", "--device=cpu", "--seconds=0.01")
-    assert [row["direction"] for row in found["rows"]] == 2 * ["forward", "forward", "backward", "backward"]
-    assert [row["impl"] for row in found["rows"]][:2] == ["tilewise.cpu_tiled", "torch"]
-    pairs = 4 * sum(min(8, i + 1) for i in range(48))
-    for row, flops in zip(found["rows"][:4], (4, 4, 10, 10), strict=True):
-        assert row["tflops"] == pytest.approx(flops * pairs * 16 / row["p50_ms"] / 1e9)
-    for row in found["rows"]:
-        assert 0 < row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
-        assert row["difference"] is None or row["difference"] < 1e-5
-
-
-def test_bench_prints_a_table() -> None:
-    options = ("--seqlen=32", "--head-dim=8", "--mask=causal", "--device=cpu", "--seconds=0.01", "--direction=forward")
-    lines = call("bench", *options).splitlines()
-    assert lines[0] == "batch 1, 8 query heads of 8, fp32 on cpu, mask causal"
-    assert "median ms" in lines[1]
-    assert len(lines) == 4
 
 
 # demo

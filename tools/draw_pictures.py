@@ -19,6 +19,9 @@ import torch
 
 from tilewise.explain import draw, roofline, timeline
 from tilewise.explain.ladder import climb
+from tilewise.explain.neighbours import NEIGHBOURS, forward_of, placed
+from tilewise.explain.passes import Pass, moved, size
+from tilewise.explain.passes import passes as passes_of
 from tilewise.formula import Mask, library
 from tilewise.kv.allocator import PageAllocator
 from tilewise.schedule.worklist import WorkList
@@ -94,6 +97,39 @@ def rooflines() -> Any:
     return draw.roofline({label: roofline.estimate(problem, "H200") for label, problem in problems.items()})
 
 
+BESIDE = ("rms_norm, residual", "swiglu", "rope", "softmax", "cross_entropy")
+
+
+def passes() -> Any:
+    counted = {name: [step.bytes / unit for step in steps] for name, (steps, unit) in _beside().items()}
+    return draw.passes(counted, {name: NEIGHBOURS[name].forward for name in counted})
+
+
+def beside() -> Any:
+    """A norm with its residual, 16k x 4096 in bf16, five operations a number, beside a product of the same rows."""
+    rows, width = 16_384, 4096
+    x, (steps, unit) = 2 * rows * width, _beside()["rms_norm, residual"]
+    flops = 5 * rows * width
+    work = {
+        "norm by operators": roofline.Work(flops, moved(steps) * x // unit),
+        "norm, fused": roofline.Work(flops, 4 * x),
+        "linear layer, 4,096 × 4,096": roofline.Work(2 * rows * width**2, 2 * x + 2 * width**2, "bf16"),
+    }
+    return draw.roofline({label: roofline.estimate(done, "H200") for label, done in work.items()}, title="Rows")
+
+
+def _beside() -> dict[str, tuple[list[Pass], int]]:
+    """The passes of PyTorch's operators over rows of 4,096 in bf16, and the bytes of x."""
+    found = {}
+    for name in BESIDE:
+        neighbour = NEIGHBOURS[name]
+        inputs = placed(neighbour.make(64, 4096), "cpu", torch.bfloat16)
+        call = forward_of(lambda _plain=neighbour.plain, **x: _plain(*x.values()), inputs)
+        call()  # tables of angles are made once
+        found[name] = [step for step in passes_of(call) if step.bytes > size(inputs["x"]) // 100], size(inputs["x"])
+    return found
+
+
 def warpgroups() -> Any:
     return draw.timeline(timeline.Trip.of(block_n=128, head_dim=128), timeline.SCHEDULES)
 
@@ -107,6 +143,8 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "traffic.svg": traffic,
     "roofline.svg": rooflines,
     "warpgroups.svg": warpgroups,
+    "passes.svg": passes,
+    "beside.svg": beside,
 }
 
 

@@ -1,4 +1,4 @@
-"""`tilewise bench`: `tilewise.attention` against PyTorch's own on this machine."""
+"""`tilewise bench`: `tilewise.attention` against PyTorch's own on this machine, and what else can be timed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import typer
 
 from tilewise.cli import shapes
 from tilewise.cli.expression import read_mask
+from tilewise.cli.neighbours import neighbours
 from tilewise.cli.output import guarded, say_json, table
-from tilewise.cli.timing import Cell, Shape, measure
+from tilewise.cli.timing import Cell, Shape, machine, measure
 
 
 class What(str, Enum):
@@ -22,8 +23,15 @@ class What(str, Enum):
     both = "both"
 
 
+def register(group: typer.Typer) -> None:
+    """`bench` itself, and what stands below it."""
+    group.callback(invoke_without_command=True)(bench)
+    group.command("neighbours", short_help="Norms, softmax, gated units, rotation, loss.")(neighbours)
+
+
 @guarded
 def bench(
+    context: typer.Context,
     batch: shapes.Batch = 1,
     seqlen: Annotated[
         list[int] | None,
@@ -43,7 +51,6 @@ def bench(
     device: shapes.Device = None,
     impl: shapes.Impl = None,
     seconds: Annotated[float, typer.Option(help="Time to spend on one cell of the table, about.", min=0.01)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the random tensors.")] = 0,
     as_json: shapes.Json = False,
 ) -> None:
     """Time tilewise.attention against torch.nn.functional.scaled_dot_product_attention, forward and backward.
@@ -53,8 +60,12 @@ def bench(
     gets a dense boolean mask wherever it has no flag for the mask. The last column is the largest difference of the two
     results.
 
+    What stands beside attention has a command of its own, `tilewise bench neighbours`.
+
     Example: tilewise bench --seqlen 4096 --heads-q 16 --heads-kv 4 --mask "causal & window(512)"
     """
+    if context.invoked_subcommand is not None:
+        return
     where = shapes.device(device)
     gpu = where.type == "cuda"
     kind = dtype or (shapes.Dtype.bf16 if gpu else shapes.Dtype.fp32)
@@ -63,14 +74,13 @@ def bench(
     cells: list[Cell] = []
     for length in seqlen or ([1024, 4096, 16384] if gpu else [512, 1024, 2048]):
         shape = Shape(batch, length, seqlen_k or length, heads_q, heads_kv or heads_q, head_dim)
-        generator = torch.Generator(where).manual_seed(seed)
+        generator = torch.Generator(where).manual_seed(0)
         cells += measure(
             shape, formula, directions, dtype=kind.torch, device=where, impl=impl, seconds=seconds, generator=generator
         )
     if as_json:
-        machine = torch.cuda.get_device_name(where) if gpu else f"cpu, {torch.get_num_threads()} threads"
         head = {
-            "device": machine,
+            "device": machine(where),
             "torch": torch.__version__,
             "dtype": kind.value,
             "mask": None if formula is None else repr(formula),

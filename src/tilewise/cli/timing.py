@@ -61,6 +61,12 @@ def repeat(call: Callable[[], object], device: torch.device, seconds: float) -> 
     return sorted(clock(call, count))
 
 
+def machine(device: torch.device) -> str:
+    """What it is, for the record."""
+    gpu = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if gpu else f"cpu, {torch.get_num_threads()} threads"
+
+
 def _wall(call: Callable[[], object], count: int) -> list[float]:
     times = []
     for _ in range(count):

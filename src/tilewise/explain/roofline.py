@@ -118,6 +118,25 @@ class Problem:
         return int(elements * device.ITEMSIZE[self.dtype]) + 4 * queries
 
 
+@dataclass(frozen=True)
+class Work:
+    """What anything else takes: floating-point operations and bytes, counted elsewhere, and the type whose peak bounds
+    the operations.
+    """
+
+    operations: int
+    moved: int
+    dtype: str = "fp32"
+
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return self.operations
+
+    def bytes(self) -> int:
+        """Traffic."""
+        return self.moved
+
+
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None = None, right: int | None = None) -> int:
     """Pairs with i - left < j <= i + right, for keys j in [0, seqlen_k) and queries i at the end of the key axis."""
 
@@ -149,7 +168,7 @@ def visible_keys(seqlen_q: int, seqlen_k: int, left: int | None = None, right: i
 class Roofline:
     """A problem on a GPU: see the properties; `str()` gives a table of them."""
 
-    problem: Problem
+    problem: Problem | Work
     gpu: GPU
     flops: int = field(init=False)
     bytes: int = field(init=False)
@@ -209,7 +228,7 @@ class Roofline:
         return "\n".join(f"{name:<24}{value}" for name, value in rows)
 
 
-def estimate(problem: Problem, gpu: GPU | str) -> Roofline:
+def estimate(problem: Problem | Work, gpu: GPU | str) -> Roofline:
     """The roofline of `problem` on `gpu`, a row of `tilewise.core.device.GPUS` or a name in it.
 
     Raises InputError for an unknown GPU, UnsupportedError where no peak is stated for the problem's dtype.

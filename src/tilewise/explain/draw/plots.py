@@ -24,7 +24,9 @@ _KINDS = {
 }
 
 
-def roofline(points: Mapping[str, Roofline], measured: Mapping[str, float] | None = None) -> Any:
+def roofline(
+    points: Mapping[str, Roofline], measured: Mapping[str, float] | None = None, title: str = "Attention"
+) -> Any:
     """A log-log roofline of one GPU: a roof for each dtype among the points, a dot under it for each labelled problem.
 
     Args:
@@ -101,7 +103,7 @@ def roofline(points: Mapping[str, Roofline], measured: Mapping[str, float] | Non
             fontsize=8,
             color=style.MUTED,
         )
-        ax.set_title(f"Attention on one {gpu.name}: the floor of each problem")
+        ax.set_title(f"{title} on one {gpu.name}: the floor of each problem")
         ax.set_xlabel("arithmetic intensity, FLOP per byte of compulsory traffic")
         ax.set_ylabel("TFLOP/s")
     return figure
@@ -169,6 +171,30 @@ def ladder(reports: Sequence[Report]) -> Any:
         ax.set_xlim(0, (loads + stores).max() * 1.1)
         ax.set_title(f"Elements moved: {reports[0].problem}")
         ax.legend(loc="lower right", frameon=False, ncols=2, fontsize=8, handlelength=1.1)
+    return figure
+
+
+def passes(counted: Mapping[str, Sequence[float]], least: Mapping[str, float]) -> Any:
+    """What operators move, one after another, in tensors: a bar of passes for each label, and below it the least."""
+    if set(counted) != set(least):
+        raise InputError("least", got=sorted(least), expected=str(sorted(counted)), hint="a number for each label")
+    with style.look():
+        figure, ax = style.canvas(size=(7.2, 0.62 * len(counted) + 0.7))
+        for place, (label, widths) in enumerate(counted.items()):
+            left = 0.0
+            for index, width in enumerate(widths):
+                colour = style.FULL if index % 2 else style.PARTIAL_PALE
+                ax.barh(place, width, 0.42, left, color=colour, edgecolor="white", linewidth=0.6)
+                left += width
+            ax.barh(place + 0.34, least[label], 0.18, color=style.PARTIAL)
+            for at, much in ((place, left), (place + 0.34, least[label])):
+                ax.annotate(f"{much:.3g}", (much, at), (5, 0), textcoords="offset points", va="center", fontsize=8)
+        ax.set_yticks(np.arange(len(counted)) + 0.1, list(counted))
+        ax.tick_params(axis="y", length=0, labelsize=8.5, labelcolor=style.INK)
+        ax.invert_yaxis()
+        ax.spines[["bottom", "left"]].set_visible(False)
+        ax.set_xticks([])
+        ax.set_title("Tensors moved, pass by pass, and below the least")
     return figure
 
 
