@@ -13,9 +13,7 @@ it), and of a whole layer (`benchmarks.layer`), 4 x 4k tokens of 2048.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +29,18 @@ from benchmarks.memory import gpu_peak_mib
 from benchmarks.records import Writer
 from benchmarks.reference import relative_error
 from benchmarks.timing import Call, Timed, ceilings, interleaved, method
+from tilewise.explain.neighbours import (
+    LOSS,
+    SUBJECTS,
+    Function,
+    Subject,
+    Tensors,
+    incoming,
+    linear_inputs,
+    outputs_of,
+    placed,
+    plain_linear_loss,
+)
 
 FORWARD, BACKWARD, STEP = QUESTIONS = ("neighbours_forward", "neighbours_backward", "neighbours_step")
 INCLUDES = {
@@ -40,105 +50,7 @@ INCLUDES = {
 INCLUDES_LOSS = "loss, and torch.autograd.grad of x and weight"
 INCLUDES_LAYER = "the layer's two outputs, and torch.autograd.grad of its two inputs and all weights"
 ROUNDS = 30
-HEAD_DIM = 128
 METRIC = "relative l2 to float64, the worst of all results"
-
-Tensors = dict[str, torch.Tensor]
-Function = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An operation: ours, and the same in PyTorch; `forward` and `backward` count tensors as large as x that are read
-    or written at least.
-    """
-
-    operation: str  # its folder
-    make: Callable[[int, int], Tensors]
-    ours: Function
-    plain: Function
-    forward: float
-    backward: float
-
-
-def _rows(rows: int, width: int) -> torch.Tensor:
-    return torch.randn(rows, width, requires_grad=True)
-
-
-def _norm(rows: int, width: int, *, bias: bool = False, residual: bool = False) -> Tensors:
-    found = {"x": _rows(rows, width), "weight": torch.randn(width, requires_grad=True)}
-    found |= {"bias": torch.randn(width, requires_grad=True)} if bias else {}
-    return found | ({"residual": _rows(rows, width)} if residual else {})
-
-
-def _plain_residual(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    s = x + residual
-    return F.rms_norm(s, s.shape[-1:], weight, 1e-6), s
-
-
-def _swiglu(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-@functools.lru_cache(maxsize=4)
-def _angles(tokens: int, device: torch.device) -> tw.Rope:
-    """Of so many tokens in a row, heads of 128."""
-    return tw.Rope(*tw.rope_tables(HEAD_DIM, tokens, device=device), torch.arange(tokens, device=device))
-
-
-def _heads(rows: int, width: int) -> Tensors:
-    """Queries, and keys of a quarter of their heads."""
-    return {
-        "x": torch.randn(rows, width // HEAD_DIM, HEAD_DIM, requires_grad=True),
-        "k": torch.randn(rows, width // HEAD_DIM // 4, HEAD_DIM, requires_grad=True),
-    }
-
-
-def _rotated(x: torch.Tensor, k: torch.Tensor, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return tw.rope(x, k, rope=_angles(len(x), x.device), impl=impl)
-
-
-def _plain_rotated(x: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As models of transformers have it."""
-    rope = _angles(len(x), x.device)
-    cos, sin = (torch.cat((table, table), -1).to(x.dtype)[:, None] for table in (rope.cos, rope.sin))
-
-    def turned(y: torch.Tensor) -> torch.Tensor:
-        first, second = y.chunk(2, -1)
-        return y * cos + torch.cat((-second, first), -1) * sin
-
-    return turned(x), turned(k)
-
-
-SUBJECTS = {
-    "rms_norm": Subject(
-        "norm", _norm, tw.rms_norm, lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6), 2, 3
-    ),
-    "rms_norm, residual": Subject(
-        "norm", lambda rows, width: _norm(rows, width, residual=True), tw.rms_norm, _plain_residual, 4, 4
-    ),
-    "layer_norm": Subject(
-        "norm", lambda rows, width: _norm(rows, width, bias=True), tw.layer_norm,
-        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias), 2, 3,
-    ),
-    "softmax": Subject(
-        "softmax", lambda rows, width: {"x": _rows(rows, width)}, tw.softmax, lambda x: x.softmax(-1), 2, 3
-    ),
-    "swiglu": Subject(
-        "glu", lambda rows, width: {"x": _rows(rows, 2 * width)}, lambda x, impl: tw.swiglu(x, impl=impl), _swiglu,
-        1.5, 2.5,
-    ),
-    "rope": Subject("rope", _heads, _rotated, _plain_rotated, 2.5, 2.5),
-}  # fmt: skip
-LOSS = Subject(
-    "cross_entropy",
-    lambda rows, width: {"x": _rows(rows, width), "target": torch.randint(width, (rows,))},
-    lambda x, target, impl: tw.cross_entropy(x, target, impl=impl),
-    F.cross_entropy,
-    1,
-    2,
-)
 
 
 def run(options: Options) -> None:
@@ -164,12 +76,8 @@ def run(options: Options) -> None:
         _measure_layer(writer, device, rounds, options.quick)
 
 
-def _on(device: str, inputs: Tensors, dtype: torch.dtype | None = None) -> Tensors:
-    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    return {
-        name: x.detach().to(device, dtype).requires_grad_() if x.is_floating_point() else x.to(device)
-        for name, x in inputs.items()
-    }
+def _dtype(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def _contenders(ours: Function, plain: Function, device: str, compiled: bool) -> dict[str, Function]:
@@ -187,20 +95,20 @@ def _measure(
     peer: Function | None,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
-    inputs = _on(device, subject.make(*shape))
+    inputs = placed(subject.make(*shape), device, _dtype(device))
     want = _reference(subject, inputs)
     functions = _contenders(subject.ours, subject.plain, device, compiled) | ({"quack": peer} if peer else {})
-    counted = inputs["x"].numel() * inputs["x"].element_size()
+    fewest = subject.fewest(inputs)
     problem = {"operation": name, "shape": f"{shape[0]:,} × {shape[1]:,}", "dtype": str(inputs["x"].dtype)[6:]}
-    for question, calls, tensors in (
-        (FORWARD, {key: _forward(f, inputs) for key, f in functions.items()}, subject.forward),
-        (BACKWARD, _backwards(functions, inputs), subject.backward),
+    for question, calls, nbytes in (
+        (FORWARD, {key: _forward(f, inputs) for key, f in functions.items()}, fewest[0]),
+        (BACKWARD, _backwards(functions, inputs), fewest[1]),
     ):
         timed = interleaved(calls, device=device, rounds=rounds)
         for key, result in timed.items():
-            got = None if result.failure else _outputs(calls[key]())
+            got = None if result.failure else outputs_of(calls[key]())
             _write(writer, question, problem, key, result, got, want[question], includes=INCLUDES[question],
-                   sources=sources_of(key, subject.operation), gbps=tensors * counted)  # fmt: skip
+                   sources=sources_of(key, subject.operation), gbps=nbytes)  # fmt: skip
 
 
 def _forward(function: Function, inputs: Tensors) -> Call:
@@ -211,16 +119,6 @@ def _forward(function: Function, inputs: Tensors) -> Call:
     return call
 
 
-def _outputs(found: Any) -> tuple[torch.Tensor, ...]:
-    return (found,) if isinstance(found, torch.Tensor) else tuple(found)
-
-
-def _incoming(outputs: tuple[torch.Tensor, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gradients alike for every contender, numbers that `dtype` holds."""
-    made = (torch.cos(torch.arange(x.numel(), device=x.device)).to(dtype) for x in outputs)
-    return [y.view(x.shape).to(x.dtype) for x, y in zip(outputs, made, strict=True)]
-
-
 def _backwards(functions: dict[str, Function], inputs: Tensors) -> dict[str, Call]:
     wanted = [x for x in inputs.values() if x.requires_grad]
 
@@ -229,8 +127,8 @@ def _backwards(functions: dict[str, Function], inputs: Tensors) -> dict[str, Cal
 
         def call() -> object:
             if not state:  # while it warms up, where an error is kept
-                state["outputs"] = _outputs(function(**inputs))
-                state["incoming"] = _incoming(state["outputs"], inputs["x"].dtype)
+                state["outputs"] = outputs_of(function(**inputs))
+                state["incoming"] = incoming(state["outputs"], inputs["x"].dtype)
             return torch.autograd.grad(state["outputs"], wanted, state["incoming"], retain_graph=True)
 
         return call
@@ -241,23 +139,19 @@ def _backwards(functions: dict[str, Function], inputs: Tensors) -> dict[str, Cal
 def _reference(subject: Subject, inputs: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
     """Results and gradients in float64."""
     exact = {name: x.detach().double().requires_grad_() if x.is_floating_point() else x for name, x in inputs.items()}
-    outputs = _outputs(subject.plain(*exact.values()))
+    outputs = outputs_of(subject.plain(*exact.values()))
     wanted = [x for x in exact.values() if x.requires_grad]
-    gradients = torch.autograd.grad(outputs, wanted, _incoming(outputs, inputs["x"].dtype))
+    gradients = torch.autograd.grad(outputs, wanted, incoming(outputs, inputs["x"].dtype))
     return {FORWARD: tuple(x.detach() for x in outputs), BACKWARD: gradients}
 
 
 def _measure_loss(sizes: tuple[int, int, int], writer: Writer, device: str, rounds: int, compiled: bool) -> None:
     tokens, hidden, classes = sizes
     torch.manual_seed(0)
-    made = {"x": torch.randn(tokens, hidden), "weight": torch.randn(classes, hidden) / hidden**0.5}
-    inputs = _on(device, made) | {"target": torch.randint(classes, (tokens,), device=device)}
+    inputs = placed(linear_inputs(*sizes), device, _dtype(device))
 
     def ours(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, impl: str) -> torch.Tensor:
         return tw.linear_cross_entropy(x, weight, target, impl=impl)
-
-    def plain(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(F.linear(x, weight), target)
 
     def step(function: Function) -> Call:
         def call() -> object:
@@ -269,7 +163,7 @@ def _measure_loss(sizes: tuple[int, int, int], writer: Writer, device: str, roun
     def wide(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), target)
 
-    functions = _contenders(ours, plain, device, compiled)
+    functions = _contenders(ours, plain_linear_loss, device, compiled)
     functions["eager.float32_logits"] = lambda **inputs: wide(**inputs)
     calls = {key: step(function) for key, function in functions.items()}
     problem = {"operation": "linear_cross_entropy", "shape": f"{tokens:,} × {hidden:,} × {classes:,}",
@@ -291,7 +185,7 @@ def _loss_of_chunks(inputs: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def _measure_layer(writer: Writer, device: str, rounds: int, quick: bool) -> None:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = _dtype(device)
     one = layer.make(layer.SMALL, 2, device, dtype) if quick else layer.make(layer.LARGE, 4, device, dtype)
     problem = {"operation": "layer", "shape": one.shape, "dtype": str(dtype)[6:]}
     _write_steps(writer, problem, one.contenders(compiled=not quick), one.reference(), device=device, rounds=rounds,
