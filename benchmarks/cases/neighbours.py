@@ -150,9 +150,6 @@ def _measure_loss(sizes: tuple[int, int, int], writer: Writer, device: str, roun
     torch.manual_seed(0)
     inputs = placed(linear_inputs(*sizes), device, _dtype(device))
 
-    def ours(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, impl: str) -> torch.Tensor:
-        return tw.linear_cross_entropy(x, weight, target, impl=impl)
-
     def step(function: Function) -> Call:
         def call() -> object:
             loss = function(**inputs)
@@ -163,7 +160,7 @@ def _measure_loss(sizes: tuple[int, int, int], writer: Writer, device: str, roun
     def wide(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), target)
 
-    functions = _contenders(ours, plain_linear_loss, device, compiled)
+    functions = _contenders(tw.linear_cross_entropy, plain_linear_loss, device, compiled)
     functions["eager.float32_logits"] = lambda **inputs: wide(**inputs)
     calls = {key: step(function) for key, function in functions.items()}
     problem = {"operation": "linear_cross_entropy", "shape": f"{tokens:,} × {hidden:,} × {classes:,}",

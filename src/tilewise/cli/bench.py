@@ -1,4 +1,4 @@
-"""`tilewise bench`: `tilewise.attention` against PyTorch's own on this machine."""
+"""`tilewise bench`: `tilewise.attention` against PyTorch's own on this machine, and a command for its neighbours."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Annotated
 import torch
 import typer
 
-from tilewise.cli import shapes
+from tilewise.cli import neighbours, shapes
 from tilewise.cli.expression import read_mask
-from tilewise.cli.output import guarded, say_json, table
+from tilewise.cli.output import guarded, machine, say_json, table
 from tilewise.cli.timing import Cell, Shape, measure
+from tilewise.core.errors import InputError
 
 
 class What(str, Enum):
@@ -24,6 +25,7 @@ class What(str, Enum):
 
 @guarded
 def bench(
+    context: typer.Context,
     batch: shapes.Batch = 1,
     seqlen: Annotated[
         list[int] | None,
@@ -51,10 +53,13 @@ def bench(
     Median, 20th and 80th percentile of many calls after a warm-up; on a GPU by CUDA events with a cold L2 cache, on a
     CPU by the clock. TFLOP/s count visible pairs only (4 · pairs · head_dim forward, 2.5 times that backward). PyTorch
     gets a dense boolean mask wherever it has no flag for the mask. The last column is the largest difference of the two
-    results.
+    results. `tilewise bench neighbours` times what stands beside attention.
 
     Example: tilewise bench --seqlen 4096 --heads-q 16 --heads-kv 4 --mask "causal & window(512)"
     """
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
     where = shapes.device(device)
     gpu = where.type == "cuda"
     kind = dtype or (shapes.Dtype.bf16 if gpu else shapes.Dtype.fp32)
@@ -68,9 +73,8 @@ def bench(
             shape, formula, directions, dtype=kind.torch, device=where, impl=impl, seconds=seconds, generator=generator
         )
     if as_json:
-        machine = torch.cuda.get_device_name(where) if gpu else f"cpu, {torch.get_num_threads()} threads"
         head = {
-            "device": machine,
+            "device": machine(where),
             "torch": torch.__version__,
             "dtype": kind.value,
             "mask": None if formula is None else repr(formula),
@@ -105,3 +109,20 @@ def bench(
     heads = f"{heads_q} query heads" + (f", {heads_kv} key heads" if heads_kv else "")
     masked = "" if formula is None else f", mask {formula!r}"
     table(f"batch {batch}, {heads} of {head_dim}, {kind.value} on {where}{masked}", columns, rows, left=4)
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """InputError for options of attention before a command, which would not hear of them."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--" + name.replace("_", "-")
+            expected = f"options of {context.invoked_subcommand} behind its name"
+            hint = f"tilewise bench {context.invoked_subcommand} --help lists them"
+            raise InputError(option, got="an option of attention", expected=expected, hint=hint)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command and its group to `app`."""
+    app.callback(invoke_without_command=True)(bench)
+    app.command("neighbours")(neighbours.neighbours)
