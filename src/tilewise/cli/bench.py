@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -25,7 +28,6 @@ class What(str, Enum):
 
 @guarded
 def bench(
-    context: typer.Context,
     batch: shapes.Batch = 1,
     seqlen: Annotated[
         list[int] | None,
@@ -57,9 +59,6 @@ def bench(
 
     Example: tilewise bench --seqlen 4096 --heads-q 16 --heads-kv 4 --mask "causal & window(512)"
     """
-    if context.invoked_subcommand is not None:
-        _refuse_options(context)
-        return
     where = shapes.device(device)
     gpu = where.type == "cuda"
     kind = dtype or (shapes.Dtype.bf16 if gpu else shapes.Dtype.fp32)
@@ -111,18 +110,33 @@ def bench(
     table(f"batch {batch}, {heads} of {head_dim}, {kind.value} on {where}{masked}", columns, rows, left=4)
 
 
-def _refuse_options(context: typer.Context) -> None:
-    """InputError for options of attention before a command, which would not hear of them."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = "--" + name.replace("_", "-")
-            expected = f"options of {context.invoked_subcommand} behind its name"
-            hint = f"tilewise bench {context.invoked_subcommand} --help lists them"
-            raise InputError(option, got="an option of attention", expected=expected, hint=hint)
-
-
 def register(app: typer.Typer) -> None:
-    """Add the command and its group to `app`."""
-    app.callback(invoke_without_command=True)(bench)
+    """Add the command, which is attention's unless another follows, and those others."""
+    app.callback(invoke_without_command=True)(_alone())
     app.command("neighbours")(neighbours.neighbours)
+
+
+def _alone() -> Callable[..., None]:
+    """`bench` with typer's context before its own parameters: nothing where a command follows, and InputError for
+    options before that command, which would not hear of them.
+    """
+
+    @guarded
+    @functools.wraps(bench)
+    def run(context: typer.Context, **options: Any) -> None:
+        following = context.invoked_subcommand
+        if following is None:
+            bench(**options)
+            return
+        for name in options:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                expected = f"options of {following} behind its name"
+                hint = f"tilewise bench {following} --help lists them"
+                raise InputError(f"bench {name}", got="an option of attention", expected=expected, hint=hint)
+
+    own = inspect.signature(bench, eval_str=True)
+    first = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    run.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+    run.__annotations__ = {"context": typer.Context} | {name: p.annotation for name, p in own.parameters.items()}
+    return run
