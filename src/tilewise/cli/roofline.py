@@ -90,15 +90,14 @@ def roofline(
     found = estimate(problem, row)
     seconds = None if measured is None else measured / 1e3
     if as_json:
-        say_json(_data(found, seconds))
+        say_json(_data(problem, found, seconds))
         return
     say(str(found))
     if seconds is not None:
         say(f"{'measured':<24}{seconds * 1e6:,.2f} µs: {found.efficiency(seconds):.1%} of what is possible")
 
 
-def _data(found: Roofline, seconds: float | None) -> dict[str, object]:
-    problem = found.problem
+def _data(problem: Problem, found: Roofline, seconds: float | None) -> dict[str, object]:
     names = (
         "batch",
         "seqlen_q",

@@ -1,4 +1,5 @@
-"""The roofline of an attention problem: work, compulsory traffic, and the least time a GPU of the table needs for it.
+"""The roofline of an attention problem, or of work that was counted elsewhere: operations, compulsory traffic, and the
+least time a GPU of the table needs for it.
 
 Conventions (Dao, FlashAttention-2, 2023): two floating-point operations a multiply-add, only visible (query, key)
 pairs counted, softmax not counted. Forward is two matrix products, backward five (one of them S again). Bytes are
@@ -118,6 +119,35 @@ class Problem:
         return int(elements * device.ITEMSIZE[self.dtype]) + 4 * queries
 
 
+@dataclass(frozen=True)
+class Work:
+    """Operations and bytes that were counted elsewhere; `dtype` says which of a GPU's peaks the operations run at.
+
+    Raises InputError for counts below 1 or an unknown dtype.
+    """
+
+    operations: int
+    moved: int
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("operations", "moved"):
+            if getattr(self, name) < 1:
+                hint = "what does nothing has no roofline"
+                raise InputError(name, got=getattr(self, name), expected="an integer of at least 1", hint=hint)
+        if self.dtype not in device.ITEMSIZE:
+            hint = "of the operations, not of what is stored"
+            raise InputError("dtype", got=self.dtype, expected=", ".join(device.ITEMSIZE), hint=hint)
+
+    def flops(self) -> int:
+        """The operations."""
+        return self.operations
+
+    def bytes(self) -> int:
+        """The bytes."""
+        return self.moved
+
+
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None = None, right: int | None = None) -> int:
     """Pairs with i - left < j <= i + right, for keys j in [0, seqlen_k) and queries i at the end of the key axis."""
 
@@ -149,7 +179,7 @@ def visible_keys(seqlen_q: int, seqlen_k: int, left: int | None = None, right: i
 class Roofline:
     """A problem on a GPU: see the properties; `str()` gives a table of them."""
 
-    problem: Problem
+    problem: Problem | Work
     gpu: GPU
     flops: int = field(init=False)
     bytes: int = field(init=False)
@@ -209,7 +239,7 @@ class Roofline:
         return "\n".join(f"{name:<24}{value}" for name, value in rows)
 
 
-def estimate(problem: Problem, gpu: GPU | str) -> Roofline:
+def estimate(problem: Problem | Work, gpu: GPU | str) -> Roofline:
     """The roofline of `problem` on `gpu`, a row of `tilewise.core.device.GPUS` or a name in it.
 
     Raises InputError for an unknown GPU, UnsupportedError where no peak is stated for the problem's dtype.

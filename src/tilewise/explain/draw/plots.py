@@ -72,10 +72,11 @@ def roofline(points: Mapping[str, Roofline], measured: Mapping[str, float] | Non
             colour, rate = style.SERIES[1:][index % 5], point.attainable / 1e12
             ax.plot(point.intensity, rate, "o", markersize=7, color=colour, markeredgecolor="white", zorder=4)
             left = point.bound == "memory"
+            below = -20 if measured and label in measured else -9  # of the second dot
             ax.annotate(
                 f"{label}\n{_time(point.floor_seconds)}",
                 (point.intensity, rate),
-                (8 if left else 0, -5 if left else -9),
+                (8 if left else 0, -5 if left else below),
                 textcoords="offset points",
                 ha="left" if left else "center",
                 va="top",
@@ -101,7 +102,7 @@ def roofline(points: Mapping[str, Roofline], measured: Mapping[str, float] | Non
             fontsize=8,
             color=style.MUTED,
         )
-        ax.set_title(f"Attention on one {gpu.name}: the floor of each problem")
+        ax.set_title(f"The floor of each problem on one {gpu.name}")
         ax.set_xlabel("arithmetic intensity, FLOP per byte of compulsory traffic")
         ax.set_ylabel("TFLOP/s")
     return figure
