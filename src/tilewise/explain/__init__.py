@@ -2,6 +2,8 @@
 
 - `ladder`: ten small programs from a naive matrix product to split-KV decoding, each counting its own traffic.
 - `roofline`: operations, bytes, bound and floor time of a problem on a GPU.
+- `operators`: what PyTorch's operators move, each a pass over memory, counted as they run.
+- `neighbours`: what stands beside attention, ours and PyTorch's, and the fewest bytes it moves.
 - `traffic`: memory traffic of materialised attention, FlashAttention-1 and -2 in closed form.
 - `resources`: what a tile configuration takes of an SM, and whether it fits.
 - `timeline`: how the warpgroups of an SM share its units under three schedules, simulated and in closed form.
