@@ -1,4 +1,4 @@
-"""Commands of the command line, run inside the process."""
+"""The command line called from tests, in this process."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ Bytes are the same for the same matplotlib version (the version is written insid
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,17 +18,25 @@ from typing import Any
 
 import torch
 
-from tilewise.explain import draw, roofline, timeline
+from benchmarks.records import RESULTS, read
+from tilewise.explain import draw, neighbours, roofline, timeline
 from tilewise.explain.ladder import climb
-from tilewise.explain.neighbours import NEIGHBOURS, forward_of, placed
-from tilewise.explain.passes import Pass, moved, size
-from tilewise.explain.passes import passes as passes_of
 from tilewise.formula import Mask, library
 from tilewise.kv.allocator import PageAllocator
 from tilewise.schedule.worklist import WorkList
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 TOKENS, BLOCK = 48, 8
+RECORDS = "10076a7"  # the commit whose records stand in pictures: newer ones change none
+
+
+def measured_ms(question: str, operation: str, shape: str) -> float:
+    """The median of our record on an H200."""
+    for record in read(RESULTS / "h200" / f"{question}.jsonl"):
+        asked = record.impl == "tilewise.triton" and record.problem["operation"] == operation
+        if asked and record.commit == RECORDS and record.problem["shape"] == shape and record.p50_ms is not None:
+            return record.p50_ms
+    raise LookupError(f"{question}: no record of {operation}, {shape}, at {RECORDS}")
 
 
 def _panel(title: str, mask: Mask) -> draw.Panel:
@@ -97,37 +106,35 @@ def rooflines() -> Any:
     return draw.roofline({label: roofline.estimate(problem, "H200") for label, problem in problems.items()})
 
 
-BESIDE = ("rms_norm, residual", "swiglu", "rope", "softmax", "cross_entropy")
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As models of transformers have it, an operator at a time."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * wide.to(x.dtype)
 
 
-def passes() -> Any:
-    counted = {name: [step.bytes / unit for step in steps] for name, (steps, unit) in _beside().items()}
-    return draw.passes(counted, {name: NEIGHBOURS[name].forward for name in counted})
-
-
-def beside() -> Any:
-    """A norm with its residual, 16k x 4096 in bf16, five operations a number, beside a product of the same rows."""
-    rows, width = 16_384, 4096
-    x, (steps, unit) = 2 * rows * width, _beside()["rms_norm, residual"]
-    flops = 5 * rows * width
-    work = {
-        "norm by operators": roofline.Work(flops, moved(steps) * x // unit),
-        "norm, fused": roofline.Work(flops, 4 * x),
-        "linear layer, 4,096 × 4,096": roofline.Work(2 * rows * width**2, 2 * x + 2 * width**2, "bf16"),
+def fusion() -> Any:
+    """What stands beside attention, operator by operator and in one pass, with the times of one run's records."""
+    rows, width, classes = 16_384, 4096, 131_072
+    subjects = {
+        "RMSNorm": dataclasses.replace(neighbours.SUBJECTS["rms_norm"], plain=_rms_norm),
+        "SwiGLU": neighbours.SUBJECTS["swiglu"],
     }
-    return draw.roofline({label: roofline.estimate(done, "H200") for label, done in work.items()}, title="Rows")
-
-
-def _beside() -> dict[str, tuple[list[Pass], int]]:
-    """The passes of PyTorch's operators over rows of 4,096 in bf16, and the bytes of x."""
-    found = {}
-    for name in BESIDE:
-        neighbour = NEIGHBOURS[name]
-        inputs = placed(neighbour.make(64, 4096), "cpu", torch.bfloat16)
-        call = forward_of(lambda _plain=neighbour.plain, **x: _plain(*x.values()), inputs)
-        call()  # tables of angles are made once
-        found[name] = [step for step in passes_of(call) if step.bytes > size(inputs["x"]) // 100], size(inputs["x"])
-    return found
+    points, measured = {}, {}
+    for label, subject in subjects.items():
+        counted, _ = neighbours.in_operators(subject, rows, width, torch.bfloat16)
+        with torch.device("meta"):
+            fewest, _ = subject.fewest(neighbours.placed(subject.make(rows, width), "meta", torch.bfloat16))
+        points[f"{label}, one pass"] = roofline.Work(counted.operations, fewest)
+        time = measured_ms("neighbours_forward", label.lower().replace("rms", "rms_"), f"{rows:,} × {width:,}")
+        measured[f"{label}, one pass"] = time / 1e3
+        if label == "RMSNorm":
+            points[f"RMSNorm, {counted.operators} passes"] = roofline.Work(counted.operations, counted.bytes)
+    nbytes = 2 * 2 * (rows + classes) * width  # x and weight read, and a gradient of each written
+    points["linear layer, loss"] = roofline.Work(6 * rows * width * classes, nbytes, "bf16")
+    shape = f"{rows:,} × {width:,} × {classes:,}"
+    measured["linear layer, loss"] = measured_ms("neighbours_step", "linear_cross_entropy", shape) / 1e3
+    return draw.roofline({label: roofline.estimate(work, "H200") for label, work in points.items()}, measured)
 
 
 def warpgroups() -> Any:
@@ -142,9 +149,8 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "shares.svg": shares,
     "traffic.svg": traffic,
     "roofline.svg": rooflines,
+    "fusion.svg": fusion,
     "warpgroups.svg": warpgroups,
-    "passes.svg": passes,
-    "beside.svg": beside,
 }
 
 

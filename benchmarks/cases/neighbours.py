@@ -30,16 +30,16 @@ from benchmarks.records import Writer
 from benchmarks.reference import relative_error
 from benchmarks.timing import Call, Timed, ceilings, interleaved, method
 from tilewise.explain.neighbours import (
-    NEIGHBOURS,
+    LOSS,
+    SUBJECTS,
     Function,
-    Neighbour,
-    Outputs,
+    Subject,
     Tensors,
-    backward_of,
-    forward_of,
     incoming,
+    linear_inputs,
     outputs_of,
     placed,
+    plain_linear_loss,
 )
 
 FORWARD, BACKWARD, STEP = QUESTIONS = ("neighbours_forward", "neighbours_backward", "neighbours_step")
@@ -66,9 +66,9 @@ def run(options: Options) -> None:
     print(says, flush=True)
     writer = Writer(current(device), method=f"{method(device, rounds)}; {says}", ceilings=ceiling, results=options.out)
     with functorch.patch(donated_buffer=False):  # what is kept is used again in each round
-        for name, subject in NEIGHBOURS.items():
+        for name, subject in (*SUBJECTS.items(), ("cross_entropy", LOSS)):
             if options.wants(name.split(",")[0]):
-                for rows, width in losses if name == "cross_entropy" else shapes:
+                for rows, width in losses if subject is LOSS else shapes:
                     _measure(name, subject, (rows, width), writer, device, rounds, not options.quick, peers.get(name))
     if options.wants("linear_cross_entropy"):
         _measure_loss(linear, writer, device, rounds, not options.quick)
@@ -91,30 +91,54 @@ def _contenders(ours: Function, plain: Function, device: str, compiled: bool) ->
 
 
 def _measure(
-    name: str, subject: Neighbour, shape: tuple[int, int], writer: Writer, device: str, rounds: int, compiled: bool,
+    name: str, subject: Subject, shape: tuple[int, int], writer: Writer, device: str, rounds: int, compiled: bool,
     peer: Function | None,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
     inputs = placed(subject.make(*shape), device, _dtype(device))
     want = _reference(subject, inputs)
     functions = _contenders(subject.ours, subject.plain, device, compiled) | ({"quack": peer} if peer else {})
-    counted = inputs["x"].numel() * inputs["x"].element_size()
+    fewest = subject.fewest(inputs)
     problem = {"operation": name, "shape": f"{shape[0]:,} × {shape[1]:,}", "dtype": str(inputs["x"].dtype)[6:]}
-    for question, made, tensors in (
-        (FORWARD, forward_of, subject.forward),
-        (BACKWARD, backward_of, subject.backward),
+    for question, calls, nbytes in (
+        (FORWARD, {key: _forward(f, inputs) for key, f in functions.items()}, fewest[0]),
+        (BACKWARD, _backwards(functions, inputs), fewest[1]),
     ):
-        calls = {key: made(function, inputs) for key, function in functions.items()}
         timed = interleaved(calls, device=device, rounds=rounds)
         for key, result in timed.items():
-            got = None if result.failure else calls[key]()
+            got = None if result.failure else outputs_of(calls[key]())
             _write(writer, question, problem, key, result, got, want[question], includes=INCLUDES[question],
-                   sources=sources_of(key, subject.operation), gbps=tensors * counted)  # fmt: skip
+                   sources=sources_of(key, subject.operation), gbps=nbytes)  # fmt: skip
 
 
-def _reference(subject: Neighbour, inputs: Tensors) -> dict[str, Outputs]:
+def _forward(function: Function, inputs: Tensors) -> Call:
+    def call() -> object:
+        with torch.no_grad():
+            return function(**inputs)
+
+    return call
+
+
+def _backwards(functions: dict[str, Function], inputs: Tensors) -> dict[str, Call]:
+    wanted = [x for x in inputs.values() if x.requires_grad]
+
+    def of(function: Function) -> Call:
+        state: dict[str, Any] = {}
+
+        def call() -> object:
+            if not state:  # while it warms up, where an error is kept
+                state["outputs"] = outputs_of(function(**inputs))
+                state["incoming"] = incoming(state["outputs"], inputs["x"].dtype)
+            return torch.autograd.grad(state["outputs"], wanted, state["incoming"], retain_graph=True)
+
+        return call
+
+    return {key: of(function) for key, function in functions.items()}
+
+
+def _reference(subject: Subject, inputs: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
     """Results and gradients in float64."""
-    exact = placed(inputs, inputs["x"].device, torch.float64)
+    exact = {name: x.detach().double().requires_grad_() if x.is_floating_point() else x for name, x in inputs.items()}
     outputs = outputs_of(subject.plain(*exact.values()))
     wanted = [x for x in exact.values() if x.requires_grad]
     gradients = torch.autograd.grad(outputs, wanted, incoming(outputs, inputs["x"].dtype))
@@ -124,14 +148,7 @@ def _reference(subject: Neighbour, inputs: Tensors) -> dict[str, Outputs]:
 def _measure_loss(sizes: tuple[int, int, int], writer: Writer, device: str, rounds: int, compiled: bool) -> None:
     tokens, hidden, classes = sizes
     torch.manual_seed(0)
-    made = {"x": torch.randn(tokens, hidden), "weight": torch.randn(classes, hidden) / hidden**0.5}
-    inputs = placed(made, device, _dtype(device)) | {"target": torch.randint(classes, (tokens,), device=device)}
-
-    def ours(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, impl: str) -> torch.Tensor:
-        return tw.linear_cross_entropy(x, weight, target, impl=impl)
-
-    def plain(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(F.linear(x, weight), target)
+    inputs = placed(linear_inputs(*sizes), device, _dtype(device))
 
     def step(function: Function) -> Call:
         def call() -> object:
@@ -143,7 +160,7 @@ def _measure_loss(sizes: tuple[int, int, int], writer: Writer, device: str, roun
     def wide(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), target)
 
-    functions = _contenders(ours, plain, device, compiled)
+    functions = _contenders(tw.linear_cross_entropy, plain_linear_loss, device, compiled)
     functions["eager.float32_logits"] = lambda **inputs: wide(**inputs)
     calls = {key: step(function) for key, function in functions.items()}
     problem = {"operation": "linear_cross_entropy", "shape": f"{tokens:,} × {hidden:,} × {classes:,}",
@@ -153,7 +170,7 @@ def _measure_loss(sizes: tuple[int, int, int], writer: Writer, device: str, roun
                  tflops=6 * tokens * hidden * classes)  # fmt: skip
 
 
-def _loss_of_chunks(inputs: Tensors) -> Outputs:
+def _loss_of_chunks(inputs: Tensors) -> tuple[torch.Tensor, ...]:
     """The loss in float64."""
     x, weight, target = (y.detach() for y in inputs.values())
     weight = weight.double()
@@ -165,7 +182,7 @@ def _loss_of_chunks(inputs: Tensors) -> Outputs:
 
 
 def _measure_layer(writer: Writer, device: str, rounds: int, quick: bool) -> None:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = _dtype(device)
     one = layer.make(layer.SMALL, 2, device, dtype) if quick else layer.make(layer.LARGE, 4, device, dtype)
     problem = {"operation": "layer", "shape": one.shape, "dtype": str(dtype)[6:]}
     _write_steps(writer, problem, one.contenders(compiled=not quick), one.reference(), device=device, rounds=rounds,

@@ -75,22 +75,6 @@ def test_panel_of_a_formula() -> None:
         draw.panel(library.causal, seqlen_q=5000, seqlen_k=8, block_m=2, block_n=2)
 
 
-def test_passes_are_bars_in_a_row_and_the_least_below() -> None:
-    axes = draw.passes({"norm": [3.0, 1.5], "loss": [2.0]}, {"norm": 2.0, "loss": 1.0}).axes[0]
-    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
-    assert bars == [(0.0, 3.0), (3.0, 1.5), (0.0, 2.0), (0.0, 2.0), (0.0, 1.0)]
-    assert [text.get_text() for text in axes.texts] == ["4.5", "2", "2", "1"]
-    with pytest.raises(InputError, match="least"):
-        draw.passes({"norm": [3.0]}, {"loss": 1.0})
-
-
-def test_roofline_of_work_that_was_counted_elsewhere() -> None:
-    point = roofline.estimate(roofline.Work(2 * 10**9, 10**9), "H200")
-    assert (point.intensity, point.bound) == (2.0, "memory")
-    assert point.floor_seconds == 10**9 / point.gpu.memory_bandwidth
-    assert draw.roofline({"rows": point}, title="Rows").axes[0].get_title("left").startswith("Rows on one H200")
-
-
 def test_roofline_points_lie_under_the_roof() -> None:
     point = roofline.estimate(roofline.Problem.decode(4096, num_heads_q=8, num_heads_kv=2), "H200")
     axes = draw.roofline({"decode": point}, measured={"decode": 2 * point.floor_seconds}).axes[0]

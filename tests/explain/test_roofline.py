@@ -81,6 +81,17 @@ def test_intensity_of_decoding_is_the_group_size() -> None:
         assert point.intensity == pytest.approx(group, rel=1e-4)
 
 
+def test_work_counted_elsewhere_has_a_floor_too() -> None:
+    point = roofline.estimate(roofline.Work(3_000, 4_800), "H200")
+    assert (point.bound, point.floor_seconds, point.intensity) == ("memory", 1e-9, 3_000 / 4_800)
+    point = roofline.estimate(roofline.Work(989_400_000, 1, "bf16"), "H200")
+    assert (point.bound, point.floor_seconds) == ("compute", pytest.approx(1e-6))
+    for bad in ({"operations": 0}, {"moved": -1}, {"dtype": "float32"}):
+        (name,) = bad
+        with pytest.raises(InputError, match=name):
+            roofline.Work(**{"operations": 8, "moved": 8, **bad})  # type: ignore[arg-type]
+
+
 def test_text_has_every_figure() -> None:
     text = str(roofline.estimate(Problem(1024, causal=True), "RTX 4090"))
     for word in ("RTX 4090", "GFLOP", "MB", "FLOP/byte", "ridge", "bound", "floor time", "µs"):

@@ -17,7 +17,7 @@ from benchmarks import layer, quack
 from benchmarks.cases import neighbours
 from benchmarks.reference import relative_error
 from tests.tools.running import quick
-from tilewise.explain.neighbours import NEIGHBOURS
+from tilewise.explain.neighbours import LOSS, SUBJECTS
 from tools.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -28,7 +28,7 @@ def test_every_operation_is_compared_with_pytorch(tmp_path: Path) -> None:
     assert {record.question for record in found} == set(neighbours.QUESTIONS)
     for question in neighbours.QUESTIONS[:2]:
         named = {record.problem["operation"] for record in found if record.question == question}
-        assert named == set(NEIGHBOURS)
+        assert named == {*SUBJECTS, "cross_entropy"}
     steps = {record.problem["operation"] for record in found if record.question == neighbours.STEP}
     assert steps == {"linear_cross_entropy", "layer"}
     for record in found:
@@ -104,13 +104,14 @@ def test_quack_is_called_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "quack.rmsnorm", norms)
     found, says = quack.find("cuda")
     assert says.startswith("quack is quack-kernels")
+    subjects = SUBJECTS | {"cross_entropy": LOSS}
     assert set(found) == {"rms_norm", "rms_norm, residual", "layer_norm", "softmax", "cross_entropy"}
     for name, operation in found.items():
         inputs = {
-            key: x.detach().requires_grad_(x.is_floating_point()) for key, x in NEIGHBOURS[name].make(6, 40).items()
+            key: x.detach().requires_grad_(x.is_floating_point()) for key, x in subjects[name].make(6, 40).items()
         }
         results = []
-        for function in (operation, lambda _plain=NEIGHBOURS[name].plain, **x: _plain(*x.values())):
+        for function in (operation, lambda _plain=subjects[name].plain, **x: _plain(*x.values())):
             outputs = function(**inputs)
             outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
             wanted = [x for x in inputs.values() if x.requires_grad]

@@ -26,9 +26,9 @@ def build(*, rich: bool) -> typer.Typer:
     group = typer.Typer(**options)  # type: ignore[arg-type]
     explain.register(group)
     made.add_typer(group, name="explain", short_help="A ladder of counted programs; masks as pictures.")
-    group = typer.Typer(**options)  # type: ignore[arg-type]
-    bench.register(group)
-    made.add_typer(group, name="bench", short_help="Time tilewise against PyTorch on this machine.")
+    timed = typer.Typer(**options)  # type: ignore[arg-type]
+    bench.register(timed)
+    made.add_typer(timed, name="bench", short_help="Time tilewise against PyTorch on this machine.")
     made.command("roofline", short_help="Work, traffic and least time of a problem on a GPU.")(roofline.roofline)
     return made
 

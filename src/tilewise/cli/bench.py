@@ -1,18 +1,21 @@
-"""`tilewise bench`: `tilewise.attention` against PyTorch's own on this machine, and what else can be timed."""
+"""`tilewise bench`: `tilewise.attention` against PyTorch's own on this machine, and a command for its neighbours."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from tilewise.cli import shapes
+from tilewise.cli import neighbours, shapes
 from tilewise.cli.expression import read_mask
-from tilewise.cli.neighbours import neighbours
-from tilewise.cli.output import guarded, say_json, table
-from tilewise.cli.timing import Cell, Shape, machine, measure
+from tilewise.cli.output import guarded, machine, say_json, table
+from tilewise.cli.timing import Cell, Shape, measure
+from tilewise.core.errors import InputError
 
 
 class What(str, Enum):
@@ -23,15 +26,8 @@ class What(str, Enum):
     both = "both"
 
 
-def register(group: typer.Typer) -> None:
-    """`bench` itself, and what stands below it."""
-    group.callback(invoke_without_command=True)(bench)
-    group.command("neighbours", short_help="Norms, softmax, gated units, rotation, loss.")(neighbours)
-
-
 @guarded
 def bench(
-    context: typer.Context,
     batch: shapes.Batch = 1,
     seqlen: Annotated[
         list[int] | None,
@@ -51,6 +47,7 @@ def bench(
     device: shapes.Device = None,
     impl: shapes.Impl = None,
     seconds: Annotated[float, typer.Option(help="Time to spend on one cell of the table, about.", min=0.01)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the random tensors.")] = 0,
     as_json: shapes.Json = False,
 ) -> None:
     """Time tilewise.attention against torch.nn.functional.scaled_dot_product_attention, forward and backward.
@@ -58,14 +55,10 @@ def bench(
     Median, 20th and 80th percentile of many calls after a warm-up; on a GPU by CUDA events with a cold L2 cache, on a
     CPU by the clock. TFLOP/s count visible pairs only (4 · pairs · head_dim forward, 2.5 times that backward). PyTorch
     gets a dense boolean mask wherever it has no flag for the mask. The last column is the largest difference of the two
-    results.
-
-    What stands beside attention has a command of its own, `tilewise bench neighbours`.
+    results. `tilewise bench neighbours` times what stands beside attention.
 
     Example: tilewise bench --seqlen 4096 --heads-q 16 --heads-kv 4 --mask "causal & window(512)"
     """
-    if context.invoked_subcommand is not None:
-        return
     where = shapes.device(device)
     gpu = where.type == "cuda"
     kind = dtype or (shapes.Dtype.bf16 if gpu else shapes.Dtype.fp32)
@@ -74,7 +67,7 @@ def bench(
     cells: list[Cell] = []
     for length in seqlen or ([1024, 4096, 16384] if gpu else [512, 1024, 2048]):
         shape = Shape(batch, length, seqlen_k or length, heads_q, heads_kv or heads_q, head_dim)
-        generator = torch.Generator(where).manual_seed(0)
+        generator = torch.Generator(where).manual_seed(seed)
         cells += measure(
             shape, formula, directions, dtype=kind.torch, device=where, impl=impl, seconds=seconds, generator=generator
         )
@@ -115,3 +108,35 @@ def bench(
     heads = f"{heads_q} query heads" + (f", {heads_kv} key heads" if heads_kv else "")
     masked = "" if formula is None else f", mask {formula!r}"
     table(f"batch {batch}, {heads} of {head_dim}, {kind.value} on {where}{masked}", columns, rows, left=4)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command, which is attention's unless another follows, and those others."""
+    app.callback(invoke_without_command=True)(_alone())
+    app.command("neighbours")(neighbours.neighbours)
+
+
+def _alone() -> Callable[..., None]:
+    """`bench` with typer's context before its own parameters: nothing where a command follows, and InputError for
+    options before that command, which would not hear of them.
+    """
+
+    @guarded
+    @functools.wraps(bench)
+    def run(context: typer.Context, **options: Any) -> None:
+        following = context.invoked_subcommand
+        if following is None:
+            bench(**options)
+            return
+        for name in options:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                expected = f"options of {following} behind its name"
+                hint = f"tilewise bench {following} --help lists them"
+                raise InputError(f"bench {name}", got="an option of attention", expected=expected, hint=hint)
+
+    own = inspect.signature(bench, eval_str=True)
+    first = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    run.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+    run.__annotations__ = {"context": typer.Context} | {name: p.annotation for name, p in own.parameters.items()}
+    return run

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +29,11 @@ def console(*, stderr: bool = False) -> Console:
 def say(text: str) -> None:
     """Print lines as they are."""
     console().print(text)
+
+
+def machine(device: torch.device) -> str:
+    """What the device is called, for the record."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
 def say_json(data: Any) -> None:

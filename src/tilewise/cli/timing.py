@@ -1,4 +1,6 @@
-"""Timing for `tilewise bench`: one problem through the library and through PyTorch, forward and backward."""
+"""Timing for `tilewise bench`: attention through the library and through PyTorch, forward and backward, and what any
+timing of calls needs.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import tilewise
+from tilewise.explain.neighbours import Outputs, outputs_of
 
 FLUSH_BYTES = 256 * 1024 * 1024  # larger than any L2 cache of the GPU table
+WAIT_CYCLES = 600_000  # some 0.3 ms, in which the host gets through most calls
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,6 @@ def repeat(call: Callable[[], object], device: torch.device, seconds: float) -> 
     return sorted(clock(call, count))
 
 
-def machine(device: torch.device) -> str:
-    """What it is, for the record."""
-    gpu = device.type == "cuda"
-    return torch.cuda.get_device_name(device) if gpu else f"cpu, {torch.get_num_threads()} threads"
-
-
 def _wall(call: Callable[[], object], count: int) -> list[float]:
     times = []
     for _ in range(count):
@@ -77,17 +75,61 @@ def _wall(call: Callable[[], object], count: int) -> list[float]:
 
 
 def _events(call: Callable[[], object], count: int, device: torch.device) -> list[float]:
-    """As triton.testing.do_bench: events around each call, the L2 cache overwritten before it, one wait at the end."""
+    """Events around each call, the L2 cache overwritten before it and the GPU kept waiting until the host is ahead, so
+    that no time holds a launch that came late.
+    """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     event: Any = torch.cuda.Event
     pairs = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(count)]
     for start, stop in pairs:
         flush.zero_()
+        torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
         start.record()
         call()
         stop.record()
     torch.cuda.synchronize(device)
     return [float(start.elapsed_time(stop)) for start, stop in pairs]
+
+
+Timed = tuple[Callable[[], object], Outputs]
+
+
+def forward_of(function: Callable[[], Any]) -> Timed:
+    """A call without gradients, and what it gives, float32."""
+
+    def call() -> Any:
+        with torch.no_grad():
+            return function()
+
+    return call, tuple(x.float() for x in outputs_of(call()))
+
+
+def backward_of(function: Callable[[], Any], inputs: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Timed:
+    """A call of the backward alone, from a saved forward, and the gradients of `inputs`, float32."""
+    outputs = outputs_of(function())
+
+    def call() -> Outputs:
+        return torch.autograd.grad(outputs, inputs, incoming, retain_graph=True)
+
+    return call, tuple(gradient.float() for gradient in call())
+
+
+def apart(ours: Outputs, theirs: Outputs) -> float:
+    """The largest difference of two results."""
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def quantiles(ms: Sequence[float]) -> tuple[float, float, float]:
+    """(p20, p50, p80) of sorted times."""
+    p20, p50, p80 = (ms[min(len(ms) - 1, int(share * len(ms)))] for share in (0.2, 0.5, 0.8))
+    return p20, p50, p80
+
+
+def copy_rate(device: torch.device, seconds: float) -> float:
+    """GB/s of a copy that no cache holds, bytes read and bytes written."""
+    source = torch.ones(FLUSH_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * FLUSH_BYTES / quantiles(repeat(lambda: target.copy_(source), device, seconds))[1] / 1e6
 
 
 def visible(mask: tilewise.Mask, shape: Shape, device: torch.device) -> torch.Tensor:
@@ -139,13 +181,13 @@ def measure(
     for direction in directions:
         results, times = [], []
         for _, attend in contenders:
-            call, result = _forward(attend) if direction == "forward" else _backward(attend, (q, k, v), do)
+            call, result = forward_of(attend) if direction == "forward" else backward_of(attend, (q, k, v), (do,))
             results.append(result)
             times.append(repeat(call, device, seconds))
         flops = _pairs(mask, dense, shape) * shape.head_dim * (4 if direction == "forward" else 10)
-        difference = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+        difference = apart(*results)
         for n, ((name, _), ms) in enumerate(zip(contenders, times, strict=True)):
-            p20, p50, p80 = (ms[min(len(ms) - 1, int(share * len(ms)))] for share in (0.2, 0.5, 0.8))
+            p20, p50, p80 = quantiles(ms)
             speedup = times[1][len(times[1]) // 2] / p50
             cells.append(
                 Cell(
@@ -162,26 +204,6 @@ def measure(
                 )
             )
     return cells
-
-
-Timed = tuple[Callable[[], object], tuple[torch.Tensor, ...]]
-
-
-def _forward(attend: Callable[[], torch.Tensor]) -> Timed:
-    def call() -> torch.Tensor:
-        with torch.no_grad():
-            return attend()
-
-    return call, (call().float(),)
-
-
-def _backward(attend: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...], do: torch.Tensor) -> Timed:
-    o = attend()
-
-    def call() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(o, inputs, do, retain_graph=True)
-
-    return call, tuple(gradient.float() for gradient in call())
 
 
 def _pairs(mask: tilewise.Mask | None, dense: torch.Tensor | None, shape: Shape) -> int:

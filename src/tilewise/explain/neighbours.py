@@ -1,6 +1,7 @@
-"""What stands beside attention in a model: the library's operations, the same in PyTorch, and the bytes they must move.
+"""What stands beside attention in a model, beside PyTorch's own: inputs, both ways to compute it, and the fewest bytes.
 
-`python -m benchmarks neighbours` and `tilewise bench neighbours` time them; `passes` counts what PyTorch moves.
+The fewest bytes are every input read and every result written once, counted in tensors as large as x: what a kernel
+moves that is one pass. `tilewise bench neighbours` and the benchmark of the same name hold their times against them.
 """
 
 from __future__ import annotations
@@ -14,31 +15,39 @@ import torch
 import torch.nn.functional as F
 
 import tilewise as tw
+from tilewise.explain.operators import Moved, moved
 
 HEAD_DIM = 128
 
 Tensors = dict[str, torch.Tensor]
-Function = Callable[..., Any]
 Outputs = tuple[torch.Tensor, ...]
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Neighbour:
-    """An operation: inputs by name for (rows, width); ours, which takes them and `impl` by name; the same in PyTorch,
-    which takes them in order. `forward` and `backward` count tensors as large as x that are read or written at least:
-    what is needed once, what comes out once.
+class Subject:
+    """An operation: ours, and the same in PyTorch; `forward` and `backward` count tensors as large as x that are read
+    or written at least. `make(rows, width)` gives float32 inputs by name, x first.
     """
 
-    operation: str  # its folder in `tilewise.ops`
+    operation: str  # its folder
     make: Callable[[int, int], Tensors]
     ours: Function
     plain: Function
     forward: float
     backward: float
 
+    def fewest(self, inputs: Tensors) -> tuple[int, int]:
+        """Bytes of one pass forward, and of one backward."""
+        x = inputs["x"]
+        return int(self.forward * x.nbytes), int(self.backward * x.nbytes)
+
+
+# inputs and results --------------------------------------------------------------------------------------------------
+
 
 def placed(inputs: Tensors, device: torch.device | str, dtype: torch.dtype) -> Tensors:
-    """The inputs on a device, those with gradients in `dtype`."""
+    """The inputs there, leaves of an autograd graph where they are floats."""
     return {
         name: x.detach().to(device, dtype).requires_grad_() if x.is_floating_point() else x.to(device)
         for name, x in inputs.items()
@@ -46,38 +55,29 @@ def placed(inputs: Tensors, device: torch.device | str, dtype: torch.dtype) -> T
 
 
 def outputs_of(found: Any) -> Outputs:
-    """The results of a function, one or several."""
+    """What a function returned, as a tuple."""
     return (found,) if isinstance(found, torch.Tensor) else tuple(found)
 
 
 def incoming(outputs: Outputs, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gradients of the outputs, alike for whoever computes these, numbers that `dtype` holds."""
+    """Gradients of the outputs, alike for everybody, of numbers that `dtype` holds."""
     made = (torch.cos(torch.arange(x.numel(), device=x.device)).to(dtype) for x in outputs)
     return [y.view(x.shape).to(x.dtype) for x, y in zip(outputs, made, strict=True)]
 
 
-def forward_of(function: Function, inputs: Tensors) -> Callable[[], Outputs]:
-    """A call without gradients of a function that takes inputs by name."""
+def in_operators(subject: Subject, rows: int, width: int, dtype: torch.dtype) -> tuple[Moved, Moved]:
+    """What PyTorch's version moves forward and backward, operator by operator (`tilewise.explain.operators`)."""
+    with torch.device("meta"):
+        inputs = placed(subject.make(rows, width), "meta", dtype)
+        subject.plain(*inputs.values())  # tables are there from now on
+        state: list[Outputs] = []
+        forward = moved(lambda: state.append(outputs_of(subject.plain(*inputs.values()))))
+        do = [torch.empty_like(x) for x in state[0]]
+        wanted = [x for x in inputs.values() if x.requires_grad]
+        return forward, moved(lambda: torch.autograd.grad(state[0], wanted, do))
 
-    def call() -> Outputs:
-        with torch.no_grad():
-            return outputs_of(function(**inputs))
 
-    return call
-
-
-def backward_of(function: Function, inputs: Tensors) -> Callable[[], Outputs]:
-    """A call of the backward alone, behind a forward that the first call does: all gradients."""
-    wanted = [x for x in inputs.values() if x.requires_grad]
-    state: dict[str, Any] = {}
-
-    def call() -> Outputs:
-        if not state:
-            state["outputs"] = outputs_of(function(**inputs))
-            state["incoming"] = incoming(state["outputs"], inputs["x"].dtype)
-        return torch.autograd.grad(state["outputs"], wanted, state["incoming"], retain_graph=True)
-
-    return call
+# operations ----------------------------------------------------------------------------------------------------------
 
 
 def _rows(rows: int, width: int) -> torch.Tensor:
@@ -108,14 +108,13 @@ def _angles(tokens: int, device: torch.device) -> tw.Rope:
 
 def _heads(rows: int, width: int) -> Tensors:
     """Queries, and keys of a quarter of their heads."""
-    heads = max(1, width // HEAD_DIM // 4)
     return {
-        "x": torch.randn(rows, 4 * heads, HEAD_DIM, requires_grad=True),
-        "k": torch.randn(rows, heads, HEAD_DIM, requires_grad=True),
+        "x": torch.randn(rows, width // HEAD_DIM, HEAD_DIM, requires_grad=True),
+        "k": torch.randn(rows, width // HEAD_DIM // 4, HEAD_DIM, requires_grad=True),
     }
 
 
-def _rotated(x: torch.Tensor, k: torch.Tensor, impl: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotated(x: torch.Tensor, k: torch.Tensor, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     return tw.rope(x, k, rope=_angles(len(x), x.device), impl=impl)
 
 
@@ -131,28 +130,42 @@ def _plain_rotated(x: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torc
     return turned(x), turned(k)
 
 
-NEIGHBOURS = {
-    "rms_norm": Neighbour(
+SUBJECTS = {
+    "rms_norm": Subject(
         "norm", _norm, tw.rms_norm, lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6), 2, 3
     ),
-    "rms_norm, residual": Neighbour(
+    "rms_norm, residual": Subject(
         "norm", lambda rows, width: _norm(rows, width, residual=True), tw.rms_norm, _plain_residual, 4, 4
     ),
-    "layer_norm": Neighbour(
+    "layer_norm": Subject(
         "norm", lambda rows, width: _norm(rows, width, bias=True), tw.layer_norm,
         lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias), 2, 3,
     ),
-    "softmax": Neighbour(
+    "softmax": Subject(
         "softmax", lambda rows, width: {"x": _rows(rows, width)}, tw.softmax, lambda x: x.softmax(-1), 2, 3
     ),
-    "swiglu": Neighbour(
+    "swiglu": Subject(
         "glu", lambda rows, width: {"x": _rows(rows, 2 * width)}, lambda x, impl: tw.swiglu(x, impl=impl), _swiglu,
         1.5, 2.5,
     ),
-    "rope": Neighbour("rope", _heads, _rotated, _plain_rotated, 2.5, 2.5),
-    "cross_entropy": Neighbour(
-        "cross_entropy",
-        lambda rows, width: {"x": _rows(rows, width), "target": torch.randint(width, (rows,))},
-        lambda x, target, impl: tw.cross_entropy(x, target, impl=impl), F.cross_entropy, 1, 2,
-    ),
+    "rope": Subject("rope", _heads, _rotated, _plain_rotated, 2.5, 2.5),
 }  # fmt: skip
+LOSS = Subject(
+    "cross_entropy",
+    lambda rows, width: {"x": _rows(rows, width), "target": torch.randint(width, (rows,))},
+    lambda x, target, impl: tw.cross_entropy(x, target, impl=impl),
+    F.cross_entropy,
+    1,
+    2,
+)
+
+
+def linear_inputs(tokens: int, hidden: int, classes: int) -> Tensors:
+    """Of a last linear layer with its loss: x, weight and target."""
+    weight = torch.randn(classes, hidden) / hidden**0.5
+    return {"x": torch.randn(tokens, hidden), "weight": weight, "target": torch.randint(classes, (tokens,))}
+
+
+def plain_linear_loss(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`tilewise.linear_cross_entropy` in PyTorch."""
+    return F.cross_entropy(F.linear(x, weight), target)

@@ -1,4 +1,5 @@
-"""The roofline of an attention problem: work, compulsory traffic, and the least time a GPU of the table needs for it.
+"""The roofline of an attention problem, or of work that was counted elsewhere: operations, compulsory traffic, and the
+least time a GPU of the table needs for it.
 
 Conventions (Dao, FlashAttention-2, 2023): two floating-point operations a multiply-add, only visible (query, key)
 pairs counted, softmax not counted. Forward is two matrix products, backward five (one of them S again). Bytes are
@@ -120,20 +121,30 @@ class Problem:
 
 @dataclass(frozen=True)
 class Work:
-    """What anything else takes: floating-point operations and bytes, counted elsewhere, and the type whose peak bounds
-    the operations.
+    """Operations and bytes that were counted elsewhere; `dtype` says which of a GPU's peaks the operations run at.
+
+    Raises InputError for counts below 1 or an unknown dtype.
     """
 
     operations: int
     moved: int
     dtype: str = "fp32"
 
+    def __post_init__(self) -> None:
+        for name in ("operations", "moved"):
+            if getattr(self, name) < 1:
+                hint = "what does nothing has no roofline"
+                raise InputError(name, got=getattr(self, name), expected="an integer of at least 1", hint=hint)
+        if self.dtype not in device.ITEMSIZE:
+            hint = "of the operations, not of what is stored"
+            raise InputError("dtype", got=self.dtype, expected=", ".join(device.ITEMSIZE), hint=hint)
+
     def flops(self) -> int:
-        """Floating-point operations."""
+        """The operations."""
         return self.operations
 
     def bytes(self) -> int:
-        """Traffic."""
+        """The bytes."""
         return self.moved
 
 

@@ -1,14 +1,14 @@
 """Pictures through matplotlib (the extra `tilewise[draw]`), each a function that returns a figure for `save`.
 
-`mask`, `tiles` and `query` draw masks; `roofline`, `traffic`, `ladder` and `timeline` draw what attention costs, and
-`passes` what stands beside it; `shares` who does which tile, `pages` who holds which page. Files are deterministic: the
-same figure saved twice gives the same bytes.
+`mask`, `tiles` and `query` draw masks; `roofline`, `traffic`, `ladder` and `timeline` draw what attention costs;
+`shares` who does which tile, `pages` who holds which page. Files are deterministic: the same figure saved twice gives
+the same bytes.
 """
 
 from tilewise.explain.draw.formulas import mask, panel
 from tilewise.explain.draw.masks import EMPTY, FULL, PARTIAL, Panel, classify, query, tiles
 from tilewise.explain.draw.pages import pages
-from tilewise.explain.draw.plots import ladder, passes, roofline, timeline, traffic
+from tilewise.explain.draw.plots import ladder, roofline, timeline, traffic
 from tilewise.explain.draw.style import check_target, save
 from tilewise.explain.draw.work import shares
 
@@ -23,7 +23,6 @@ __all__ = [
     "mask",
     "pages",
     "panel",
-    "passes",
     "query",
     "roofline",
     "save",

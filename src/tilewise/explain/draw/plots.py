@@ -24,9 +24,7 @@ _KINDS = {
 }
 
 
-def roofline(
-    points: Mapping[str, Roofline], measured: Mapping[str, float] | None = None, title: str = "Attention"
-) -> Any:
+def roofline(points: Mapping[str, Roofline], measured: Mapping[str, float] | None = None) -> Any:
     """A log-log roofline of one GPU: a roof for each dtype among the points, a dot under it for each labelled problem.
 
     Args:
@@ -74,10 +72,11 @@ def roofline(
             colour, rate = style.SERIES[1:][index % 5], point.attainable / 1e12
             ax.plot(point.intensity, rate, "o", markersize=7, color=colour, markeredgecolor="white", zorder=4)
             left = point.bound == "memory"
+            below = -20 if measured and label in measured else -9  # of the second dot
             ax.annotate(
                 f"{label}\n{_time(point.floor_seconds)}",
                 (point.intensity, rate),
-                (8 if left else 0, -5 if left else -9),
+                (8 if left else 0, -5 if left else below),
                 textcoords="offset points",
                 ha="left" if left else "center",
                 va="top",
@@ -103,7 +102,7 @@ def roofline(
             fontsize=8,
             color=style.MUTED,
         )
-        ax.set_title(f"{title} on one {gpu.name}: the floor of each problem")
+        ax.set_title(f"The floor of each problem on one {gpu.name}")
         ax.set_xlabel("arithmetic intensity, FLOP per byte of compulsory traffic")
         ax.set_ylabel("TFLOP/s")
     return figure
@@ -171,30 +170,6 @@ def ladder(reports: Sequence[Report]) -> Any:
         ax.set_xlim(0, (loads + stores).max() * 1.1)
         ax.set_title(f"Elements moved: {reports[0].problem}")
         ax.legend(loc="lower right", frameon=False, ncols=2, fontsize=8, handlelength=1.1)
-    return figure
-
-
-def passes(counted: Mapping[str, Sequence[float]], least: Mapping[str, float]) -> Any:
-    """What operators move, one after another, in tensors: a bar of passes for each label, and below it the least."""
-    if set(counted) != set(least):
-        raise InputError("least", got=sorted(least), expected=str(sorted(counted)), hint="a number for each label")
-    with style.look():
-        figure, ax = style.canvas(size=(7.2, 0.62 * len(counted) + 0.7))
-        for place, (label, widths) in enumerate(counted.items()):
-            left = 0.0
-            for index, width in enumerate(widths):
-                colour = style.FULL if index % 2 else style.PARTIAL_PALE
-                ax.barh(place, width, 0.42, left, color=colour, edgecolor="white", linewidth=0.6)
-                left += width
-            ax.barh(place + 0.34, least[label], 0.18, color=style.PARTIAL)
-            for at, much in ((place, left), (place + 0.34, least[label])):
-                ax.annotate(f"{much:.3g}", (much, at), (5, 0), textcoords="offset points", va="center", fontsize=8)
-        ax.set_yticks(np.arange(len(counted)) + 0.1, list(counted))
-        ax.tick_params(axis="y", length=0, labelsize=8.5, labelcolor=style.INK)
-        ax.invert_yaxis()
-        ax.spines[["bottom", "left"]].set_visible(False)
-        ax.set_xticks([])
-        ax.set_title("Tensors moved, pass by pass, and below the least")
     return figure
 
 
