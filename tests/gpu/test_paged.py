@@ -97,6 +97,7 @@ def test_repeats_give_the_same_bits() -> None:
 def test_one_graph_serves_other_lengths_and_pages() -> None:
     """Captured for eight requests of up to 1,024 tokens; replayed with others, with fewer, and with empty ones."""
     generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     pool = [torch.randn(600, 16, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
     table = torch.zeros(8, 64, dtype=torch.int32, device=DEVICE)
     seqlens = torch.ones(8, dtype=torch.int32, device=DEVICE)
@@ -117,7 +118,10 @@ def test_one_graph_serves_other_lengths_and_pages() -> None:
         for r, n in enumerate(lengths):
             k, v = (x[table[r].long()].flatten(0, 1)[None, :n] for x in pool)
             want = tw.attention(q[r : r + 1], k, v, impl="reference") if n else torch.zeros_like(q[:1])
-            torch.testing.assert_close(results[0][r : r + 1], want, rtol=2e-2, atol=2e-3)
+            # weights and the result are rounded once each, to half of eps of what they add up at most
+            most = tw.attention(q[r : r + 1], k, v.abs(), impl="reference") if n else want
+            apart = (results[0][r : r + 1].double() - want.double()).abs()
+            assert (apart <= torch.finfo(torch.bfloat16).eps * most.double()).all()
 
 
 @pytest.mark.parametrize("impl", ["triton_paged", "hopper_decode"])

@@ -19,8 +19,8 @@ def forward(call: Call, results: Tensors) -> None:
 def backward(call: Call, kept: Tensors, incoming: Sequence[torch.Tensor], gradients: Tensors) -> None:
     """Fills the gradient of the logits."""
     slopes = _slopes(call, _wide_rows(call.logits), call.target.reshape(-1), kept["lse"])
-    factor = _factor(call, kept, incoming[0])
-    gradients["logits"].copy_((factor.reshape(-1, 1) * slopes).view(call.logits.shape))
+    slopes *= _factor(call, kept, incoming[0]).reshape(-1, 1)
+    gradients["logits"].copy_(slopes.view(call.logits.shape))
 
 
 def linear_forward(call: LinearCall, results: Tensors) -> None:
@@ -75,11 +75,14 @@ def _losses(call: Call | LinearCall, logits: torch.Tensor, target: torch.Tensor)
 def _slopes(call: Call | LinearCall, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The gradient of the sum of all losses in the logits."""
     seen = counted(call, target, logits.shape[1])
-    slopes = torch.exp(logits - lse[:, None]) * (1.0 + 2.0 * call.z_loss * lse)[:, None]
-    slopes -= call.label_smoothing / logits.shape[1]
+    slopes = torch.sub(logits, lse[:, None]).exp_()
+    if call.z_loss:
+        slopes *= (1.0 + 2.0 * call.z_loss * lse)[:, None]
+    if call.label_smoothing:
+        slopes -= call.label_smoothing / logits.shape[1]
     own = torch.full_like(lse, call.label_smoothing - 1.0)[:, None]
     slopes.scatter_add_(1, target.where(seen, 0)[:, None], own)
-    return slopes.where(seen[:, None], 0.0)
+    return slopes if seen.all() else slopes.masked_fill_(~seen[:, None], 0.0)
 
 
 def _reduce(call: Call | LinearCall, losses: torch.Tensor, vocabulary: int, results: Tensors) -> None:

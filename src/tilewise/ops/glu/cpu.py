@@ -20,18 +20,16 @@ def _active(call: Call, gate: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate=_approximate(call))
 
 
-def _into_gate(call: Call, gradient: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """The gradient of the activation's input; by PyTorch's own functions, since autograd sees no custom operator's
-    inside.
+def _into_gate(call: Call, gradient: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
+    """Fills `out` with the gradient of the activation's input; by PyTorch's own functions, since autograd does not look
+    into a custom operator.
     """
-    found: torch.Tensor
     if call.activation == "silu":
-        found = aten.silu_backward(gradient, gate)
+        aten.silu_backward.grad_input(gradient, gate, grad_input=out)
     elif call.activation == "relu":
-        found = aten.threshold_backward(gradient, gate, 0)
+        aten.threshold_backward.grad_input(gradient, gate, 0, grad_input=out)
     else:
-        found = aten.gelu_backward(gradient, gate, approximate=_approximate(call))
-    return found
+        aten.gelu_backward.grad_input(gradient, gate, approximate=_approximate(call), grad_input=out)
 
 
 def _approximate(call: Call) -> str:
@@ -41,7 +39,7 @@ def _approximate(call: Call) -> str:
 def forward(call: Call, results: Tensors) -> None:
     """Fills o."""
     gate, up = (_wide(x) for x in call.halves)
-    results["o"].copy_(_active(call, gate) * up)
+    torch.mul(_active(call, gate), up, out=results["o"])
 
 
 def backward(call: Call, kept: Tensors, incoming: Sequence[torch.Tensor], gradients: Tensors) -> None:
@@ -50,9 +48,9 @@ def backward(call: Call, kept: Tensors, incoming: Sequence[torch.Tensor], gradie
     do = _wide(incoming[0])
     dgate, dup = into_halves(call, gradients)
     if dgate is not None:
-        dgate.copy_(_into_gate(call, do * up, gate))
+        _into_gate(call, do * up, gate, dgate)
     if dup is not None:
-        dup.copy_(do * _active(call, gate))
+        torch.mul(do, _active(call, gate), out=dup)
 
 
 def into_halves(call: Call, gradients: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
