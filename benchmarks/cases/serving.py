@@ -7,7 +7,8 @@ the codes stand for.
 
 `decode_shared`: 32 requests that begin with the same 8k tokens, and requests that have nothing in common: as they are,
 with `Paged(share_prefixes=True)` where this version has it (`.shared`), and, where there is a prefix, by hand: one
-attention over it, one over the rest, merged (`.cascade`). GB/s count tokens that requests share once.
+attention over it, one over the rest, merged (`.cascade`), and with pages of its own for each request (`.copies`), which
+no cache keeps for the next one. GB/s count tokens that requests share once, of copies all.
 
 `mixed`: one prompt of 8k new tokens beside 63 requests of 4k that decode: one call for all, or one for each part.
 
@@ -147,13 +148,19 @@ def _shared(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
         for row in ROWS[device]
         for name, layout in layouts.items()
     }
+    wants = {}
     if batch.shared:
         row = ROWS[device][0]
         contenders[f"tilewise.{row}.cascade"] = _cascade(row, batch, given, nbytes)
+        apart = replace(batch, shared=0)
+        own = tensors(apart, dtype_of(device), device)
+        k, v = own.pool[:, 0], own.pool[:, 1]
+        contenders[f"tilewise.{row}.copies"] = _decoding(row, own, k, v, own.layout, row_bytes(k, v) * apart.distinct)
+        wants[f"tilewise.{row}.copies"] = reference(apart, own, request)
     measure(
         "decode_shared", problem_of(batch, workload(batch), given.q.dtype), contenders, writer, device=device,
         rounds=rounds, includes=INCLUDES,
-        error=lambda name, o: relative_error(o.view(given.q.shape)[request, 0], want),
+        error=lambda name, o: relative_error(o.view(given.q.shape)[request, 0], wants.get(name, want)),
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def test_prefixes_are_shared_where_this_version_can(tmp_path: Path, monkeypatch:
             found = quick("serving", tmp_path / version, "decode_shared")
         assert max(_errors(found)) < 1e-5
         names[version] = {(record.problem["shared"] > 0, record.impl.split(".", 1)[1]) for record in found}
-    plain = {(True, "cpu_tiled"), (True, "cpu_tiled.cascade"), (False, "cpu_tiled")}
+    plain = {(True, "cpu_tiled"), (True, "cpu_tiled.cascade"), (True, "cpu_tiled.copies"), (False, "cpu_tiled")}
     assert names["with"] == plain | {(True, "cpu_tiled.shared"), (False, "cpu_tiled.shared")}
     assert names.get("without", plain) == plain
 
