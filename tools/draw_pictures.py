@@ -1,7 +1,7 @@
 """Regenerate the documentation's pictures under docs/pictures/.
 
-    python tools/draw_pictures.py            write every picture
-    python tools/draw_pictures.py --check    write nothing; fail if a committed picture differs from what is drawn now
+    python -m tools.draw_pictures            write every picture
+    python -m tools.draw_pictures --check    write nothing; fail if a committed picture differs from what is drawn now
 
 Bytes are the same for the same matplotlib version (the version is written inside each file).
 """
