@@ -14,6 +14,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "support matrix": support_matrix.matrix,
     "exact speed": speed_table.exact,
     "speed": speed_table.table,
+    "speed beside attention": speed_table.beside,
 }
 
 

@@ -14,6 +14,7 @@ from benchmarks.report import latest, outdated, ratio
 DEVICE = "h200"
 PASSES = ("attention_forward", "attention_backward")
 EXACT = ("exact_forward", "exact_backward")
+BESIDE = ("neighbours_forward", "neighbours_backward")
 PEERS = {"flex": "FlexAttention, compiled", "cudnn": "cuDNN"}
 
 
@@ -75,6 +76,35 @@ def exact(results: Path = RESULTS) -> str:
     caption += [f"{what} {value}" for what, value in others.items()]
     earlier = _of_earlier(record for rows in passes for _, row in rows for record in row.values())
     return "\n".join(lines) + "\n\n" + "; ".join(caption) + "." + earlier
+
+
+def beside(results: Path = RESULTS) -> str:
+    """What stands beside attention: one row an operation, its share of a copy's rate, and how many times as fast it is
+    as PyTorch's own; of several shapes the first.
+    """
+    tables = latest(read_all(results))
+    passes = []
+    for question in BESIDE:
+        rows: dict[str, dict[str, Record]] = {}
+        for _, row in tables.get((DEVICE, question), []):
+            rows.setdefault(next(iter(row.values())).problem["operation"], row)
+        passes.append(rows)
+    names = [name for name in passes[0] if name in passes[1]]
+    if not names:
+        return "No records yet."
+    lines = [
+        "| forward / backward | rows × numbers | share of a copy's rate | times as fast as eager | `torch.compile` |",
+        "|---" * 5 + "|",
+    ]
+    for name in names:
+        row = [found[name] for found in passes]
+        ours = [found["tilewise.triton"] for found in row]
+        share = " / ".join(f"{x.gbps / x.ceiling_gbps:.2f}" if x.gbps and x.ceiling_gbps else "" for x in ours)
+        speed = [" / ".join(_ratio(found, peer) for found in row) for peer in ("eager", "compile")]
+        lines.append("| " + " | ".join((f"`{name}`", ours[0].problem["shape"], share, *speed)) + " |")
+    caption = f"{ours[0].device}, {ours[0].problem['dtype']}, {ours[0].date[:10]}."
+    earlier = _of_earlier(record for rows in passes for row in rows.values() for record in row.values())
+    return "\n".join(lines) + "\n\n" + caption + earlier
 
 
 def _of_earlier(records: Iterable[Record]) -> str:

@@ -93,6 +93,24 @@ def test_the_exact_table_has_the_best_peers_time_over_the_rows(tmp_path: Path) -
     assert lines[-1].endswith("; grouped queries 1.50 / 0.75; 4 packed documents 1.50 / 0.75.")
 
 
+def test_the_table_beside_attention_has_the_first_shape_of_each_operation(tmp_path: Path) -> None:
+    for question, ours in (("neighbours_forward", 2.0), ("neighbours_backward", 4.0)):
+        for operation, shape in (("rope", "16 × 4"), ("rope", "8 × 8"), ("swiglu", "16 × 4")):
+            problem = {"operation": operation, "shape": shape, "dtype": "bfloat16"}
+            for impl, time in {"tilewise.triton": ours, "eager": 6.0, "compile": 3.0, "quack": 0.1}.items():
+                append(sample(question=question, problem=problem, impl=impl, device="NVIDIA H200", p20_ms=time,
+                              p50_ms=time, p80_ms=time, gbps=1800.0 / time, ceiling_gbps=1000.0,
+                              date="2026-02-01T00:00:00Z",
+                              sources=TODAY if impl.startswith("tilewise") else None), tmp_path)  # fmt: skip
+    lines = speed_table.beside(tmp_path).splitlines()
+    assert lines[2:4] == [
+        "| `rope` | 16 × 4 | 0.90 / 0.45 | 3.00 / 1.50 | 1.50 / 0.75 |",
+        "| `swiglu` | 16 × 4 | 0.90 / 0.45 | 3.00 / 1.50 | 1.50 / 0.75 |",
+    ]
+    assert lines[-1].startswith("NVIDIA H200, bfloat16, 2026-02-01.")
+
+
 def test_without_records_the_table_says_so(tmp_path: Path) -> None:
+    assert speed_table.beside(tmp_path) == "No records yet."
     assert speed_table.table(tmp_path) == "No records yet."
     assert speed_table.exact(tmp_path) == "No records yet."
