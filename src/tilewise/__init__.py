@@ -30,6 +30,7 @@ from tilewise.ops.glu import geglu, reglu, swiglu
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
 from tilewise.ops.norm import layer_norm, rms_norm
+from tilewise.ops.quantize import quantize_qkv
 from tilewise.ops.rope import rope
 from tilewise.ops.softmax import log_softmax, softmax
 from tilewise.quant import FA3FP8, FP8, Sage, Sage1, Sage2, Sage2pp
@@ -80,6 +81,7 @@ __all__ = [
     "neighborhood",
     "plan",
     "prefix",
+    "quantize_qkv",
     "reglu",
     "relative_bias",
     "rms_norm",

@@ -2,6 +2,7 @@
 rotation that evens out channels; and schemes of attention in few bits.
 """
 
+from tilewise.quant.blocks import Quantized
 from tilewise.quant.channels import ByChannel, encode_by_channel
 from tilewise.quant.codes import KINDS, Encoded, decode, encode
 from tilewise.quant.rotation import rotate
@@ -13,6 +14,7 @@ __all__ = [
     "KINDS",
     "ByChannel",
     "Encoded",
+    "Quantized",
     "Sage",
     "Sage1",
     "Sage2",
