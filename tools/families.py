@@ -110,13 +110,20 @@ _WRITE_SHARED = (
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
-# operations on rows of numbers, made by `ops/operation.py`, and the sources of theirs beside the folder
+# operations on rows, or blocks of rows, made by `ops/operation.py`, and the sources of theirs beside the folder
 NEIGHBOURS: dict[str, tuple[str, ...]] = {
     "norm": ("src/tilewise/quant/c*.py", _CODES),
     "softmax": (),
     "cross_entropy": (),
     "glu": (),
     "rope": ("src/tilewise/rotary.py", _ROTARY),
+    "quantize": (
+        "src/tilewise/layouts.py",
+        "src/tilewise/quant/*.py",
+        _CODES,
+        "src/tilewise/tiles/visit.py",
+        _ATTENTION + "arguments.py",
+    ),
 }
 
 

@@ -30,13 +30,17 @@ from tilewise.ops.glu import geglu, reglu, swiglu
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
 from tilewise.ops.norm import layer_norm, rms_norm
+from tilewise.ops.quantize import quantize_qkv
 from tilewise.ops.rope import rope
 from tilewise.ops.softmax import log_softmax, softmax
+from tilewise.quant import FA3FP8, FP8, Sage, Sage1, Sage2, Sage2pp
 from tilewise.rotary import Rope
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FA3FP8",
+    "FP8",
     "AttentionPlan",
     "Dense",
     "DynamicScaling",
@@ -47,6 +51,10 @@ __all__ = [
     "Packed",
     "Paged",
     "Rope",
+    "Sage",
+    "Sage1",
+    "Sage2",
+    "Sage2pp",
     "Score",
     "YarnScaling",
     "alibi",
@@ -73,6 +81,7 @@ __all__ = [
     "neighborhood",
     "plan",
     "prefix",
+    "quantize_qkv",
     "reglu",
     "relative_bias",
     "rms_norm",

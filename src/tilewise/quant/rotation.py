@@ -26,12 +26,12 @@ def rotate(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     head_dim = x.shape[-1]
     if head_dim & (head_dim - 1) or not head_dim:
         raise InputError("x", got=f"head_dim {head_dim}", expected="a power of 2", hint="leave such heads unrotated")
-    return (x.float() @ _matrix(head_dim, seed, x.device)).to(x.dtype)
+    return (x.float() @ matrix(head_dim, seed, x.device)).to(x.dtype)
 
 
 @functools.lru_cache(maxsize=64)
-def _matrix(head_dim: int, seed: int, device: torch.device) -> torch.Tensor:
-    """diag(signs) H / sqrt(head_dim), float32."""
+def matrix(head_dim: int, seed: int, device: torch.device) -> torch.Tensor:
+    """What `rotate` multiplies by: diag(signs) H / sqrt(head_dim), float32, for a power of 2."""
     hadamard = torch.ones(1, 1)
     while len(hadamard) < head_dim:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])

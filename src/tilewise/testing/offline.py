@@ -24,6 +24,7 @@ from tilewise.ops.operation import Operation, fields_of
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of
 technical specifications)."""
+TENSOR_MEMORY = 512  # columns that a multiprocessor has where there are any
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,11 @@ def compile_operation(operation: Operation[Any], call: Any, sm: int) -> list[Res
 
 
 def resources(kernel: Any) -> Resources:
-    """Registers, spills and shared memory of a compiled kernel."""
+    """Registers, spills and shared memory of a compiled kernel; an AssertionError for one that Triton made a trap of,
+    which no launch would take, because it wants more tensor memory than there is.
+    """
+    columns = getattr(kernel.metadata, "tmem_size", None) or 0
+    assert columns <= TENSOR_MEMORY, f"{kernel.metadata.name}: {columns} columns of tensor memory"
     report = _inspected(kernel, "cuobjdump", "--dump-resource-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     matrix = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", kernel.asm["ptx"]))

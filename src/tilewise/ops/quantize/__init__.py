@@ -1,0 +1,79 @@
+"""Queries, keys and values of attention as codes of 8 or 4 bits, in blocks, by a scheme."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.layouts import Dense, Packed
+from tilewise.ops.quantize.problem import NUMBERS, check, make_call, names
+from tilewise.ops.quantize.table import QUANTIZE
+from tilewise.quant.blocks import Quantized
+from tilewise.quant.schemes import Scheme
+
+
+def quantize_qkv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scheme: Scheme,
+    layout: Dense | Packed | None = None,
+    impl: str | None = None,
+) -> Quantized:
+    """q, k and v as the codes that attention in few bits multiplies (schemes: `tilewise.Sage`, `tilewise.FP8`).
+
+    What is centred loses its mean: of a block of 64 queries, rounded to their dtype, of the keys or the values of a
+    sequence, in float32; means are of float64 sums. What is rotated is then multiplied by `tilewise.quant.rotate`'s
+    matrix. A group's scale is its largest absolute value over the largest code (127, 7 or 448; 4.5 for values of a
+    scheme with pv_sum="fp16"), all in float32; codes are the nearest ones, of two as near the even one. Rows behind a
+    sequence's last one count as zeros.
+
+    Codes, scales and means are the same bits in every implementation, as far as float64 sums of means round alike; with
+    a rotation, whose sums implementations order differently, numbers differ by roundings of float32, and a code by one
+    where its number lies so near the middle of two. So do biases.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim), packed (total_q, num_heads_q, head_dim); float16, bfloat16 or
+            float32, head_dim 1 to 256, unit stride in it.
+        k: (batch, seqlen_k, num_heads_kv, head_dim), num_heads_kv a divisor of num_heads_q; dtype and device of q.
+        v: (batch, seqlen_k, num_heads_kv, head_dim_v), likewise. Any of the three may be empty.
+        scheme: which codes.
+        layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for packed sequences; None is dense.
+        impl: "triton", "cpu" or "reference"; None picks the first that can.
+
+    Returns:
+        `tilewise.quant.Quantized`: codes, scales, and what makes up for means. A group of zeros has the scale 0, and so
+        has one whose scale would be below the smallest normal float32. A group that holds NaN or an infinity has the
+        scale NaN and codes 0, so that what meets it is NaN; what shares a mean with it, too. Values as numbers
+        (pv="fp16", "bf16") are rounded, in float16 to an infinity beyond 65,504; v itself where nothing changes it.
+        Without gradients.
+
+    Raises:
+        InputError: an argument is wrong, or takes a gradient.
+        UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+    """
+    scheme, layout = check(q, k, v, scheme, layout)
+    given = {"q": q, "k": k, "v": v}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for side in ("k", "v", "q"):  # queries meet the means of keys
+        call = make_call(side, given[side], scheme, layout, found["k"].get("mean") if side == "q" else None)
+        if call.kind in NUMBERS and not call.smooth:
+            found[side] = {"codes": v.detach().to(NUMBERS[call.kind]).contiguous()}
+        else:
+            found[side] = dict(zip(names(call), QUANTIZE(call, impl), strict=True))
+    of_q, of_k, of_v = (found[side] for side in "qkv")
+    return Quantized(
+        scheme,
+        layout,
+        of_q["codes"],
+        of_k["codes"],
+        of_v["codes"],
+        of_q["scale"],
+        of_k["scale"],
+        of_v.get("scale"),
+        of_q.get("mean"),
+        of_k.get("mean"),
+        of_v.get("mean"),
+        of_q.get("bias"),
+        k.detach() if "q" in scheme.smooth else None,
+    )

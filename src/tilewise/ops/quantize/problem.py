@@ -1,0 +1,175 @@
+"""The facts of one call that encodes queries, keys or values, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError
+from tilewise.layouts import Dense, Packed, check_packing
+from tilewise.ops.attention.arguments import check_shapes, check_tensors, layout_of
+from tilewise.quant.blocks import row_groups, rows_of_block, sequences
+from tilewise.quant.schemes import LARGEST, Scheme, check_scheme
+
+Tensors = dict[str, torch.Tensor]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST = 256
+NUMBERS = {"fp16": torch.float16, "bf16": torch.bfloat16}  # kinds that are no codes
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One of q, k and v, which `side` says, to be encoded. Implementations read this and nothing else.
+
+    x is (batch, seqlen, heads, dim), or (total, heads, dim) with `cu_seqlens`. `other` are means of keys (batch,
+    num_heads_kv, dim), with which queries are multiplied. `kind` is "int8", "int4", "fp8", or for values "fp16" or
+    "bf16"; `shared` who shares a scale, in a scheme's words; `largest` what the largest number of a group becomes.
+    """
+
+    x: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    other: torch.Tensor | None
+    side: str
+    kind: str
+    shared: str
+    largest: float
+    smooth: bool
+    rotate: bool
+
+    @property
+    def batch(self) -> int:
+        return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def heads(self) -> int:
+        return self.x.shape[-2]
+
+    @property
+    def dim(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def columns(self) -> bool:
+        """Whether codes stand by channel, keys side by side: those of values."""
+        return self.side == "v" and self.kind not in NUMBERS
+
+    def slots(self, rows: int) -> int:
+        """Blocks of so many rows that a sequence has, or slots of packed ones."""
+        if self.cu_seqlens is None:
+            return -(-self.x.shape[1] // rows)
+        return self.x.shape[0] // rows + self.batch
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """(batch, heads, blocks), packed (heads, slots)."""
+        slots = self.slots(rows_of_block(self.side))
+        return (self.batch, self.heads, slots) if self.cu_seqlens is None else (self.heads, slots)
+
+
+def names(call: Call) -> list[str]:
+    """Of the results: codes, and those of scale, mean and bias that there are."""
+    there = {"scale": call.kind not in NUMBERS, "mean": call.smooth, "bias": call.other is not None}
+    return ["codes", *(name for name, yes in there.items() if yes)]
+
+
+def results(call: Call) -> Tensors:
+    """Empty ones, by name."""
+    x, lead = call.x, call.lead
+    by_head = (call.batch, call.heads, call.dim)
+    dtype = NUMBERS.get(call.kind, torch.float8_e4m3fn if call.kind == "fp8" else torch.int8)
+    columns = (*lead[:-1], call.dim, lead[-1] * rows_of_block(call.side))
+    by_block = (*lead, 1) if call.side == "v" else (*lead, 1 + row_groups(call.side, call.shared)[-1])
+    made: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "codes": (columns if call.columns else tuple(x.shape), dtype),
+        "scale": (by_head if call.shared in ("channel", "head") and call.side == "v" else by_block, torch.float32),
+        "mean": ((*lead, call.dim), x.dtype) if call.side == "q" else (by_head, torch.float32),
+        "bias": ((*x.shape[:-3], call.heads, x.shape[-3]), torch.float32),
+    }
+    return {name: torch.empty(made[name][0], dtype=made[name][1], device=x.device) for name in names(call)}
+
+
+def gradients(call: Call, kept: Tensors, wanted: Sequence[str]) -> Tensors:
+    """None: codes have no gradient."""
+    return {}
+
+
+def parts(call: Call, results: Tensors) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, Tensors]]:
+    """For each sequence its rows (seqlen, heads, dim), the means of keys (heads, dim) that its query heads meet, and
+    where its results go: codes, bias, and scale and mean of its blocks or of all. Reads packed lengths on the host.
+    """
+    other = call.other
+    if other is not None:
+        other = other.repeat_interleave(call.heads // other.shape[1], 1)
+    if call.cu_seqlens is None:
+        for b in range(call.batch):
+            yield call.x[b], None if other is None else other[b], {name: x[b] for name, x in results.items()}
+        return
+    step = rows_of_block(call.side)
+    for b, rows, slots in sequences(call.cu_seqlens, call.side):
+        where: dict[str, Any] = {
+            "codes": (..., slice(slots.start * step, slots.stop * step)) if call.columns else rows,
+            "scale": (slice(None), slots) if call.side != "v" or call.shared == "block" else b,
+            "mean": (slice(None), slots) if call.side == "q" else b,
+            "bias": (slice(None), rows),
+        }
+        found = {name: x[where[name]] for name, x in results.items()}
+        yield call.x[rows], None if other is None else other[b], found
+
+
+def make_call(
+    side: str, x: torch.Tensor, scheme: Scheme, layout: Dense | Packed, other: torch.Tensor | None = None
+) -> Call:
+    """The call for one of the tensors that `check` has seen; `other` are the means of keys that queries meet."""
+    cu_seqlens = None
+    if isinstance(layout, Packed):
+        cu_seqlens = layout.cu_seqlens_q if side == "q" else layout.keys
+    smooth = side in scheme.smooth
+    if side == "v":
+        return Call(x, cu_seqlens, None, side, scheme.pv, scheme.v_scale, scheme.v_largest, smooth, False)
+    shared = scheme.q_scale if side == "q" else scheme.k_scale
+    rotate = scheme.rotate == "hadamard"
+    return Call(x, cu_seqlens, other, side, scheme.qk, shared, LARGEST[scheme.qk], smooth, rotate)
+
+
+def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Dense | Packed]:
+    """Scheme and layout, if all fits; raises InputError."""
+    scheme, layout = check_scheme(scheme), layout_of(layout)
+    if not isinstance(layout, (Dense, Packed)):
+        raise InputError(
+            "layout",
+            got=type(layout).__name__,
+            expected="tilewise.Dense() or tilewise.Packed(...)",
+            hint="keys in pages are encoded when they are written: `tilewise.kv_write`",
+        )
+    check_tensors(q, k, v, layout)
+    check_shapes(q, k, v, layout)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES:
+            raise InputError(
+                name, got=str(x.dtype), expected="float16, bfloat16 or float32", hint="codes need no float64"
+            )
+        if x.shape[-1] > WIDEST:
+            raise InputError(
+                name, got=f"head_dim {x.shape[-1]}", expected=f"1 to {WIDEST}", hint="wider heads stay in 16 bits"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise InputError(
+                name,
+                got="a tensor that takes a gradient",
+                expected="tensors that take none: codes have none",
+                hint="call it inside torch.no_grad(), or pass .detach()ed tensors",
+            )
+    head_dim = q.shape[-1]
+    if scheme.rotate == "hadamard" and head_dim & (head_dim - 1):
+        raise InputError(
+            "q",
+            got=f"head_dim {head_dim}",
+            expected="a power of 2, to be rotated",
+            hint='leave such heads unrotated: rotate="none"',
+        )
+    if isinstance(layout, Packed):
+        check_packing(layout.cu_seqlens_q, layout.keys, q, k)
+    return scheme, layout

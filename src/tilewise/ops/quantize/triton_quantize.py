@@ -1,0 +1,399 @@
+"""Codes on a GPU: a program has a block of rows of one head.
+
+Where a mean or a scale spans a sequence, a kernel before has sums, in float64, and largest and least numbers of chunks
+of rows, and a second one puts them together; the scale of a whole head of queries or keys needs what its blocks have at
+most, by the kernel that encodes, which then writes nothing else. The rotation is a product with signs, which tensor
+cores of 10 bits do not change, of numbers in two parts, so that little is lost. Whatever is multiplied by a stride is
+64 bits wide.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.ops.quantize.problem import NUMBERS, Call
+from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.quant.blocks import rows_of_block
+from tilewise.quant.rotation import matrix
+from tilewise.tiles.codes import SMALLEST, codes_of
+from tilewise.tiles.visit import locate
+
+_CHUNK = 512  # rows of a program that sums
+_STEP = 32  # of them at a time
+_PARTS = 16  # sums, or largest numbers of blocks, put together at a time
+_EACH = 64  # elements of a thread
+_ROTATED = 16  # columns of a product's step, of two parts each
+TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
+_PLANS = Plans()
+
+
+# device functions ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place_of(slot, h, CU, batch, seqlen, blocks, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a block: (its sequence, its number there, the sequence's first row in x and its length, where what blocks
+    have stands)
+    """
+    if CU is None:
+        b = (slot // blocks).to(tl.int64)
+        block = slot % blocks
+        first = b * 0
+        length = seqlen
+        cell = (b * HEADS + h) * blocks + block
+    else:
+        sequence, block = locate(slot, CU, batch, BLOCK)
+        b = (sequence + slot * 0).to(tl.int64)
+        first = tl.load(CU + b).to(tl.int64)
+        length = tl.load(CU + b + 1) - tl.load(CU + b)
+        cell = b * 0 + h * blocks + slot
+    return b, block, first, length, cell
+
+
+@triton.jit
+def size_of(x):
+    """How large numbers are, what is no number infinitely."""
+    x = tl.abs(x)
+    return tl.where(x < float("inf"), x, float("inf"))
+
+
+@triton.jit
+def scale_of(largest, CODE: tl.constexpr):
+    """The scale of groups whose largest numbers become CODE"""
+    scale = tl.div_rn(largest, tl.full(largest.shape, CODE, tl.float32))
+    scale = tl.where(scale < SMALLEST, 0.0, scale)
+    return tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def largest_of_groups(size, SHARED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr):
+    """([GROUPS], for each row that of its group [ROWS]) of the largest of rows (as `quant.blocks.row_groups`)"""
+    if SHARED == "token":
+        by_group = size
+        by_row = size
+    elif SHARED == "thread" and QUERIES:
+        pairs = tl.max(size.reshape(ROWS // 16, 2, 8), 1)
+        by_row = tl.broadcast_to(pairs[:, None, :], ROWS // 16, 2, 8).reshape(ROWS)
+        by_group = pairs.reshape(ROWS // 2)
+    elif SHARED == "thread":
+        by_group = tl.max(tl.max(size.reshape(ROWS // 8, 4, 2), 2), 0)
+        by_row = tl.broadcast_to(by_group[None, :, None], ROWS // 8, 4, 2).reshape(ROWS)
+    elif SHARED == "warp":
+        by_group = tl.max(size.reshape(ROWS // 16, 16), 1)
+        by_row = tl.broadcast_to(by_group[:, None], ROWS // 16, 16).reshape(ROWS)
+    else:
+        by_group = tl.max(size, 0) + tl.zeros([1], tl.float32)
+        by_row = tl.broadcast_to(by_group, ROWS)
+    return by_group, by_row
+
+
+@triton.jit
+def most_of_blocks(MOST, first, blocks, PARTS: tl.constexpr):
+    """The largest number of a sequence's head, of those of its blocks  # [1]"""
+    most = tl.zeros([PARTS], tl.float32)
+    for start in range(0, blocks, PARTS):
+        part = start + tl.arange(0, PARTS)
+        most = tl.maximum(most, tl.load(MOST + first + part, mask=part < blocks, other=0.0))
+    return tl.max(most, 0) + tl.zeros([1], tl.float32)
+
+
+# kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
+def sum_chunks(
+    X, CU, SUMS, SPANS, stride_b, stride_t, stride_h, batch, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums, and least and largest numbers, of the columns of ROWS rows of a head."""
+    # who am I
+    h = tl.program_id(0) % HEADS
+    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
+    offs = tl.arange(0, STEP)
+
+    # main loop
+    total = tl.zeros([STEP, BLOCK_D], tl.float64)
+    low = tl.full([STEP, BLOCK_D], float("inf"), tl.float32)
+    high = tl.full([STEP, BLOCK_D], float("-inf"), tl.float32)
+    for start in range(block * ROWS, tl.minimum(block * ROWS + ROWS, length), STEP):
+        row = start + offs
+        inside = (row < length)[:, None] & (d < DIM)[None, :]
+        x = tl.load(x_rows + ((first + row) * stride_t)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        if SUMS is not None:
+            total += x.to(tl.float64)
+        if SPANS is not None:
+            finite = tl.abs(x) < float("inf")
+            low = tl.minimum(low, tl.where(inside, tl.where(finite, x, float("-inf")), float("inf")))
+            high = tl.maximum(high, tl.where(inside, tl.where(finite, x, float("inf")), float("-inf")))
+
+    # epilogue
+    if SUMS is not None:
+        tl.store(SUMS + cell * DIM + d, tl.sum(total, 0), mask=d < DIM)
+    if SPANS is not None:
+        tl.store(SPANS + 2 * cell * DIM + d, tl.min(low, 0), mask=d < DIM)
+        tl.store(SPANS + (2 * cell + 1) * DIM + d, tl.max(high, 0), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["seqlen", "blocks"])
+def join_chunks(
+    SUMS, SPANS, MEAN, SIZE, CU, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A head's means of columns in a sequence, and how far from them (or from 0) a column's numbers are at most."""
+    # who am I
+    h = tl.program_id(0) % HEADS
+    b = (tl.program_id(0) // HEADS).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    if CU is None:
+        length = seqlen
+        first = (b * HEADS + h) * blocks
+    else:
+        length = tl.load(CU + b + 1) - tl.load(CU + b)
+        first = h * blocks + tl.load(CU + b) // ROWS + b
+    parts = tl.cdiv(length, ROWS)
+
+    # main loop
+    total = tl.zeros([PARTS, BLOCK_D], tl.float64)
+    low = tl.full([PARTS, BLOCK_D], float("inf"), tl.float32)
+    high = tl.full([PARTS, BLOCK_D], float("-inf"), tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = (part < parts)[:, None] & (d < DIM)[None, :]
+        if SUMS is not None:
+            total += tl.load(SUMS + ((first + part) * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
+        if SPANS is not None:
+            at = SPANS + (2 * (first + part) * DIM)[:, None] + d[None, :]
+            low = tl.minimum(low, tl.load(at, mask=inside, other=float("inf")))
+            high = tl.maximum(high, tl.load(at + DIM, mask=inside, other=float("-inf")))
+
+    # epilogue
+    mean = tl.zeros([BLOCK_D], tl.float32)
+    place = ((b * HEADS + h) * DIM) + d
+    if SUMS is not None:
+        mean = (tl.sum(total, 0) / tl.maximum(length, 1)).to(tl.float32)
+        tl.store(MEAN + place, mean, mask=d < DIM)
+    if SPANS is not None:
+        size = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
+        tl.store(SIZE + place, tl.where(parts > 0, size_of(size), 0.0), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "total", "blocks"])
+def encode_rows(
+    X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch, seqlen, total, blocks,
+    HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
+    SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Codes of a block of queries or keys, or centred values; with MOST and no CODES, the block's largest number."""
+    # who am I
+    h = tl.program_id(0) % HEADS
+    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    row = block * ROWS + tl.arange(0, ROWS)
+    inside = row < length
+    x_rows = (X + b * stride_b + h.to(tl.int64) * stride_h) + ((first + row) * stride_t)[:, None]
+    columns = tl.arange(0, BLOCK_D)
+
+    # centred and rotated, some columns at a time where they are rotated
+    y = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    bias = tl.zeros([ROWS], tl.float32)
+    for start in range(0, BLOCK_D, STEP):
+        d = start + tl.arange(0, STEP)
+        there = inside[:, None] & (d < DIM)[None, :]
+        x = tl.load(x_rows + d[None, :], mask=there, other=0.0).to(tl.float32)
+        if SMOOTH:
+            if QUERIES:
+                count = tl.maximum(tl.minimum(length - block * ROWS, ROWS), 1)
+                mean = (tl.sum(x.to(tl.float64), 0) / count).to(tl.float32).to(X.dtype.element_ty)
+                tl.store(MEAN + cell * DIM + d, mean, mask=d < DIM)
+            else:
+                mean = tl.load(MEAN + (b * HEADS + h) * DIM + d, mask=d < DIM, other=0.0)
+            x = tl.where(there, x - mean.to(tl.float32)[None, :], 0.0)
+        if BIAS is not None:
+            other = tl.load(OTHER + (b * HEADS_K + h // (HEADS // HEADS_K)) * DIM + d, mask=d < DIM, other=0.0)
+            bias += tl.sum(x * other[None, :], 1)
+        if ROTATION is None:
+            y = x
+        else:
+            high = (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+            both = tl.join(high, x - high).reshape(ROWS, 2 * STEP)  # side by side, so rows of signs come twice
+            twice = start + tl.arange(0, 2 * STEP) // 2
+            at = ROTATION + (twice * DIM)[:, None] + columns[None, :]
+            turn = tl.load(at, mask=(twice < DIM)[:, None] & (columns < DIM)[None, :], other=0.0)
+            y = tl.dot(both, turn, y, input_precision="tf32")
+    if ROTATION is not None:
+        y *= DIM**-0.5
+
+    # epilogue
+    if CODES is None:
+        tl.store(MOST + cell, tl.max(tl.max(size_of(y), 1), 0))
+    else:
+        if CU is None:
+            first = b * seqlen
+            bias_row = (b * HEADS + h) * seqlen
+        else:
+            bias_row = first + h.to(tl.int64) * total
+        if BIAS is not None:
+            tl.store(BIAS + bias_row + row, bias, mask=inside)
+        codes = CODES + (((first + row) * HEADS + h) * DIM)[:, None] + columns[None, :]
+        used = inside[:, None] & (columns < DIM)[None, :]
+        if ENCODING is None:
+            tl.store(codes, y.to(CODES.dtype.element_ty), mask=used)
+        else:
+            if SHARED == "head":
+                by_group = most_of_blocks(MOST, cell - block, tl.cdiv(length, ROWS), PARTS)
+                by_row = tl.broadcast_to(by_group, ROWS)
+            else:
+                by_group, by_row = largest_of_groups(tl.max(size_of(y), 1), SHARED, QUERIES, ROWS)
+            GROUPS: tl.constexpr = by_group.shape[0]
+            # a slot that no block has gets 0, though its head may have more
+            scale = tl.where(block * ROWS < length, scale_of(by_group, CODE), 0.0)
+            tl.store(SCALE + cell * GROUPS + tl.arange(0, GROUPS), scale)
+            tl.store(codes, codes_of(y, scale_of(by_row, CODE), ENCODING).to(tl.uint8), mask=used)
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
+def encode_columns(
+    X, CU, MEAN, SIZE, CODES, SCALE, stride_b, stride_t, stride_h, batch, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """FP8 codes of a block of values, keys side by side in the order of `quant.blocks.KEY_ORDER`."""
+    # who am I
+    h = tl.program_id(0) % HEADS
+    slot = tl.program_id(0) // HEADS
+    b, block, first, length, cell = place_of(slot, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    place = tl.arange(0, ROWS)
+    row = block * ROWS + place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
+    d = tl.arange(0, BLOCK_D)
+    in_dim = d < DIM
+    there = in_dim[:, None] & (row < length)[None, :]
+    x_rows = X + b * stride_b + h.to(tl.int64) * stride_h + (first + row) * stride_t
+    by_head = (b * HEADS + h) * DIM
+
+    x = tl.load(x_rows[None, :] + d[:, None], mask=there, other=0.0).to(tl.float32)  # [BLOCK_D, ROWS]
+    if MEAN is not None:
+        mean = tl.load(MEAN + by_head + d, mask=in_dim, other=0.0)
+        x = tl.where(there, x - mean[:, None], 0.0)
+
+    if SHARED == "block":
+        most = tl.max(tl.max(size_of(x), 1), 0) + tl.zeros([1], tl.float32)
+        tl.store(SCALE + cell + tl.arange(0, 1), scale_of(most, CODE))
+        largest = tl.broadcast_to(most, BLOCK_D)
+    else:
+        largest = tl.load(SIZE + by_head + d, mask=in_dim, other=0.0)
+        if SHARED == "head":
+            largest = tl.broadcast_to(tl.max(largest, 0) + tl.zeros([1], tl.float32), BLOCK_D)
+        if block == 0:
+            tl.store(SCALE + by_head + d, scale_of(largest, CODE), mask=in_dim)
+
+    # epilogue
+    line = cell - (block if CU is None else slot)  # where the head's blocks begin
+    at = CODES + (line * DIM * ROWS + (cell - line) * ROWS) + (d.to(tl.int64) * blocks * ROWS)[:, None] + place[None, :]
+    tl.store(at, codes_of(x, scale_of(largest, CODE), "fp8").to(tl.uint8), mask=in_dim[:, None])
+
+
+# launches ------------------------------------------------------------------------------------------------------------
+
+
+def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
+    """Fills codes, and those of scale, mean and bias that there are."""
+    key = tensors_key(*(x for x in (call.x, call.cu_seqlens, call.other, *results.values()) if x is not None))
+    facts = (call.cu_seqlens is None, call.side, call.kind, call.shared, call.largest, call.smooth, call.rotate)
+    key = None if key is None else (key, facts)
+    plans = _PLANS.get(key)
+    if plans is None:
+        plans = _PLANS.put(key, _Plans(call))
+    x, cu = call.x, call.cu_seqlens
+    codes, scale, mean, bias = (results.get(name) for name in ("codes", "scale", "mean", "bias"))
+    codes = codes if call.kind in NUMBERS else codes.view(torch.uint8)
+    with on_device(x):
+        size = plans.statistics(x, cu, mean)
+        if call.columns:
+            plans.codes.launch((x, cu, mean, size, codes, scale), ())
+            return
+        rotation = _signs(call.dim, x.device) if call.rotate else None
+        most = None
+        if plans.most is not None:
+            most = torch.empty(plans.cells, dtype=torch.float32, device=x.device)
+            plans.most.launch((x, cu, rotation, mean, None, most, None, None, None), ())
+        plans.codes.launch((x, cu, rotation, mean, call.other, most, codes, scale, bias), ())
+
+
+class _Plans:
+    """Plans of one kind of call: `sums` and `join` of what spans a sequence, `most` of blocks, `codes`."""
+
+    def __init__(self, call: Call) -> None:
+        self.rows = rows_of_block(call.side)
+        self.block_d = max(16, triton.next_power_of_2(call.dim))
+        stride_b, stride_t, stride_h = (0, *call.x.stride()[:2]) if call.x.ndim == 3 else call.x.stride()[:3]
+        self.strides = (stride_b, stride_t, stride_h)
+        self.sums, self.join, self.most = None, None, None
+        self.spanned = call.columns and call.shared != "block"
+        self.summed = call.smooth and call.side != "q"
+        if self.spanned or self.summed:
+            self._statistics(call)
+        self.cells = self._programs(call, self.rows)
+        make = self._columns if call.columns else self._rows
+        self.codes = make(call)
+        if call.shared == "head" and call.side != "v":
+            self.most = make(call)
+
+    def statistics(self, x: torch.Tensor, cu: torch.Tensor | None, mean: torch.Tensor | None) -> torch.Tensor | None:
+        """Fills means of sequences; how large a column's numbers are, by head, where scales want that."""
+        if self.sums is None:
+            return None
+        parts, by_head = self.parts, self.by_head
+        sums = torch.empty(parts, dtype=torch.float64, device=x.device) if self.summed else None
+        spans = torch.empty(2 * parts, dtype=torch.float32, device=x.device) if self.spanned else None
+        size = torch.empty(by_head, dtype=torch.float32, device=x.device) if self.spanned else None
+        self.sums.launch((x, cu, sums, spans), ())
+        self.join.launch((sums, spans, mean if self.summed else None, size, cu), ())
+        return size
+
+    def _programs(self, call: Call, rows: int) -> int:
+        """Blocks of so many rows, of all sequences and heads."""
+        return call.slots(rows) * call.heads * (call.batch if call.cu_seqlens is None else 1)
+
+    def _sizes(self, call: Call, rows: int) -> tuple[int, int, int]:
+        return call.batch, call.x.shape[-3], call.slots(rows)
+
+    def _statistics(self, call: Call) -> None:
+        programs = self._programs(call, _CHUNK)
+        self.parts, self.by_head = programs * call.dim, call.batch * call.heads * call.dim
+        sizes = self._sizes(call, _CHUNK)
+        warps = max(1, _STEP * self.block_d // 1024)
+        constants = (call.heads, call.dim, _CHUNK, _STEP, self.block_d)
+        self.sums = Plan(sum_chunks, programs, self.strides, sizes, constants, warps, 1)
+        constants = (call.heads, call.dim, _CHUNK, _PARTS, self.block_d)
+        self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1)
+
+    def _warps(self, rotate: bool = False) -> int:
+        found = max(4, self.rows * self.block_d // (32 * _EACH))
+        return min(8, found) if rotate else found  # products want registers more than warps
+
+    def _rows(self, call: Call) -> Plan:
+        batch, seqlen, blocks = self._sizes(call, self.rows)
+        heads_k = call.heads if call.other is None else call.other.shape[1]
+        encoding = None if call.kind in NUMBERS else "fp8" if call.kind == "fp8" else "int8"
+        step = min(self.block_d, _ROTATED) if call.rotate else self.block_d
+        constants = (
+            call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
+            self.rows, step, _PARTS, self.block_d,
+        )  # fmt: skip
+        sizes = (batch, seqlen, seqlen, blocks)
+        return Plan(encode_rows, self.cells, self.strides, sizes, constants, self._warps(call.rotate), 1)
+
+    def _columns(self, call: Call) -> Plan:
+        constants = (call.heads, call.dim, call.shared, call.largest, self.rows, self.block_d)
+        sizes = self._sizes(call, self.rows)
+        return Plan(encode_columns, self.cells, self.strides, sizes, constants, self._warps(), 1)
+
+
+@functools.lru_cache(maxsize=16)
+def _signs(dim: int, device: torch.device) -> torch.Tensor:
+    """The rotation's matrix, without its factor."""
+    return matrix(dim, 0, device).sign()

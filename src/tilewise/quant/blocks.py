@@ -1,0 +1,154 @@
+"""Queries, keys and values of attention as codes, in blocks: what `tilewise.quantize_qkv` gives and kernels multiply.
+
+A sequence's queries come in blocks of 64, its keys and values in blocks of 128, the last one cut. Packed sequences have
+slots for blocks, one after another: sequence b's begin at slot cu_seqlens[b] // rows + b, which is room enough
+whatever the lengths, and slots that no block needs hold zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.core.readback import host_values
+from tilewise.layouts import Dense, Packed
+from tilewise.quant.schemes import KEYS, QUERIES, WARP, Scheme
+
+# where keys of 16 stand in a row of codes of values: four of a thread's weights are then four bytes of an operand
+KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """Codes of q, k and v, and what makes them numbers again. With q^ and k^ codes times scales, the score of query i
+    and key j, before softmax's scale, is
+
+        q^[i] k^[j] + q_mean[block of i] k_exact[j] + q_bias[i]
+
+    and with v^ and weights p, o = sum_j p[j] v^[j] + v_mean for a row that sees a key. Terms that are None are absent.
+
+    `tilewise.quantize_qkv` makes it. Shapes are those of the dense layout; "blocks" are those of a sequence; packed,
+    (batch, seqlen, ...) is (total, ...), and (batch, heads, blocks, ...) is (heads, slots, ...).
+
+    Args:
+        scheme: what was asked for.
+        layout: where rows lie.
+        q: (batch, seqlen_q, num_heads_q, head_dim), int8 (int4's, too) or float8_e4m3fn, contiguous, as all here.
+        k: (batch, seqlen_k, num_heads_kv, head_dim), likewise.
+        v: with pv="fp8" float8_e4m3fn (batch, num_heads_kv, head_dim_v, 128 * blocks), keys along the last dimension in
+            `KEY_ORDER` inside each 16, zeros behind the last; else (batch, seqlen_k, num_heads_kv, head_dim_v) numbers.
+        q_scale: float32 (batch, num_heads_q, blocks, groups), where `row_groups` says which group a row is in; 0 for a
+            group of zeros, NaN for one that held NaN or an infinity. "head" is one group whose scale is the same in all
+            blocks of a sequence.
+        k_scale: likewise (batch, num_heads_kv, blocks, groups).
+        v_scale: float32 (batch, num_heads_kv, head_dim_v) for "channel" and "head", (batch, num_heads_kv, blocks, 1)
+            for "block", None where v is no codes.
+        q_mean: (batch, num_heads_q, blocks, head_dim) of the dtype that q had, where queries are centred.
+        k_mean: float32 (batch, num_heads_kv, head_dim), where keys are centred; packed likewise, by sequence.
+        v_mean: float32 (batch, num_heads_kv, head_dim_v), where values are; packed likewise.
+        q_bias: float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), where keys are centred: the
+            product of a query, centred if queries are, with k_mean.
+        k_exact: the keys as they were given, where queries are centred.
+    """
+
+    scheme: Scheme
+    layout: Dense | Packed
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_scale: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor | None
+    q_mean: torch.Tensor | None
+    k_mean: torch.Tensor | None
+    v_mean: torch.Tensor | None
+    q_bias: torch.Tensor | None
+    k_exact: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales, means and biases."""
+        own = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor) and name != "k_exact"}
+        return sum(x.nbytes for x in own.values())
+
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(q, k, v) in float64 whose exact attention is that of the codes, with softmax's scale of the original
+        head_dim: q and k have more columns, for what centring took out, v its mean. Reads packed lengths on the host.
+        """
+        q, k = (self._rows(side) for side in ("q", "k"))
+        if self.q_mean is not None:
+            assert self.k_exact is not None
+            q = torch.cat([q, self._of_blocks(self.q_mean[..., None, :], "q")], -1)
+            k = torch.cat([k, self.k_exact.double()], -1)
+        if self.q_bias is not None:
+            q = torch.cat([q, self.q_bias.double().transpose(-1, -2).unsqueeze(-1)], -1)
+            k = torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1)
+        return q, k, self._values()
+
+    def _rows(self, side: str) -> torch.Tensor:
+        """Queries or keys, codes times scales."""
+        codes, scale = (self.q, self.q_scale) if side == "q" else (self.k, self.k_scale)
+        shared = self.scheme.q_scale if side == "q" else self.scheme.k_scale
+        return codes.double() * self._of_blocks(scale[..., row_groups(side, shared)].unsqueeze(-1), side)
+
+    def _values(self) -> torch.Tensor:
+        v = self.v.double()
+        if self.v_scale is not None:
+            there = [KEY_ORDER.index(n) for n in range(16)]
+            blocks = v.shape[-1] // KEYS
+            v = v.view(*v.shape[:-1], blocks, KEYS // 16, 16)[..., there].flatten(-2)  # (..., dim, blocks, keys)
+            v = self._of_blocks(v.movedim(-3, -1), "k")
+            if self.scheme.v_scale == "block":
+                v = v * self._of_blocks(self.v_scale[..., None, :], "k")
+            else:
+                v = v * self._of_sequences(self.v_scale)
+        return v if self.v_mean is None else v + self._of_sequences(self.v_mean)
+
+    def _of_blocks(self, x: torch.Tensor, side: str) -> torch.Tensor:
+        """(batch, seqlen, heads, columns) of (batch, heads, blocks, rows or 1, columns), or packed, float64."""
+        x = x.double().expand(*x.shape[:-2], rows_of_block(side), -1)
+        lead = (self.q if side == "q" else self.k).shape[:-2]
+        if isinstance(self.layout, Dense):
+            return x.flatten(2, 3)[:, :, : lead[1]].transpose(1, 2)
+        found = x.new_zeros(*lead, x.shape[0], x.shape[-1])
+        for _, rows, slots in sequences(self.layout.cu_seqlens_q if side == "q" else self.layout.keys, side):
+            found[rows] = x[:, slots].flatten(1, 2)[:, : rows.stop - rows.start].transpose(0, 1)
+        return found
+
+    def _of_sequences(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, heads, columns), which keys of a sequence share, by key, float64."""
+        if isinstance(self.layout, Dense):
+            return x.double()[:, None]
+        found = x.new_zeros(*self.k.shape[:-2], *x.shape[1:], dtype=torch.float64)
+        for b, rows, _ in sequences(self.layout.keys, "k"):
+            found[rows] = x[b].double()
+        return found
+
+
+def rows_of_block(side: str) -> int:
+    """Queries or keys of a block."""
+    return QUERIES if side == "q" else KEYS
+
+
+def row_groups(side: str, shared: str) -> list[int]:
+    """For each row of a block of queries ("q") or keys ("k") which of the block's scales it has."""
+    rows = range(rows_of_block(side))
+    if shared == "token":
+        return list(rows)
+    if shared == "thread":
+        return [r // WARP * 8 + r % 8 for r in rows] if side == "q" else [r % 8 // 2 for r in rows]
+    return [r // WARP if shared == "warp" else 0 for r in rows]
+
+
+def sequences(cu_seqlens: torch.Tensor, side: str) -> list[tuple[int, slice, slice]]:
+    """Of packed queries ("q") or keys ("k") each sequence, its rows and its slots; reads the lengths on the host."""
+    cu = host_values(cu_seqlens)
+    assert cu is not None
+    step = rows_of_block(side)
+    found = []
+    for b, (first, end) in enumerate(itertools.pairwise(cu)):
+        slot = first // step + b
+        found.append((b, slice(first, end), slice(slot, slot - (first - end) // step)))
+    return found

@@ -1,0 +1,193 @@
+"""Schemes of attention in few bits, as data: which codes queries, keys and values become, who shares a scale, and what
+is done before. `tilewise.quantize_qkv` makes such codes.
+
+Queries come in blocks of `QUERIES`, keys and values in blocks of `KEYS`, as Hopper's tiles have them: with "thread" a
+scale is shared by the rows that one thread of a matrix product holds, so that it meets one scale of a block of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilewise.core.errors import InputError
+
+QUERIES = 64  # of a block
+KEYS = 128  # of a block
+WARP = 16  # queries of a warp's part of a block
+SIDES = ("q", "k", "v")
+ROTATIONS = ("none", "hadamard")
+LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # what the largest number of a group becomes
+VALUE_IN_HALF = 4.5  # that of values where products with weights to 224 are summed in float16
+
+
+@dataclass(frozen=True)
+class Sage:
+    """Queries and keys centred and encoded in groups of few rows, values by channel (Zhang et al., "SageAttention:
+    Accurate 8-Bit Attention for Plug-and-play Inference Acceleration", 2024; "SageAttention2: Efficient Attention with
+    Thorough Outlier Smoothing and Per-thread INT4 Quantization", 2024; "SageAttention2++", 2025).
+
+    Args:
+        qk: codes of queries and keys: "int8", "fp8" (e4m3), or "int4", numbers from -7 to 7 that are kept as int8.
+        pv: of values (and weights): "fp8", or "fp16" and "bf16", as numbers.
+        q_scale: who shares a scale, inside a block of 64 queries: "token" nobody, "thread" two rows, 8 apart in a
+            warp's 16, "warp" these 16, "block" all.
+        k_scale: likewise, inside a block of 128 keys: "token", "thread" 32 keys, those 8 n + 2 t and 8 n + 2 t + 1 for
+            the t-th of four scales, "block".
+        smooth: what is centred, in any order: "q" by the mean of a block of queries, "k" and "v" by that of a
+            sequence. What that changes is made up for, so attention means the same.
+        rotate: "hadamard" rotates queries and keys after centring (`tilewise.quant.rotate`), which spreads outliers;
+            head_dim is then a power of 2.
+        pv_flush: after how many blocks of keys a product of 8 bits goes on in fresh accumulators; those of Hopper and
+            Ada keep 13 bits, so one for all keys would lose more the more keys there are.
+        pv_sum: "fp32", or "fp16" where tensor cores are faster so: weights then reach 224 and values 4.5, so that the
+            products of 64 keys fit.
+
+    Raises:
+        InputError: another value.
+    """
+
+    qk: str = "int8"
+    pv: str = "fp8"
+    q_scale: str = "thread"
+    k_scale: str = "thread"
+    smooth: tuple[str, ...] = ("k",)
+    rotate: str = "none"
+    pv_flush: int = 1
+    pv_sum: str = "fp32"
+
+    def __post_init__(self) -> None:
+        _one_of("Sage qk", self.qk, ("int8", "fp8", "int4"), "codes of queries and keys")
+        _one_of("Sage pv", self.pv, ("fp8", "fp16", "bf16"), "codes of values")
+        _one_of("Sage q_scale", self.q_scale, ("token", "thread", "warp", "block"), "which queries share a scale")
+        _one_of("Sage k_scale", self.k_scale, ("token", "thread", "block"), "which keys share a scale")
+        object.__setattr__(self, "smooth", _sides("Sage smooth", self.smooth))
+        _one_of("Sage rotate", self.rotate, ROTATIONS, "of queries and keys")
+        _flush("Sage pv_flush", self.pv_flush)
+        sums = ("fp32", "fp16") if self.pv == "fp8" else ("fp32",)
+        _one_of("Sage pv_sum", self.pv_sum, sums, "fp16 is for products of 8 bits")
+
+    @property
+    def v_scale(self) -> str:
+        """Who shares a scale of values."""
+        return "channel"
+
+    @property
+    def v_largest(self) -> float:
+        """What the largest value of a channel becomes, in fp8."""
+        return VALUE_IN_HALF if self.pv_sum == "fp16" else LARGEST["fp8"]
+
+    @property
+    def p_largest(self) -> float:
+        """What a weight of 1 becomes before it is rounded to fp8."""
+        return LARGEST["fp8"] / 2 if self.pv_sum == "fp16" else LARGEST["fp8"]
+
+
+@dataclass(frozen=True)
+class FP8:
+    """Everything in FP8 (e4m3), with scales of heads, blocks or tokens (Shah et al., "FlashAttention-3: Fast and
+    Accurate Attention with Asynchrony and Low-precision", 2024).
+
+    Args:
+        q_scale: who shares a scale: "head", all queries of a head and sequence; "block", 64 of them; "token".
+        k_scale: likewise, blocks being 128 keys.
+        v_scale: "head"; "block"; "channel", a channel's values of a head and sequence.
+        rotate: "hadamard" rotates queries and keys, which spreads outliers; head_dim is then a power of 2.
+        pv_flush: as `Sage` has it.
+
+    Raises:
+        InputError: another value.
+    """
+
+    q_scale: str = "head"
+    k_scale: str = "head"
+    v_scale: str = "head"
+    rotate: str = "none"
+    pv_flush: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("q_scale", "k_scale"):
+            _one_of(f"FP8 {name}", getattr(self, name), ("head", "block", "token"), "which rows share a scale")
+        _one_of("FP8 v_scale", self.v_scale, ("head", "block", "channel"), "which values share a scale")
+        _one_of("FP8 rotate", self.rotate, ROTATIONS, "of queries and keys")
+        _flush("FP8 pv_flush", self.pv_flush)
+
+    @property
+    def qk(self) -> str:
+        """Codes of queries and keys."""
+        return "fp8"
+
+    @property
+    def pv(self) -> str:
+        """Codes of values and weights."""
+        return "fp8"
+
+    @property
+    def smooth(self) -> tuple[str, ...]:
+        """Nothing is centred."""
+        return ()
+
+    @property
+    def v_largest(self) -> float:
+        """What the largest value that shares a scale becomes."""
+        return LARGEST["fp8"]
+
+    @property
+    def p_largest(self) -> float:
+        """What a weight of 1 becomes before it is rounded."""
+        return 256.0
+
+
+Scheme = Sage | FP8
+
+
+def Sage1() -> Sage:
+    """SageAttention: int8 by block, keys centred, weights and values in float16."""
+    return Sage(qk="int8", pv="fp16", q_scale="block", k_scale="block", smooth=("k",))
+
+
+def Sage2(qk: str = "int8") -> Sage:
+    """SageAttention2: scales by thread, keys centred, with qk="int4" queries too, weights and values in FP8."""
+    return Sage(qk=qk, smooth=("q", "k") if qk == "int4" else ("k",))
+
+
+def Sage2pp(qk: str = "int8") -> Sage:
+    """SageAttention2++: as SageAttention2, with products of weights and values summed in float16."""
+    return Sage(qk=qk, smooth=("q", "k") if qk == "int4" else ("k",), pv_sum="fp16")
+
+
+def FA3FP8() -> FP8:
+    """FlashAttention-3's FP8 as its interface takes it: one scale for q, k and v of each head."""
+    return FP8()
+
+
+def check_scheme(scheme: Any) -> Scheme:
+    """The scheme, if it is one; raises InputError."""
+    if not isinstance(scheme, (Sage, FP8)):
+        raise InputError(
+            "scheme",
+            got=repr(scheme),
+            expected="a tilewise.Sage or a tilewise.FP8",
+            hint="tilewise.Sage2() and tilewise.FA3FP8() are two of the published ones",
+        )
+    return scheme
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...], says: str) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise InputError(name, got=repr(value), expected=f"one of {', '.join(map(repr, allowed))}", hint=says)
+
+
+def _sides(name: str, value: Any) -> tuple[str, ...]:
+    """The sides in one order, so that schemes of one meaning are equal."""
+    good = isinstance(value, (tuple, list, set, frozenset)) and all(side in SIDES for side in value)
+    if not good or len(set(value)) != len(value):
+        raise InputError(
+            name, got=repr(value), expected="a tuple of some of 'q', 'k', 'v'", hint='("k",) centres keys, () nothing'
+        )
+    return tuple(side for side in SIDES if side in value)
+
+
+def _flush(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(name, got=repr(value), expected="1 or more", hint="blocks of 128 keys; 1 is most accurate")
