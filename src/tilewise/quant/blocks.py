@@ -99,7 +99,7 @@ class Quantized:
             there = [KEY_ORDER.index(n) for n in range(16)]
             blocks = v.shape[-1] // KEYS
             v = v.view(*v.shape[:-1], blocks, KEYS // 16, 16)[..., there].flatten(-2)  # (..., dim, blocks, keys)
-            v = self._of_blocks(v.movedim(-3, -1), "k")
+            v = self._of_blocks(v.movedim(-3, -1), "k").contiguous()
             if self.scheme.v_scale == "block":
                 v = v * self._of_blocks(self.v_scale[..., None, :], "k")
             else:

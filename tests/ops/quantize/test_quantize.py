@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
+from tests.ops.quantize.shapes import any_case
 from tilewise.ops.quantize import cpu
 from tilewise.quant import encode, rotate
 from tilewise.quant.blocks import KEY_ORDER, row_groups
@@ -33,40 +34,9 @@ def test_codes_mean_what_was_given(case: QuantizeCase, impl: str) -> None:
     cases.check_meaning(case, torch.bfloat16, impl)
 
 
-SCHEMES = st.one_of(
-    st.builds(
-        tw.Sage,
-        qk=st.sampled_from(["int8", "fp8", "int4"]),
-        pv=st.sampled_from(["fp8", "fp16", "bf16"]),
-        q_scale=st.sampled_from(["token", "thread", "warp", "block"]),
-        k_scale=st.sampled_from(["token", "thread", "block"]),
-        smooth=st.sets(st.sampled_from("qkv")).map(tuple),
-        rotate=st.sampled_from(["none", "hadamard"]),
-    ),
-    st.builds(
-        tw.FP8,
-        q_scale=st.sampled_from(["head", "block", "token"]),
-        k_scale=st.sampled_from(["head", "block", "token"]),
-        v_scale=st.sampled_from(["head", "block", "channel"]),
-    ),
-)
-LENGTH = st.one_of(st.integers(0, 3), st.sampled_from([63, 64, 65, 127, 128, 129, 200]))
-
-
 @settings(max_examples=60)
-@given(
-    scheme=SCHEMES,
-    lengths=st.lists(st.tuples(LENGTH, LENGTH), max_size=3),
-    packed=st.booleans(),
-    group=st.integers(1, 3),
-    heads=st.integers(1, 2),
-    dims=st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 9)),
-    memory=st.sampled_from(["", "joint", "HND"]),
-    dtype=st.sampled_from(DTYPES),
-)
-def test_any_shape(scheme, lengths, packed, group, heads, dims, memory, dtype) -> None:
-    lengths = tuple(lengths if packed else lengths[:1] * 2)
-    case = QuantizeCase("any", scheme, lengths, (group * heads, heads), *dims, packed=packed, memory=memory)
+@given(case=any_case(), dtype=st.sampled_from(DTYPES))
+def test_any_shape(case: QuantizeCase, dtype: torch.dtype) -> None:
     cases.check(case, dtype, "cpu", like="reference")
     cases.check_meaning(case, dtype, "cpu")
 

@@ -1,0 +1,44 @@
+"""Cases of `quantize_qkv` drawn by hypothesis: any scheme, lengths around blocks, packed or not."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+import tilewise as tw
+from tilewise.testing.quantize import QuantizeCase
+
+SCHEMES = st.one_of(
+    st.builds(
+        tw.Sage,
+        qk=st.sampled_from(["int8", "fp8", "int4"]),
+        pv=st.sampled_from(["fp8", "fp16", "bf16"]),
+        q_scale=st.sampled_from(["token", "thread", "warp", "block"]),
+        k_scale=st.sampled_from(["token", "thread", "block"]),
+        smooth=st.sets(st.sampled_from("qkv")).map(tuple),
+        rotate=st.sampled_from(["none", "hadamard"]),
+    ),
+    st.builds(
+        tw.FP8,
+        q_scale=st.sampled_from(["head", "block", "token"]),
+        k_scale=st.sampled_from(["head", "block", "token"]),
+        v_scale=st.sampled_from(["head", "block", "channel"]),
+    ),
+)
+_LENGTH = st.one_of(st.integers(0, 3), st.sampled_from([63, 64, 65, 127, 128, 129, 200]))
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> QuantizeCase:
+    """Of dense ones, both sequences have the same lengths."""
+    lengths = draw(st.lists(st.tuples(_LENGTH, _LENGTH), max_size=3))
+    packed, group, heads = draw(st.booleans()), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    return QuantizeCase(
+        "any",
+        draw(SCHEMES),
+        tuple(lengths if packed else lengths[:1] * 2),
+        (group * heads, heads),
+        draw(st.sampled_from([1, 2, 4, 8])),
+        draw(st.integers(1, 9)),
+        packed=packed,
+        memory=draw(st.sampled_from(["", "joint", "HND"])),
+    )
