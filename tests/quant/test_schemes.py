@@ -84,7 +84,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "fields", "message"), WRONG, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("make", "fields", "message"), WRONG, ids=lambda x: getattr(x, "__name__", str(x)[:40]))
 def test_refused(make: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         make(**fields)
