@@ -127,6 +127,9 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
 }
 
 
+_FUSED = ("norm", "cross_entropy", "glu", "rope")  # what a fused model of transformers runs
+
+
 def _neighbour(name: str) -> tuple[Family, Family]:
     """The families of one of them: its Triton kernels, its CPU path."""
     folder = f"src/tilewise/ops/{name}/"
@@ -138,10 +141,9 @@ def _neighbour(name: str) -> tuple[Family, Family]:
         *(folder + part for part in ("__init__.py", "problem.py", "table.py")),
     )
     kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
+    tests = (f"tests/gpu/test_{name}.py", *(["tests/gpu/test_fused.py"] if name in _FUSED else ()))
     return (
-        Family(
-            f"{name}_triton", kernels, (f"tests/gpu/test_{name}.py", "tests/gpu/test_fused.py"), ("triton",), _CI, name
-        ),
+        Family(f"{name}_triton", kernels, tests, ("triton",), _CI, name),
         Family(f"{name}_cpu", (*shared, folder + "cpu.py"), (f"tests/ops/{name}/*.py",), ("cpu",), "", name),
     )
 
