@@ -31,7 +31,7 @@ from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
 from tilewise.ops.norm import layer_norm, rms_norm
 from tilewise.ops.quantize import quantize_qkv
-from tilewise.ops.rope import rope
+from tilewise.ops.rope import rope, rope_qkv
 from tilewise.ops.softmax import log_softmax, softmax
 from tilewise.quant import FA3FP8, FP8, Sage, Sage1, Sage2, Sage2pp
 from tilewise.rotary import Rope
@@ -86,6 +86,7 @@ __all__ = [
     "relative_bias",
     "rms_norm",
     "rope",
+    "rope_qkv",
     "rope_tables",
     "score",
     "sigmoid_score",

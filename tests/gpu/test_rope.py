@@ -33,13 +33,19 @@ def test_equals_pytorch(case: TurnCase, dtype: torch.dtype) -> None:
     cases.check(case, dtype, "triton", DEVICE)
 
 
+@pytest.mark.parametrize("case", [case for case in (*CASES, *LARGE) if case.heads_k], ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_side_by_side(case: TurnCase, dtype: torch.dtype) -> None:
+    cases.check_joint(case, dtype, "triton", DEVICE)
+
+
 @pytest.mark.parametrize("case", CASES, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_are_those_of_the_cpu(case: TurnCase, dtype: torch.dtype) -> None:
-    found = [
-        operators.results(cases.ours(case, None), cases.make_inputs(case, dtype, device)) for device in ("cpu", DEVICE)
-    ]
-    assert all(torch.equal(x, found[1][name].cpu()) for name, x in found[0].items())
+    ways = [(cases.ours, cases.make_inputs), (cases.joint, cases.joint_inputs)]
+    for function, inputs in ways if case.heads_k else ways[:1]:
+        here, there = (operators.results(function(case, None), inputs(case, dtype, on)) for on in ("cpu", DEVICE))
+        assert all(torch.equal(x, there[name].cpu()) for name, x in here.items())
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -80,6 +86,12 @@ def test_tokens_behind_the_reach_of_32_bits() -> None:
     assert not turned[:-2].any()
     tw.rope(q, rope=tw.Rope(cos, sin, positions), inplace=True)
     assert torch.equal(q, turned)
+    q.requires_grad_()  # 16 heads of queries, 8 of keys, 8 of values
+    outputs = tw.rope_qkv(q, 16, 8, rope=tw.Rope(cos, sin, positions))
+    (dqkv,) = torch.autograd.grad(outputs, q, [x.detach() for x in outputs])
+    assert torch.equal(dqkv[-2:, 24:], q.detach()[-2:, 24:])
+    torch.testing.assert_close(dqkv[-2:], q.detach()[-2:], rtol=0.02, atol=0.02)
+    assert not dqkv[:-2].any()
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -119,6 +131,40 @@ def test_inductor_compiles_it_whole(second: bool) -> None:
         loss = run(*wanted)
         found.append((loss, *torch.autograd.grad(loss, wanted)))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_inductor_compiles_it_side_by_side() -> None:
+    """With attention, which takes values where they lie."""
+    torch._dynamo.reset()
+    case = TurnCase("", (2, 200), 8, 2, 64, 64)
+    inputs = cases.joint_inputs(case, torch.bfloat16, DEVICE)
+    rope = tw.Rope(inputs["cos"], inputs["sin"], inputs["positions"])
+
+    def model(qkv: torch.Tensor) -> torch.Tensor:
+        return tw.attention(*tw.rope_qkv(1.0 * qkv, 8, 2, rope=rope), mask=tw.causal)
+
+    found = []
+    for run in (torch.compile(model, fullgraph=True), model):
+        o = run(inputs["qkv"])
+        found.append((o, *torch.autograd.grad(o, inputs["qkv"], o.detach())))
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+
+
+def test_a_graph_replays_a_step_side_by_side() -> None:
+    inputs = cases.joint_inputs(BY_NAME["batch"], torch.bfloat16, DEVICE)
+    rope = tw.Rope(inputs["cos"], inputs["sin"], inputs["positions"])
+
+    def step() -> Any:
+        outputs = tw.rope_qkv(inputs["qkv"], 4, 2, rope=rope)
+        found = torch.autograd.grad(outputs, inputs["qkv"], [x.detach().square() for x in outputs])
+        return *(x.detach() for x in outputs), *found
+
+    graph, found = captured(step)
+    rope.positions.add_(1).remainder_(cases.FARTHEST)
+    with torch.no_grad():
+        inputs["qkv"].mul_(0.5)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, step(), strict=True))
 
 
 def test_inductor_compiles_it_in_place() -> None:

@@ -17,6 +17,7 @@ from tilewise.testing.rope import BY_NAME, CASES, TurnCase
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where numbers are NaN
 DTYPES = (torch.float32, torch.float16)
+SIDE_BY_SIDE = [case for case in CASES if case.heads_k]
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
@@ -25,11 +26,18 @@ def test_equals_pytorch(case: TurnCase, dtype: torch.dtype) -> None:
     cases.check(case, dtype, "triton")
 
 
+@pytest.mark.parametrize("case", SIDE_BY_SIDE, ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_side_by_side(case: TurnCase, dtype: torch.dtype) -> None:
+    cases.check_joint(case, dtype, "triton")
+
+
 @pytest.mark.parametrize("pairs", [1, 16, 64])
 @pytest.mark.parametrize("name", ["batch", "heads_first", "odd_heads", "more_keys", "part_of_neighbours"])
 def test_other_tiles(name: str, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_rope, "_PAIRS", pairs)
     cases.check(BY_NAME[name], torch.float32, "triton")
+    cases.check_joint(BY_NAME[name], torch.float32, "triton")
 
 
 def test_nan_stays_in_its_row() -> None:
@@ -61,6 +69,8 @@ def test_calls_of_other_kinds_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         for name in ("batch", "neighbours", "packed", "q_alone", "part", "part_of_neighbours", "part_of_odd", "joint"):
             cases.check(BY_NAME[name], torch.float32, "triton")
+            if BY_NAME[name].heads_k:
+                cases.check_joint(BY_NAME[name], torch.float32, "triton")
 
 
 TWINS = [  # memory that is never written shows in place
@@ -90,3 +100,23 @@ def test_a_broken_twin_is_caught(old: str, new: str, name: str, tmp_path: Path, 
     monkeypatch.setattr(triton_rope, "rope_pairs", copy.rope_pairs)
     with pytest.raises(AssertionError):
         cases.check(case, torch.float32, "triton")
+
+
+JOINT_TWINS = [  # of what is copied
+    ("heads_of(OV, strides_ov, sequence", "heads_of(OV, strides_ov, 0 * sequence", "batch"),
+    ("heads_of(V, strides_v", "heads_of(V, strides_k", "heads_first"),
+    ("load_pairs(v, inside_k, HALF, False", "load_pairs(v, inside_k, HALF, INTERLEAVED", "neighbours"),
+    ("inside_k, a_v, b_v", "inside_k, b_v, a_v", "batch"),
+    ("inside_k, a_v, b_v", "inside_k, *turned(a_v, b_v, cos, sin)", "packed"),
+    ("copy_rest(v, ov, inside_k, ROTARY", "copy_rest(v, ov, inside_k, ROTARY + 1", "part"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "name"), JOINT_TWINS)
+def test_a_broken_twin_is_caught_side_by_side(old: str, new: str, name: str, tmp_path: Path, monkeypatch) -> None:
+    case = BY_NAME[name]
+    cases.check_joint(case, torch.float32, "triton")  # whole, it passes
+    copy = broken_copy(triton_rope, old, new, tmp_path)
+    monkeypatch.setattr(triton_rope, "rope_pairs", copy.rope_pairs)
+    with pytest.raises(AssertionError):
+        cases.check_joint(case, torch.float32, "triton")

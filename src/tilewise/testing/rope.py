@@ -153,6 +153,54 @@ def _in_place(case: TurnCase, inputs: Tensors, rope: tw.Rope, impl: str, got: Te
         assert x._version > versions[n] or not x.numel(), "in place: autograd is not told"
 
 
+def joint_inputs(case: TurnCase, dtype: torch.dtype, device: str = "cpu") -> Tensors:
+    """What `make_inputs` gives, q and k side by side with values in one tensor qkv."""
+    inputs = make_inputs(case, dtype, device)
+    q, k = (inputs.pop(name).detach() for name in ("q", "k"))
+    return {"qkv": torch.cat((q, k, k.flip(0, -1)), -2).requires_grad_()} | inputs
+
+
+def joint(case: TurnCase, impl: str | None) -> operators.Function:
+    """The function under test, of what `joint_inputs` gives."""
+
+    def call(qkv: torch.Tensor, cos: Any, sin: Any, positions: Any) -> Any:
+        rope = tw.Rope(cos, sin, positions, case.interleaved)
+        return tw.rope_qkv(laid(case, qkv), case.heads_q, case.heads_k, rope=rope, impl=impl)
+
+    return call
+
+
+def check_joint(case: TurnCase, dtype: torch.dtype, impl: str, device: str = "cpu") -> None:
+    """`rope_qkv` is as near to the truth as it must be and has the bits of `rope`, forward and backward; values are a
+    view, and their gradient is what came in.
+    """
+
+    heads = [case.heads_q, case.heads_k, case.heads_k]
+
+    def plainly(qkv: torch.Tensor, **angles: Any) -> Any:
+        # copied: a complex number may not begin at an odd place
+        q, k, v = (x.clone() for x in torch.split(qkv, heads, -2))
+        return *plain(case)(q=q, k=k, **angles), v
+
+    inputs = joint_inputs(case, dtype, device)
+    operators.check(joint(case, impl), plainly, inputs, dict.fromkeys(("out0", "out1", "dqkv"), 2.0))
+
+    angles = tw.Rope(inputs["cos"], inputs["sin"], inputs["positions"], case.interleaved)
+    qkv = laid(case, inputs["qkv"].detach()).requires_grad_()
+    parts = torch.split(qkv, heads, -2)
+    got = tw.rope_qkv(qkv, case.heads_q, case.heads_k, rope=angles, impl=impl)
+    want = (*tw.rope(*parts[:2], rope=angles, impl=impl), parts[2])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), "other bits than those of the parts"
+    assert got[0].is_contiguous()
+    assert got[1].is_contiguous()
+    assert (got[2].data_ptr(), got[2].stride()) == (parts[2].data_ptr(), parts[2].stride()), "values are copied"
+    # of values what came in lies otherwise than of keys
+    incoming = [laid(case, got[0].detach()), laid(case, got[1].detach()), got[2].detach().contiguous()]
+    gradients = [torch.autograd.grad(out, qkv, incoming)[0] for out in (got, want)]
+    assert torch.equal(*gradients), "dqkv: other bits than those of the parts"
+    assert gradients[0].is_contiguous()
+
+
 def _variant(case: TurnCase) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
     def make(width: int, dtype: torch.dtype) -> tuple[Operation[Any], Any]:
         """Heads of 128, or of 100, side by side."""
@@ -165,9 +213,22 @@ def _variant(case: TurnCase) -> Callable[[int, torch.dtype], tuple[Operation[Any
     return make
 
 
-VARIANTS = {
+def _side_by_side(case: TurnCase) -> Callable[[int, torch.dtype], tuple[Any, ...]]:
+    def make(width: int, dtype: torch.dtype) -> tuple[Any, ...]:
+        """As those of `_variant`, with one gradient for q, k and v."""
+        operation, call = _variant(case)(width, dtype)
+        lead, dim = call.positions.shape, call.dim
+        incoming = [torch.zeros(*lead, n, dim, dtype=dtype) for n in (call.heads_q, call.heads_k, call.heads_k)]
+        return operation, call, ("qkv",), incoming
+
+    return make
+
+
+VARIANTS: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
     "halves": _variant(TurnCase("")),
     "neighbours": _variant(TurnCase("", interleaved=True)),
     "part": _variant(TurnCase("", rotary_dim=8)),
     "q alone": _variant(TurnCase("", heads_k=0)),
+    "side by side": _side_by_side(TurnCase("")),
+    "neighbours side by side": _side_by_side(TurnCase("", interleaved=True)),
 }

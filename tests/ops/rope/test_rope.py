@@ -18,6 +18,7 @@ from tilewise.testing import rope as cases
 from tilewise.testing.rope import BY_NAME, CASES, TurnCase
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SIDE_BY_SIDE = [case for case in CASES if case.heads_k]
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
@@ -25,6 +26,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_pytorch(case: TurnCase, impl: str, dtype: torch.dtype) -> None:
     cases.check(case, dtype, impl)
+
+
+@pytest.mark.parametrize("case", SIDE_BY_SIDE, ids=repr)
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_side_by_side(case: TurnCase, impl: str, dtype: torch.dtype) -> None:
+    cases.check_joint(case, dtype, impl)
 
 
 @given(
@@ -40,6 +48,8 @@ def test_equals_pytorch(case: TurnCase, impl: str, dtype: torch.dtype) -> None:
 def test_any_shape(lead, heads, pairs, rest, interleaved, dtype, table, memory) -> None:
     case = TurnCase("any", lead, *heads, 2 * pairs + rest, 2 * pairs, interleaved, table, memory)
     cases.check(case, dtype, "cpu")
+    if case.heads_k:
+        cases.check_joint(case, dtype, "cpu")
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -77,6 +87,58 @@ def test_gradcheck(name: str) -> None:
     angles = {name: inputs[name] for name in ("cos", "sin", "positions")}
     call = cases.ours(case, "cpu")
     assert torch.autograd.gradcheck(lambda *x: call(**dict(zip(leaves, x, strict=True)), **angles), (*leaves.values(),))
+
+
+@pytest.mark.parametrize("name", ["batch", "part_of_neighbours"])
+def test_gradcheck_side_by_side(name: str) -> None:
+    inputs = cases.joint_inputs(BY_NAME[name], torch.float64)
+    qkv = inputs.pop("qkv")
+    assert torch.autograd.gradcheck(lambda x: cases.joint(BY_NAME[name], "cpu")(x, **inputs), (qkv,))
+
+
+def test_gradients_side_by_side_are_one_tensor_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backward fills is what the caller gets; values that nobody uses give zeros."""
+    filled: list[int] = []
+
+    def watched(call: Any, kept: Any, incoming: Any, gradients: Any) -> None:
+        filled.extend(x.data_ptr() for x in gradients.values())
+        cpu.backward(call, kept, incoming, gradients)
+
+    inputs = cases.joint_inputs(BY_NAME["batch"], torch.float32)
+    rope = tw.Rope(inputs["cos"], inputs["sin"], inputs["positions"])
+    outputs = tw.rope_qkv(inputs["qkv"], 4, 2, rope=rope)
+    monkeypatch.setattr(dispatch, "_function", lambda module, name: watched)
+    (found,) = torch.autograd.grad(outputs, inputs["qkv"], [x.detach() for x in outputs], retain_graph=True)
+    assert filled == [found.data_ptr()]
+    torch.testing.assert_close(found, inputs["qkv"].detach())
+    (without_v,) = torch.autograd.grad([x.sum() for x in outputs[:2]], inputs["qkv"])
+    assert without_v[..., :6, :].abs().min() > 0
+    assert not without_v[..., 6:, :].any()
+
+
+def test_values_side_by_side_are_nobodys_business() -> None:
+    """NaN in values, or in what comes in for them, stays there."""
+    inputs = cases.joint_inputs(BY_NAME["packed"], torch.float32)
+    rope = tw.Rope(inputs["cos"], inputs["sin"], inputs["positions"])
+    qkv = inputs["qkv"].detach()
+    qkv[:, 6:] = torch.nan
+    outputs = tw.rope_qkv(qkv.requires_grad_(), 4, 2, rope=rope)
+    (dqkv,) = torch.autograd.grad(outputs, qkv, [x.detach() for x in outputs])
+    for x in (*outputs[:2], dqkv[:, :6]):
+        assert x.isfinite().all()
+    assert dqkv[:, 6:].isnan().all()
+
+
+def test_attention_takes_values_side_by_side() -> None:
+    inputs = cases.joint_inputs(TurnCase("", (2, 9)), torch.float64)
+    qkv = inputs["qkv"].detach().requires_grad_()
+    rope = tw.Rope(inputs["cos"], inputs["sin"], inputs["positions"])
+    q, k, v = qkv.split((4, 2, 2), -2)
+    found = []
+    for parts in (tw.rope_qkv(qkv, 4, 2, rope=rope), (*tw.rope(q, k, rope=rope), v)):
+        o = tw.attention(*parts, mask=tw.causal)
+        found.append((o, *torch.autograd.grad(o.square().sum(), qkv)))
+    torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
 
 
 def test_only_wanted_gradients_are_made() -> None:
@@ -154,10 +216,41 @@ def test_bad_arguments(name: str) -> None:
     assert all((caught.value.expected, caught.value.hint))
 
 
+QKV = torch.zeros(2, 3, 8, 8)
+BAD_SIDE_BY_SIDE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "list": ({"qkv": [1.0]}, "qkv", "list"),
+    "no_heads": ({"qkv": QKV.flatten(-2)[0, 0]}, "qkv", "(64,)"),
+    "integers": ({"qkv": QKV.long()}, "qkv", "torch.int64"),
+    "heads": ({"num_heads_kv": 3}, "qkv", "8 heads, of shape (2, 3, 8, 8)"),
+    "flat": ({"qkv": QKV.flatten(-2)}, "qkv", "3 heads, of shape (2, 3, 64)"),
+    "heads_none": ({"num_heads_q": 0, "num_heads_kv": 4}, "num_heads_q", "0"),
+    "heads_of_keys_none": ({"num_heads_q": 8, "num_heads_kv": 0}, "num_heads_kv", "0"),
+    "heads_float": ({"num_heads_q": 4.0}, "num_heads_q", "4.0"),
+    "heads_bool": ({"num_heads_kv": True}, "num_heads_kv", "True"),
+    "rope_none": ({"rope": None}, "rope", "NoneType"),
+    "positions_few": ({"rope": tw.Rope(TABLE, TABLE, HERE[:3])}, "rope", "3 positions"),
+    "cos_gradient": ({"rope": tw.Rope(TABLE.clone().requires_grad_(), TABLE, HERE)}, "rope.cos", "gradient"),
+    "impl": ({"impl": "other"}, "impl", "other"),
+    "impl_gradient": ({"qkv": QKV.clone().requires_grad_(), "impl": "other"}, "impl", "other"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SIDE_BY_SIDE)
+def test_bad_arguments_side_by_side(name: str) -> None:
+    arguments, what, got = BAD_SIDE_BY_SIDE[name]
+    with pytest.raises(InputError) as caught:
+        tw.rope_qkv(**({"qkv": QKV, "num_heads_q": 4, "num_heads_kv": 2, "rope": ROPE} | arguments))
+    assert caught.value.name == what
+    assert got in str(caught.value.got)
+    assert all((caught.value.expected, caught.value.hint))
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_kernels_need_a_gpu(inplace: bool) -> None:
     with pytest.raises(UnsupportedError, match="an NVIDIA GPU"):
         tw.rope(Q, rope=ROPE, inplace=inplace, impl="triton")
+    with pytest.raises(UnsupportedError, match="an NVIDIA GPU"):
+        tw.rope_qkv(QKV.clone().requires_grad_(), 4, 2, rope=ROPE, impl="triton")
 
 
 def test_in_place_under_no_grad() -> None:
@@ -194,6 +287,44 @@ def test_compiles_whole(second: bool, dynamic: bool) -> None:
         torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
 
 
+def _recorded(graphs: list[str]) -> Any:
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def record(graph: Any, _: Any) -> Any:
+        graphs.append(" ".join(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=record, bw_compiler=record)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole_side_by_side(dynamic: bool) -> None:
+    """With nothing copied or put together beside the operators."""
+    torch._dynamo.reset()
+
+    def model(
+        qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        q, k, v = tw.rope_qkv(2.0 * qkv, heads, 2, rope=tw.Rope(cos, sin, positions * 1))
+        return q.sin(), k.cos(), v.exp()
+
+    graphs: list[str] = []
+    compiled = torch.compile(model, backend=_recorded(graphs), fullgraph=True, dynamic=dynamic)
+    for seqlen in (3, 4):
+        inputs = cases.joint_inputs(TurnCase("", (2, seqlen)), torch.float32)
+        found = []
+        for run in (compiled, model):
+            outputs = run(heads=4, **inputs)
+            found.append((*outputs, *torch.autograd.grad(outputs, inputs["qkv"], [x.detach() for x in outputs])))
+        torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
+    forward, backward = graphs[:2]
+    assert (forward.count("tilewise.rope.default"), backward.count("tilewise.rope_qkv_backward.default")) == (1, 1)
+    assert not any(name in graph for graph in graphs for name in ("aten.cat", "aten.clone", "aten.add"))
+    if dynamic:
+        assert len(graphs) == 2
+
+
 @pytest.mark.parametrize("second", [True, False])
 def test_compiles_whole_in_place(second: bool) -> None:
     torch._dynamo.reset()
@@ -219,6 +350,8 @@ def test_operators_pass_opcheck() -> None:
     numbers = "{'heads_q': 4, 'heads_k': 2, 'dim': 8, 'interleaved': True, 'dtype': 'torch.float32'}"
     how = f"(['q', 'k', 'cos', 'sin', 'positions'], {numbers})"
     torch.library.opcheck(torch.ops.tilewise.rope.default, ([q, k, cos, sin, positions], how, "cpu"))
+    incoming = (q.detach(), k.detach(), k.detach().mT.contiguous().mT)
+    torch.library.opcheck(torch.ops.tilewise.rope_qkv_backward.default, (*incoming, cos, sin, positions, True, "cpu"))
     for second in (k.detach(), None):
         operands = (q.detach(), second, cos, sin, positions, False, "cpu")
         torch.library.opcheck(torch.ops.tilewise.rope_inplace.default, operands)
@@ -229,3 +362,7 @@ def test_no_tokens() -> None:
     turned = tw.rope(q, k, rope=tw.Rope(TABLE, TABLE, HERE[:0]))
     torch.autograd.backward(turned, [torch.ones_like(x) for x in turned])
     assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)
+    qkv = torch.zeros(0, 8, 8, requires_grad=True)
+    q, k, v = tw.rope_qkv(qkv, 4, 2, rope=tw.Rope(TABLE, TABLE, HERE[:0]))
+    (q.sum() + k.sum() + v.sum()).backward()
+    assert (q.shape, k.shape, v.shape, qkv.grad.shape) == ((0, 4, 8), (0, 2, 8), (0, 2, 8), (0, 8, 8))

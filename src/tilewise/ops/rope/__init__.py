@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, both in one launch, into new tensors or in place."""
+"""Rotary position embedding of queries and keys, both in one launch: into new tensors or in place."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import overload
 import torch
 
 from tilewise.core.readback import being_traced
-from tilewise.ops.rope.problem import check_inplace, make_call
+from tilewise.ops.rope.problem import check_inplace, check_joint, make_call
 from tilewise.ops.rope.table import ROPE
-from tilewise.ops.rope.torch_op import turn_in_place
+from tilewise.ops.rope.torch_op import turn_in_place, turn_joint
 from tilewise.rotary import Rope
 
 
@@ -61,3 +61,34 @@ def rope(
     check_inplace(call)
     turn_in_place(call, impl, being_traced())
     return q if k is None else (q, k)
+
+
+def rope_qkv(
+    qkv: torch.Tensor, num_heads_q: int, num_heads_kv: int, *, rope: Rope, impl: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `rope`, of queries and keys side by side with values, as one linear layer gives them. The backward writes all
+    of qkv's gradient in one launch, where that of `torch.split` concatenates the gradients of q, k and v.
+
+    Args:
+        qkv: (batch, seqlen, num_heads_q + 2 num_heads_kv, head_dim) or packed (tokens, heads, head_dim): heads of
+            queries, of keys, of values. float16, bfloat16, float32 or float64, any strides.
+        num_heads_q, num_heads_kv: how many there are of each, 1 or more.
+        rope: a `tilewise.Rope` of batch * seqlen positions, a sequence after the other, or of tokens, as for `rope`.
+        impl: "triton", "cpu" or "reference"; None picks the first that can.
+
+    Returns:
+        (q, k, v): q and k turned, contiguous; v is a view of qkv.
+
+    Positions are checked where `rope` checks them.
+
+    Raises:
+        InputError: an argument is wrong, or there are not as many heads as both numbers say.
+        UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+    """
+    check_joint(qkv, num_heads_q, num_heads_kv)
+    q, k, v = torch.split(qkv, [num_heads_q, num_heads_kv, num_heads_kv], -2)
+    call = make_call(q, k, rope)
+    if qkv.requires_grad and torch.is_grad_enabled():
+        return turn_joint(qkv, call, impl)
+    turned = ROPE(call, impl)
+    return turned[0], turned[1], v

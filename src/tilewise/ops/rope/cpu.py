@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewise.ops.rope.problem import Call
+from tilewise.ops.rope.problem import Call, parts
 from tilewise.rotary import Rope, rotated
 
 Tensors = dict[str, torch.Tensor]
@@ -19,10 +19,12 @@ def forward(call: Call, results: Tensors) -> None:
 
 
 def backward(call: Call, kept: Tensors, incoming: Sequence[torch.Tensor], gradients: Tensors) -> None:
-    """Fills dq and dk."""
-    for name, do in zip(("q", "k"), incoming, strict=False):
-        if name in gradients:
-            _turn(call, do, gradients[name], back=True)
+    """Fills dq and dk, or all of dqkv."""
+    for name, do, into in parts(call, incoming, gradients):
+        if name == "v":
+            into.copy_(do)
+        else:
+            _turn(call, do, into, back=True)
 
 
 def _turn(call: Call, x: torch.Tensor, into: torch.Tensor, back: bool) -> None:

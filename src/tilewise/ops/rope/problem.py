@@ -101,12 +101,39 @@ def results(call: Call) -> dict[str, torch.Tensor]:
 
 
 def gradients(call: Call, kept: dict[str, torch.Tensor], wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Empty dq and dk."""
-    heads, lead = {"q": call.heads_q, "k": call.heads_k}, call.positions.shape
+    """Empty dq and dk; "qkv" is one tensor for both with dv behind them."""
+    heads, lead = {"q": call.heads_q, "k": call.heads_k, "qkv": call.heads_q + 2 * call.heads_k}, call.positions.shape
     return {
         name: torch.empty((*lead, heads[name], call.dim), dtype=call.dtype, device=call.positions.device)
         for name in wanted
     }
+
+
+def parts(
+    call: Call, incoming: Sequence[torch.Tensor], gradients: dict[str, torch.Tensor]
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """What a backward turns back, and of dqkv copies: (name, gradient that came in, where it goes)."""
+    into = gradients
+    if "qkv" in gradients:
+        heads = [call.heads_q, call.heads_k, call.heads_k]
+        into = dict(zip("qkv", torch.split(gradients["qkv"], heads, -2), strict=True))
+    return [(name, do, into[name]) for name, do in zip("qkv", incoming, strict=False) if name in into]
+
+
+def check_joint(qkv: Any, num_heads_q: Any, num_heads_kv: Any) -> None:
+    """Raise InputError unless qkv has that many heads of queries, of keys and of values."""
+    for name, heads in (("num_heads_q", num_heads_q), ("num_heads_kv", num_heads_kv)):
+        if not isinstance(heads, (int, torch.SymInt)) or isinstance(heads, bool) or heads < 1:
+            raise InputError(name, got=repr(heads), expected="a whole number, 1 or more", hint="heads, not numbers")
+    _check_tensor("qkv", qkv)
+    heads = num_heads_q + 2 * num_heads_kv
+    if qkv.shape[-2] != heads:
+        raise InputError(
+            "qkv",
+            got=f"{qkv.shape[-2]} heads, of shape {tuple(qkv.shape)}",
+            expected=f"{heads}: num_heads_q {num_heads_q} + 2 * num_heads_kv {num_heads_kv}",
+            hint="queries come first, then keys, then values; use .unflatten(-1, (heads, head_dim))",
+        )
 
 
 def _check_tensor(name: str, x: Any) -> None:

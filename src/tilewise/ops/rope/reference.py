@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewise.ops.rope.problem import Call
+from tilewise.ops.rope.problem import Call, parts
 
 Tensors = dict[str, torch.Tensor]
 
@@ -18,10 +18,12 @@ def forward(call: Call, results: Tensors) -> None:
 
 
 def backward(call: Call, kept: Tensors, incoming: Sequence[torch.Tensor], gradients: Tensors) -> None:
-    """Fills dq and dk."""
-    for name, do in zip(("q", "k"), incoming, strict=False):
-        if name in gradients:
-            _turn(call, do, gradients[name], -1.0)
+    """Fills dq and dk, or all of dqkv."""
+    for name, do, into in parts(call, incoming, gradients):
+        if name == "v":
+            into.copy_(do)
+        else:
+            _turn(call, do, into, -1.0)
 
 
 def _turn(call: Call, x: torch.Tensor, into: torch.Tensor, sign: float) -> None:

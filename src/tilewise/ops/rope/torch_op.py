@@ -1,13 +1,19 @@
-"""Turning in place, as PyTorch sees it: a plain call in eager mode, inside torch.compile a custom operator."""
+"""As PyTorch sees it: turning in place, a plain call in eager mode, inside torch.compile a custom operator; and queries
+and keys out of one tensor with values, whose gradient is one.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.autograd.function import once_differentiable
 
 from tilewise.core import dispatch
 from tilewise.core.dispatch import Row
+from tilewise.core.readback import being_traced
 from tilewise.ops.rope.problem import Call
-from tilewise.ops.rope.table import ROWS
+from tilewise.ops.rope.table import ROPE, ROWS
 
 
 def turn_in_place(call: Call, impl: str | None, traced: bool) -> None:
@@ -39,3 +45,51 @@ def _turn(
 
 
 inplace_operator = torch.library.custom_op("tilewise::rope_inplace", _turn, mutates_args=("q", "k"))
+
+
+# out of one tensor -------------------------------------------------------------------------------------------------
+
+
+class _Joint(torch.autograd.Function):
+    """v is a view, which no custom operator may return, so torch.compile traces this and finds the operators inside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor,
+        heads_q: int, heads_k: int, interleaved: bool, impl: str,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.how = interleaved, impl
+        q, k, v = torch.split(qkv, [heads_q, heads_k, heads_k], -2)
+        call = Call(q, k, cos, sin, positions, heads_q, heads_k, qkv.shape[-1], interleaved, qkv.dtype)
+        return *ROPE(call, impl), v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[Any, ...]:
+        gradient = joint_gradient if being_traced() else _gradient
+        return gradient(dq, dk, dv, *ctx.saved_tensors, *ctx.how), *[None] * 7
+
+
+def turn_joint(qkv: torch.Tensor, call: Call, impl: str | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q, k, v) of qkv, whose first heads are `call`'s, connected to autograd; raises as `turn_in_place`."""
+    row = dispatch.choose(ROWS, "rope", call, impl)
+    how = (call.cos, call.sin, call.positions, call.heads_q, call.heads_k, call.interleaved, row.name)
+    q, k, v = _Joint.apply(qkv, *how)  # type: ignore[no-untyped-call]
+    return q, k, v
+
+
+def _gradient(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor,
+    interleaved: bool, impl: str,
+) -> torch.Tensor:  # fmt: skip
+    call = Call(None, None, cos, sin, positions, dq.shape[-2], dk.shape[-2], dq.shape[-1], interleaved, dq.dtype)
+    return ROPE.run_backward(dispatch.named(ROWS, impl), call, {}, (dq, dk, dv), ("qkv",))["qkv"]
+
+
+def _fake_gradient(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *_: Any) -> torch.Tensor:
+    return dq.new_empty(*dq.shape[:-2], dq.shape[-2] + 2 * dk.shape[-2], dq.shape[-1])
+
+
+joint_gradient = torch.library.custom_op("tilewise::rope_qkv_backward", _gradient, mutates_args=())
+joint_gradient.register_fake(_fake_gradient)

@@ -1,7 +1,8 @@
 """Queries and keys turned on a GPU: a program has some heads of q and of k, of some tokens.
 
-Both numbers of a pair are loaded once and stored once, and cosines and sines once for all heads of a program. Whatever
-is multiplied by a stride is 64 bits wide.
+Both numbers of a pair are loaded once and stored once, and cosines and sines once for all heads of a program. Gradients
+of values, where they go into one tensor with those of queries and keys, are copied on the way. Whatever is multiplied
+by a stride is 64 bits wide.
 """
 
 import math
@@ -10,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops.rope.problem import Call
+from tilewise.ops.rope.problem import Call, parts
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.rotary import angles_of
 
@@ -43,15 +44,20 @@ def load_pairs(rows, inside, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOC
 
 
 @triton.jit
-def store_turned(
-    rows, inside, a, b, cos, sin, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr
-):  # fmt: skip
+def turned(a, b, cos, sin):
     """Pairs (a, b), turned, each product rounded before it is added"""
-    first = (a.to(tl.float32) * cos - b.to(tl.float32) * sin).to(a.dtype)
-    second = (b.to(tl.float32) * cos + a.to(tl.float32) * sin).to(a.dtype)
+    first = a.to(tl.float32) * cos - b.to(tl.float32) * sin
+    second = b.to(tl.float32) * cos + a.to(tl.float32) * sin
+    return first.to(a.dtype), second.to(a.dtype)
+
+
+@triton.jit
+def store_pairs(
+    rows, inside, first, second, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr
+):  # fmt: skip
     if INTERLEAVED:
         dim = tl.arange(0, 2 * BLOCK_P)[None, None, :]
-        both = tl.join(first, second).reshape(a.shape[0], a.shape[1], 2 * BLOCK_P)
+        both = tl.join(first, second).reshape(first.shape[0], first.shape[1], 2 * BLOCK_P)
         tl.store(rows + dim, both, mask=inside & (dim < 2 * HALF))
     else:
         pair = tl.arange(0, BLOCK_P)[None, None, :]
@@ -73,7 +79,7 @@ def copy_rest(rows, into, inside, ROTARY: tl.constexpr, DIM: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=["seqlen", "tokens"])
 def rope_pairs(
-    Q, K, OQ, OK, ROPE, strides_q, strides_k, strides_oq, strides_ok, seqlen, tokens,
+    Q, K, V, OQ, OK, OV, ROPE, strides_q, strides_k, strides_v, strides_oq, strides_ok, strides_ov, seqlen, tokens,
     HEADS_Q: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACK: tl.constexpr, INPLACE: tl.constexpr, ALIGN: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -98,6 +104,10 @@ def rope_pairs(
         k = heads_of(K, strides_k, sequence, at, head_k.to(tl.int64), ALIGN)
         ok = heads_of(OK, strides_ok, sequence, at, head_k.to(tl.int64), ALIGN)
         a_k, b_k = load_pairs(k, inside_k, HALF, INTERLEAVED, BLOCK_P)
+    if V is not None:  # as many heads as of keys; what is not turned is no pair of neighbours
+        v = heads_of(V, strides_v, sequence, at, head_k.to(tl.int64), ALIGN)
+        ov = heads_of(OV, strides_ov, sequence, at, head_k.to(tl.int64), ALIGN)
+        a_v, b_v = load_pairs(v, inside_k, HALF, False, BLOCK_P)
 
     # by which angles
     pair = tl.arange(0, BLOCK_P)[None, :]
@@ -107,13 +117,19 @@ def rope_pairs(
     if BACK:
         sin = -sin
 
-    store_turned(oq, inside_q, a_q, b_q, cos, sin, HALF, INTERLEAVED, BLOCK_P)
+    a_q, b_q = turned(a_q, b_q, cos, sin)
+    store_pairs(oq, inside_q, a_q, b_q, HALF, INTERLEAVED, BLOCK_P)
     if K is not None:
-        store_turned(ok, inside_k, a_k, b_k, cos, sin, HALF, INTERLEAVED, BLOCK_P)
+        a_k, b_k = turned(a_k, b_k, cos, sin)
+        store_pairs(ok, inside_k, a_k, b_k, HALF, INTERLEAVED, BLOCK_P)
+    if V is not None:
+        store_pairs(ov, inside_k, a_v, b_v, HALF, False, BLOCK_P)
     if ROTARY < DIM and not INPLACE:
         copy_rest(q, oq, inside_q, ROTARY, DIM, BLOCK_P)
         if K is not None:
             copy_rest(k, ok, inside_k, ROTARY, DIM, BLOCK_P)
+        if V is not None:
+            copy_rest(v, ov, inside_k, ROTARY, DIM, BLOCK_P)
 
 
 # launches ------------------------------------------------------------------------------------------------------------
@@ -125,9 +141,9 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
 
 
 def backward(call: Call, kept: dict[str, torch.Tensor], incoming, gradients: dict[str, torch.Tensor]) -> None:
-    """Fills dq and dk."""
-    given = dict(zip(("q", "k"), incoming, strict=False))
-    _turn(call, [given[name] for name in gradients], list(gradients.values()), back=True)
+    """Fills dq and dk, or all of dqkv."""
+    _, given, into = zip(*parts(call, incoming, gradients), strict=True)
+    _turn(call, list(given), list(into), back=True)
 
 
 def _turn(call: Call, given: list[torch.Tensor], into: list[torch.Tensor], back: bool) -> None:
@@ -138,7 +154,7 @@ def _turn(call: Call, given: list[torch.Tensor], into: list[torch.Tensor], back:
     plan = _PLANS.get(key)
     if plan is None:
         plan = _PLANS.put(key, _plan(call, given, into, (back, inplace)))
-    absent = [None] * (2 - len(given))
+    absent = [None] * (3 - len(given))
     angles = (call.cos, call.sin, call.positions, call.cos.stride(0), call.sin.stride(0))
     with on_device(call.cos):
         plan.launch((*given, *absent, *into, *absent, angles), ())
@@ -154,13 +170,13 @@ def _plan(call: Call, given: list[torch.Tensor], into: list[torch.Tensor], how: 
     parts = triton.cdiv(max(heads), most)
     block_q, block_k = (triton.next_power_of_2(triton.cdiv(n, parts)) for n in (heads[0], heads[-1]))
     block_t = min(max(1, _PAIRS // (most * block_p)), triton.next_power_of_2(tokens))
-    pairs = block_t * block_p * (block_q + block_k if len(given) == 2 else block_q)
+    pairs = block_t * block_p * (block_q + block_k * (len(given) - 1))
     warps = min(32, 2 ** max(0, (2 * pairs * given[0].element_size() // (32 * _EACH)).bit_length() - 1))
     constants = (
         heads[0], heads[-1], call.dim, 2 * half, call.interleaved, *how, align, parts, block_t, block_q, block_k,
         block_p,
     )  # fmt: skip
-    absent = [None] * (2 - len(given))
+    absent = [None] * (3 - len(given))
     between = (*strides[: len(given)], *absent, *strides[len(given) :], *absent)
     seqlen = call.positions.shape[-1]
     grid = triton.cdiv(tokens, block_t) * parts
