@@ -25,7 +25,6 @@ from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.kv_write.problem import Copy, Write, copy_calls, write_call
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.merge.problem import joined_call, separate_call
-from tilewise.ops.operation import Operation
 from tilewise.quant import KINDS, encode, encode_by_channel
 from tilewise.testing.offline import Resources, compile_call, compile_kv_write, compile_merge, compile_operation
 from tools.families import NEIGHBOURS
@@ -115,8 +114,10 @@ def _state(rows: tuple[int, ...], head_dim: int, dtype: torch.dtype) -> tuple[to
     return torch.zeros(*rows, HEADS, head_dim, dtype=dtype), torch.zeros(*rows[:-1], HEADS, rows[-1])
 
 
-def _neighbour(name: str) -> dict[str, Callable[[int, torch.dtype], tuple[Operation[Any], Any]]]:
-    """Its variants by name: what gives an operation and a call of it, from a width and a dtype."""
+def _neighbour(name: str) -> dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]]:
+    """Its variants by name: what gives, from a width and a dtype, `compile_operation`'s operation and call, and which
+    gradients where these are not those of the call's fields.
+    """
     found: dict[str, Any] = importlib.import_module(f"tilewise.testing.{name}").VARIANTS
     return found
 
@@ -176,8 +177,8 @@ class Variant:
             moved = WRITES[self.formula](self.head_dim, DTYPES[self.dtype])
             return {found.kernel: found for found in compile_kv_write(moved, self.sm)}
         if self.row in NEIGHBOURS:
-            called = _neighbour(self.row)[self.formula](self.head_dim, DTYPES[self.dtype])
-            return {found.kernel: found for found in compile_operation(*called, self.sm)}
+            operation, call, *backward = _neighbour(self.row)[self.formula](self.head_dim, DTYPES[self.dtype])
+            return {found.kernel: found for found in compile_operation(operation, call, self.sm, *backward)}
         found = compile_call(self.call(), self.sm, self.row)
         named = {one.kernel: one for one in found}
         if self.formula == "shared":  # the same kernel twice: over prefixes, then over requests

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import tilewise as tw
 from tilewise.ops.rope import triton_rope
-from tilewise.ops.rope.problem import Call, make_call, results
+from tilewise.ops.rope.problem import Call, gradients, make_call, results
 from tilewise.testing.offline import compiling_for
 from tilewise.testing.rope import VARIANTS
 
 
-def _ptx(call: Call) -> str:
+def _ptx(call: Call, wanted: Sequence[str] = (), incoming: Sequence[torch.Tensor] = ()) -> str:
     with compiling_for(90) as kernels, torch.no_grad():
-        triton_rope.forward(call, results(call))
+        if wanted:
+            triton_rope.backward(call, {}, incoming, gradients(call, {}, wanted))
+        else:
+            triton_rope.forward(call, results(call))
     return kernels[-1].asm["ptx"]
 
 
@@ -28,7 +32,7 @@ def _stores(ptx: str) -> set[str]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_products_are_rounded_and_16_bytes_travel_at_once(variant: str, dtype: torch.dtype) -> None:
     """A GPU's bits are those of a CPU; the interpreter never fuses a product and a sum."""
-    ptx = _ptx(VARIANTS[variant](4096, dtype)[1])
+    ptx = _ptx(*VARIANTS[variant](4096, dtype)[1:])
     assert re.search(r"\bmul(\.rn)?\.f32", ptx)
     assert not re.search(r"\bfma\.", ptx)
     assert _stores(ptx) == {"st.global.v4.b32"}

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -125,17 +125,25 @@ def compile_kv_write(call: Write | Copy, sm: int) -> list[Resources]:
     return [resources(kernel) for kernel in kernels]
 
 
-def compile_operation(operation: Operation[Any], call: Any, sm: int) -> list[Resources]:
-    """As `compile_call`, the kernels that a call of an operation launches, forward and backward for every gradient."""
+def compile_operation(
+    operation: Operation[Any],
+    call: Any,
+    sm: int,
+    wanted: Sequence[str] = (),
+    incoming: Sequence[Any] = (),
+) -> list[Resources]:
+    """As `compile_call`, the kernels that a call of an operation launches, forward and backward for every gradient, or
+    for the gradients `wanted` where these come in.
+    """
     import torch
 
     row = next(row for row in operation.rows if row.name == "triton")
     with compiling_for(sm) as kernels, torch.no_grad():
         results = operation.run_forward(row, call)
-        wanted = operation.sources(name for name, x in fields_of(call).items() if x.requires_grad)
+        wanted = wanted or operation.sources(name for name, x in fields_of(call).items() if x.requires_grad)
         if wanted:
             kept = operation.kept(call, results)
-            incoming = [torch.empty_like(x) for x in list(results.values())[: operation.count(call)]]
+            incoming = incoming or [torch.empty_like(x) for x in list(results.values())[: operation.count(call)]]
             operation.run_backward(row, operation.without(call, kept), kept, incoming, wanted)
     return [resources(kernel) for kernel in kernels]
 
