@@ -64,7 +64,7 @@ def test_rope_turns_scores_by_the_distance_alone(operators: Operators) -> None:
 
     def score(i: int, j: int) -> float:
         x = torch.stack((q, k)).view(2, 1, 1, 16)  # a token each
-        turned, _ = operators.rotate(x, x, tilewise.Rope(cos, sin, torch.tensor([i, j])))
+        turned, _, _ = operators.rotate(x.repeat(1, 1, 3, 1), 1, 1, tilewise.Rope(cos, sin, torch.tensor([i, j])))
         return float((turned[0] * turned[1]).sum())
 
     assert score(7, 3) == pytest.approx(score(60, 56), abs=1e-5)

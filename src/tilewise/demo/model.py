@@ -58,15 +58,14 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, operators: Operators) -> None:
         super().__init__()
         self.config, self.operators = config, operators
-        self.heads = (config.num_heads_q, config.num_heads_kv, config.num_heads_kv)
-        self.qkv = nn.Linear(config.dim, sum(self.heads) * config.head_dim, bias=False)
+        self.heads = config.num_heads_q + 2 * config.num_heads_kv
+        self.qkv = nn.Linear(config.dim, self.heads * config.head_dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rope: Rope, cache: Cache | None, layer: int) -> Tensor:
         batch, seqlen, _ = x.shape
-        heads: Tensor = self.qkv(x).view(batch, seqlen, sum(self.heads), self.config.head_dim)
-        q, k, v = torch.split(heads, list(self.heads), dim=2)
-        q, k = self.operators.rotate(q, k, rope)
+        qkv: Tensor = self.qkv(x).view(batch, seqlen, self.heads, self.config.head_dim)
+        q, k, v = self.operators.rotate(qkv, self.config.num_heads_q, self.config.num_heads_kv, rope)
         if cache is not None:
             k, v = cache.append(layer, k, v)
         o: Tensor = self.out(self.operators.attend(q, k, v).reshape(batch, seqlen, -1))

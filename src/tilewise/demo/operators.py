@@ -18,13 +18,13 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Operators:
-    """attend(q, k, v) -> o, causal, tensors (batch, seqlen, heads, head_dim); rotate(q, k, rope) -> (q, k);
-    norm(x, residual, weight) -> (normed sum, sum), the residual None at first; swiglu(gate and up side by side);
-    loss(x, weight, targets): the mean cross entropy of a last linear layer.
+    """attend(q, k, v) -> o, causal, tensors (batch, seqlen, heads, head_dim); rotate(qkv, num_heads_q, num_heads_kv,
+    rope) -> (q, k, v), q and k turned; norm(x, residual, weight) -> (normed sum, sum), the residual None at first;
+    swiglu(gate and up side by side); loss(x, weight, targets): the mean cross entropy of a last linear layer.
     """
 
     attend: Attend
-    rotate: Callable[[Tensor, Tensor, Rope], tuple[Tensor, Tensor]]
+    rotate: Callable[[Tensor, int, int, Rope], tuple[Tensor, Tensor, Tensor]]
     norm: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -47,7 +47,10 @@ def tilewise_operators(impl: str | None = None) -> Operators:
         kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         return tilewise.linear_cross_entropy(x.to(kind), weight.to(kind), targets)
 
-    return Operators(attend, lambda q, k, rope: tilewise.rope(q, k, rope=rope), norm, tilewise.swiglu, loss)
+    def rotate(qkv: Tensor, num_heads_q: int, num_heads_kv: int, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        return tilewise.rope_qkv(qkv, num_heads_q, num_heads_kv, rope=rope)
+
+    return Operators(attend, rotate, norm, tilewise.swiglu, loss)
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -58,14 +61,15 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o.transpose(1, 2)
 
 
-def _rotate(q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+def _rotate(qkv: Tensor, num_heads_q: int, num_heads_kv: int, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.split(qkv, [num_heads_q, num_heads_kv, num_heads_kv], dim=2)
     cos, sin = (table[rope.positions].view(*q.shape[:2], 1, -1).to(q.dtype) for table in (rope.cos, rope.sin))
 
     def turned(x: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
-    return turned(q), turned(k)
+    return turned(q), turned(k), v
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
