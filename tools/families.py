@@ -116,7 +116,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
     "softmax": (),
     "cross_entropy": (),
     "glu": (),
-    "rope": ("src/tilewise/rotary.py", _ROTARY),
+    "rope": ("src/tilewise/rotary.py", "src/tilewise/ops/rope/torch_op.py", _ROTARY),
     "quantize": (
         "src/tilewise/layouts.py",
         "src/tilewise/quant/*.py",
