@@ -153,7 +153,7 @@ def _caption(question: str, rows: Table) -> str:
             value, impl, metric = max(side)
             sentences.append(f"Largest error of {'ours' if ours else 'peers'}: {value:.1e} ({impl}; {metric}).")
     made = _unique(
-        f"`{record.command}`, {record.date[:10]}, commit `{record.commit}`, {record.device}, "
+        f"`{record.command}`, {record.date[:10]}, commit `{record.commit[:7]}`, {record.device}, "
         f"{f'driver {record.driver}, ' if record.driver else ''}torch {record.torch}, triton {record.triton}"
         for record in records
     )
