@@ -143,6 +143,12 @@ def finished(r, sums, LEFT: gl.constexpr, fixed):
 
 
 @gluon.jit
+def of_thread(sums, like):
+    """Sums [64, 8], whose columns are all the same, as `like` [64, 4] has a number for each thread of a quad."""
+    return gl.convert_layout(gl.max(gl.max(parts_of(sums), 3), 1), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def scales_of_queries(codes, run, row0, seqlen_q, fixed, C: gl.constexpr, ROW: gl.constexpr):
     """The scale of each of a warpgroup's 64 queries."""
     Q_SCALE, blocks = codes[0], codes[5]
@@ -274,7 +280,6 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
     HEAD_DIM_V: gl.constexpr = v_ring.shape[-2]
     SCORES: gl.constexpr = product_layout(fixed.block_n, DEPTH)
     OUT: gl.constexpr = product_layout(HEAD_DIM_V, DEPTH)
-    SUMS: gl.constexpr = gl.SliceLayout(1, product_layout(8, DEPTH))
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     CHANNEL: gl.constexpr = gl.SliceLayout(0, OUT)
     ROW_OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -314,7 +319,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         bias = gl.zeros([64], gl.float32, layout=ROW_OF_QUADS)
         if fixed.biased:
             mine = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=ROW_OF_QUADS), seqlen_q - 1)
-            bias = gl.load(Q_BIAS + row + mine) * scale
+            bias = gl.load(Q_BIAS + row + mine)
         rows = (b, h, offs_i, seqlen_k, last_key, ends, (mask_once, score_once), tilt, bias)
         of_queries = scales_of_queries(codes, run, row0, seqlen_q, fixed, C, ROW_OF_QUADS) * c
 
@@ -328,7 +333,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         mbarrier.arrive(k_empty.index(done % fixed.stages))
         m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW_OF_QUADS)
         w, m_i, alpha = weights_of(s, n, m_i, num_partial > 0, rows, (of_queries, of_keys), formula, fixed)
-        l_i = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else gl.zeros([64], gl.float32, layout=SUMS)
+        l_i = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else quads
         p = packed_weights(w)
         acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
         beta = gl.full([64], 1.0, gl.float32, layout=ROW_OF_QUADS)
@@ -350,8 +355,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
             w, m_i, alpha = weights_of(s, n, m_i, t < num_partial, rows, (of_queries, of_keys), formula, fixed)
             if fixed.exact_sums:
                 added = gl.sum(gl.sum(w, 3), 1)
-                l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, added.type.layout), assert_trivial=True)[:, None]
-                l_i += added
+                l_i = l_i * alpha[:, None] + added
                 keep_before_wait(added)
             else:
                 keep_last_before_wait(w)
@@ -360,7 +364,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
             p = packed_weights(w)
             acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
             if not fixed.exact_sums:
-                l_i = l_i * gl.convert_layout(beta, SUMS, assert_trivial=True) + gl.max(sums, 1)
+                l_i = l_i * beta[:, None] + of_thread(sums, quads)
             beta = alpha
         done += count
 
@@ -378,13 +382,13 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         # the end
         acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
         if fixed.exact_sums:
-            l_row = gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
+            l_row = gl.sum(l_i, 1)
         else:
-            l_i = l_i * gl.convert_layout(beta, SUMS, assert_trivial=True) + gl.max(sums, 1)
-            l_row = gl.convert_layout(l_i, ROW, assert_trivial=True)
+            l_row = gl.max(l_i * beta[:, None] + of_thread(sums, quads), 1)
+        l_row = gl.convert_layout(l_row, ROW, assert_trivial=True)
         m2 = gl.convert_layout(m_i, ROW, assert_trivial=True) - SHIFT
         if fixed.biased and fixed.score is None:
-            m2 += gl.convert_layout(bias, ROW, assert_trivial=True) * LOG2E
+            m2 += gl.convert_layout(bias, ROW, assert_trivial=True) * (scale * LOG2E)
         share = l_row
         factor = 1.0
         if fixed.sinks:
@@ -476,7 +480,13 @@ def attention_codes_sm90(
     grid = (sizes, (mask_args, mask_nums, score_args, score_nums + (scale,)), lists, cu_seqlens)  # noqa: RUF005
     inputs = (Q, K, V, NEXT if fixed.dealt else 0, (0, 0, 0, 0))
     outputs = (O, LSE, SINK if fixed.sinks else LSE)
-    scalars = (scale, scale if fixed.scale_first else scale * LOG2E)
+    if fixed.score is not None:
+        c = 1.0  # its formula scales
+    elif fixed.scale_first:
+        c = scale
+    else:
+        c = scale * LOG2E
+    scalars = (scale, c)
     bias = Q_BIAS if fixed.biased else LSE
     codes = (Q_SCALE, K_SCALE, V_SCALE, V_MEAN if fixed.centred else LSE, bias, blocks_q, blocks_k)
     memory = (q_ring, k_ring, v_ring, o_ring, board, ones)
