@@ -50,6 +50,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
 
     from tilewise.ops import triton_launch
     from tilewise.ops.attention import triton_plans
+    from tilewise.ops.quantize import triton_quantize
 
     class OfflineDriver:
         def get_current_target(self) -> GPUTarget:
@@ -78,6 +79,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
         with (
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(triton_plans, "capability", return_value=sm),
+            mock.patch.object(triton_quantize, "capability", return_value=sm),
             mock.patch.object(triton_launch, "remember", False),
         ):
             yield compiled
