@@ -18,14 +18,16 @@ from tilewise.ops.quantize.problem import NUMBERS, Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
+from tilewise.quant.schemes import KEYS
 from tilewise.tiles.codes import MIDDLE, SMALLEST, codes_of
 from tilewise.tiles.visit import locate
 
-_CHUNK = 512  # rows of a program that sums
-_STEP = 32  # of them at a time
+_CHUNK = 256  # rows of a program that sums
+_STEP = 64  # of them at a time
 _PARTS = 16  # sums, or largest numbers of blocks, put together at a time
 _EACH = 64  # elements of a thread
-_ROTATED = (32, 16)  # columns of a product's step, and where registers are few: of float32, in two parts, or wide heads
+_BLOCKS = 4  # of keys that a program rotates, or as many queries
+_ROTATED = (128, 16)  # columns of a product's step, and where registers are few: of float32, in two parts, or wide heads
 TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
 _ROUND_TWICE = {"enable_fp_fusion": False}  # a product, and then its sum with what makes it whole, as the CPU does
 _PLANS = Plans()
@@ -127,99 +129,18 @@ def most_of_blocks(MOST, first, blocks, PARTS: tl.constexpr):
     return tl.max(most, 0) + tl.zeros([1], tl.float32)
 
 
-# kernels -------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
-def sum_chunks(
-    X, CU, SUMS, SPANS, stride_b, stride_t, stride_h, batch, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Sums, and least and largest numbers, of the columns of ROWS rows of a head."""
-    # who am I
-    h = tl.program_id(0) % HEADS
-    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
-    d = tl.arange(0, BLOCK_D)
-    x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
-    offs = tl.arange(0, STEP)
-
-    # main loop
-    total = tl.zeros([STEP, BLOCK_D], tl.float64)
-    low = tl.full([STEP, BLOCK_D], float("inf"), tl.float32)
-    high = tl.full([STEP, BLOCK_D], float("-inf"), tl.float32)
-    for start in range(block * ROWS, tl.minimum(block * ROWS + ROWS, length), STEP):
-        row = start + offs
-        inside = (row < length)[:, None] & (d < DIM)[None, :]
-        x = tl.load(x_rows + ((first + row) * stride_t)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        if SUMS is not None:
-            total += x.to(tl.float64)
-        if SPANS is not None:
-            finite = tl.abs(x) < float("inf")
-            low = tl.minimum(low, tl.where(inside, tl.where(finite, x, float("-inf")), float("inf")))
-            high = tl.maximum(high, tl.where(inside, tl.where(finite, x, float("inf")), float("-inf")))
-
-    # epilogue
-    if SUMS is not None:
-        tl.store(SUMS + cell * DIM + d, tl.sum(total, 0), mask=d < DIM)
-    if SPANS is not None:
-        tl.store(SPANS + 2 * cell * DIM + d, tl.min(low, 0), mask=d < DIM)
-        tl.store(SPANS + (2 * cell + 1) * DIM + d, tl.max(high, 0), mask=d < DIM)
-
-
-@triton.jit(do_not_specialize=["seqlen", "blocks"])
-def join_chunks(
-    SUMS, SPANS, MEAN, SIZE, CU, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """A head's means of columns in a sequence, and how far from them (or from 0) a column's numbers are at most."""
-    # who am I
-    h = tl.program_id(0) % HEADS
-    b = (tl.program_id(0) // HEADS).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    if CU is None:
-        length = seqlen
-        first = (b * HEADS + h) * blocks
-    else:
-        length = tl.load(CU + b + 1) - tl.load(CU + b)
-        first = h * blocks + tl.load(CU + b) // ROWS + b
-    parts = tl.cdiv(length, ROWS)
-
-    # main loop
-    total = tl.zeros([PARTS, BLOCK_D], tl.float64)
-    low = tl.full([PARTS, BLOCK_D], float("inf"), tl.float32)
-    high = tl.full([PARTS, BLOCK_D], float("-inf"), tl.float32)
-    for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        inside = (part < parts)[:, None] & (d < DIM)[None, :]
-        if SUMS is not None:
-            total += tl.load(SUMS + ((first + part) * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
-        if SPANS is not None:
-            at = SPANS + (2 * (first + part) * DIM)[:, None] + d[None, :]
-            low = tl.minimum(low, tl.load(at, mask=inside, other=float("inf")))
-            high = tl.maximum(high, tl.load(at + DIM, mask=inside, other=float("-inf")))
-
-    # epilogue
-    mean = tl.zeros([BLOCK_D], tl.float32)
-    place = ((b * HEADS + h) * DIM) + d
-    if SUMS is not None:
-        mean = (tl.sum(total, 0) / tl.maximum(length, 1)).to(tl.float32)
-        tl.store(MEAN + place, mean, mask=d < DIM)
-    if SPANS is not None:
-        size = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
-        tl.store(SIZE + place, tl.where(parts > 0, size_of(size), 0.0), mask=d < DIM)
-
-
-@triton.jit(do_not_specialize=["batch", "seqlen", "total", "blocks"])
-def encode_rows(
-    X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch, seqlen, total, blocks,
+@triton.jit
+def encode_block(
+    slot, X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch, seqlen, total,
+    blocks,
     HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
     SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a block of queries or keys, or centred values; with MOST and no CODES, the block's largest number."""
+    """Codes of the block in a slot."""
     # who am I
     h = tl.program_id(0) % HEADS
-    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    b, block, first, length, cell = place_of(slot, h, CU, batch, seqlen, blocks, HEADS, ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
     inside = row < length
     x_rows = (X + b * stride_b + h.to(tl.int64) * stride_h) + ((first + row) * stride_t)[:, None]
@@ -293,6 +214,110 @@ def encode_rows(
             scale = tl.where(block * ROWS < length, scale_of(by_group, CODE), 0.0)
             tl.store(SCALE + cell * GROUPS + tl.arange(0, GROUPS), scale)
             tl.store(codes, bytes_of(y, scale_of(by_row, CODE), ENCODING, CONVERTS), mask=used)
+
+
+# kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
+def sum_chunks(
+    X, CU, SUMS, SPANS, stride_b, stride_t, stride_h, batch, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums, and least and largest numbers, of the columns of ROWS rows of a head."""
+    # who am I
+    h = tl.program_id(0) % HEADS
+    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
+    offs = tl.arange(0, STEP)
+
+    # main loop: a thread adds up what it has of a step's rows, every AT_ONCE-th
+    total = tl.zeros([AT_ONCE, BLOCK_D], tl.float64)
+    low = tl.full([AT_ONCE, BLOCK_D], float("inf"), tl.float32)
+    high = tl.full([AT_ONCE, BLOCK_D], float("-inf"), tl.float32)
+    for start in range(block * ROWS, tl.minimum(block * ROWS + ROWS, length), STEP):
+        row = start + offs
+        inside = (row < length)[:, None] & (d < DIM)[None, :]
+        x = tl.load(x_rows + ((first + row) * stride_t)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        if SUMS is not None:
+            total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
+        if SPANS is not None:
+            finite = tl.abs(x) < float("inf")
+            least = tl.where(inside, tl.where(finite, x, float("-inf")), float("inf"))
+            most = tl.where(inside, tl.where(finite, x, float("inf")), float("-inf"))
+            low = tl.minimum(low, tl.min(least.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+            high = tl.maximum(high, tl.max(most.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+
+    # epilogue
+    if SUMS is not None:
+        tl.store(SUMS + cell * DIM + d, tl.sum(total, 0), mask=d < DIM)
+    if SPANS is not None:
+        tl.store(SPANS + 2 * cell * DIM + d, tl.min(low, 0), mask=d < DIM)
+        tl.store(SPANS + (2 * cell + 1) * DIM + d, tl.max(high, 0), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["seqlen", "blocks"])
+def join_chunks(
+    SUMS, SPANS, MEAN, SIZE, CU, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A head's means of columns in a sequence, and how far from them (or from 0) a column's numbers are at most."""
+    # who am I
+    h = tl.program_id(0) % HEADS
+    b = (tl.program_id(0) // HEADS).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    if CU is None:
+        length = seqlen
+        first = (b * HEADS + h) * blocks
+    else:
+        length = tl.load(CU + b + 1) - tl.load(CU + b)
+        first = h * blocks + tl.load(CU + b) // ROWS + b
+    parts = tl.cdiv(length, ROWS)
+
+    # main loop
+    total = tl.zeros([PARTS, BLOCK_D], tl.float64)
+    low = tl.full([PARTS, BLOCK_D], float("inf"), tl.float32)
+    high = tl.full([PARTS, BLOCK_D], float("-inf"), tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = (part < parts)[:, None] & (d < DIM)[None, :]
+        if SUMS is not None:
+            total += tl.load(SUMS + ((first + part) * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
+        if SPANS is not None:
+            at = SPANS + (2 * (first + part) * DIM)[:, None] + d[None, :]
+            low = tl.minimum(low, tl.load(at, mask=inside, other=float("inf")))
+            high = tl.maximum(high, tl.load(at + DIM, mask=inside, other=float("-inf")))
+
+    # epilogue
+    mean = tl.zeros([BLOCK_D], tl.float32)
+    place = ((b * HEADS + h) * DIM) + d
+    if SUMS is not None:
+        mean = (tl.sum(total, 0) / tl.maximum(length, 1)).to(tl.float32)
+        tl.store(MEAN + place, mean, mask=d < DIM)
+    if SPANS is not None:
+        size = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
+        tl.store(SIZE + place, tl.where(parts > 0, size_of(size), 0.0), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "total", "blocks"])
+def encode_rows(
+    X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch, seqlen, total, blocks,
+    HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
+    SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Codes of EACH blocks of queries or keys, or centred values; with MOST and no CODES, the blocks' largest numbers."""
+    slots = blocks if CU is not None else batch * blocks
+    for n in range(EACH):
+        slot = tl.program_id(0) // HEADS * EACH + n
+        if slot < slots:
+            encode_block(
+                slot, X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch,
+                seqlen, total, blocks, HEADS, HEADS_K, DIM, QUERIES, SMOOTH, SHARED, ENCODING, CODE, CONVERTS, ROWS,
+                STEP, PARTS, BLOCK_D,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
@@ -405,29 +430,32 @@ class _Plans:
         programs = self._programs(call, _CHUNK)
         self.parts, self.by_head = programs * call.dim, call.batch * call.heads * call.dim
         sizes = self._sizes(call, _CHUNK)
-        warps = max(1, _STEP * self.block_d // 1024)
-        constants = (call.heads, call.dim, _CHUNK, _STEP, self.block_d)
+        warps = max(1, _STEP * self.block_d // (32 * _EACH))
+        at_once = min(_STEP, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
+        constants = (call.heads, call.dim, _CHUNK, _STEP, at_once, self.block_d)
         self.sums = Plan(sum_chunks, programs, self.strides, sizes, constants, warps, 1)
         constants = (call.heads, call.dim, _CHUNK, _PARTS, self.block_d)
         self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1)
 
-    def _warps(self, rotate: bool = False) -> int:
+    def _warps(self, halved: bool = False) -> int:
         found = max(4, self.rows * self.block_d // (32 * _EACH))
-        return min(8, found) if rotate else found  # products want registers more than warps
+        return min(8, found) if halved else found  # products want registers more than warps
 
     def _rows(self, call: Call) -> Plan:
         batch, seqlen, blocks = self._sizes(call, self.rows)
         heads_k = call.heads if call.other is None else call.other.shape[1]
         encoding = None if call.kind in NUMBERS else "fp8" if call.kind == "fp8" else "int8"
+        each = _BLOCKS * (KEYS // self.rows) if call.rotate else 1  # which share the rotation
         few = call.x.dtype == torch.float32 or self.block_d > 128
         step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
-            _converts(call), self.rows, step, _PARTS, self.block_d,
+            _converts(call), self.rows, step, each, _PARTS, self.block_d,
         )  # fmt: skip
         sizes = (batch, seqlen, seqlen, blocks)
-        warps = self._warps(call.rotate)
-        return Plan(encode_rows, self.cells, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
+        warps = self._warps(call.rotate and call.x.dtype == torch.float32)
+        programs = -(-self.cells // (call.heads * each)) * call.heads
+        return Plan(encode_rows, programs, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
 
     def _columns(self, call: Call) -> Plan:
         constants = (call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d)
