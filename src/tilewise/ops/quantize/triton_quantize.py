@@ -445,9 +445,9 @@ class _Plans:
         batch, seqlen, blocks = self._sizes(call, self.rows)
         heads_k = call.heads if call.other is None else call.other.shape[1]
         encoding = None if call.kind in NUMBERS else "fp8" if call.kind == "fp8" else "int8"
-        each = _BLOCKS * (KEYS // self.rows) if call.rotate else 1  # which share the rotation
         few = call.x.dtype == torch.float32 or self.block_d > 128
         step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
+        each = _BLOCKS * (KEYS // self.rows) if call.rotate and step == self.block_d else 1  # which share the rotation
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
             _converts(call), self.rows, step, each, _PARTS, self.block_d,
