@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tilewise.ops.attention.codes import backward as backward
+from tilewise.ops.attention.codes import encoded
 from tilewise.ops.attention.configs import Config, padded
 from tilewise.ops.attention.gluon_attention import SHARED, common, constants, dealt, describe, equal, linear_of, turns_of
 from tilewise.ops.attention.gluon_sm90_codes import attention_codes_sm90
@@ -29,7 +31,12 @@ _REGISTERS = 240
 _PLANS = Plans()
 
 
-def forward(x: Quantized, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) by the Gluon kernel."""
+    return of_codes(encoded(call), call)
+
+
+def of_codes(x: Quantized, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of the codes `x`, which `call`'s q, k and v became, under its formula."""
     key = call_key(call)
     key = None if key is None else (key, x.scheme, call.wants_grad)
