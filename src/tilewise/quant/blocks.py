@@ -81,7 +81,7 @@ class Quantized:
         q, k = (self.rows(side, dtype) for side in ("q", "k"))
         if self.q_mean is not None:
             assert self.k_exact is not None
-            q = torch.cat([q, self._of_blocks(self.q_mean[..., None, :], "q", dtype)], -1)
+            q = torch.cat([q, self.of_blocks(self.q_mean[..., None, :], "q", dtype)], -1)
             k = torch.cat([k, self.k_exact.to(dtype)], -1)
         if self.q_bias is not None:
             q = torch.cat([q, self.q_bias.to(dtype).transpose(-1, -2).unsqueeze(-1)], -1)
@@ -89,16 +89,14 @@ class Quantized:
         v = self.values(dtype)
         return q, k, v if self.v_mean is None else v + self.of_sequences(self.v_mean, "k", dtype)
 
-    def whole(
-        self, dtype: torch.dtype, centred_keys: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def whole(self, dtype: torch.dtype, centred_keys: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(q, k, v) of the shapes that were given, rotated back, with the means that centring took out (of keys unless
         they are to be centred), in float32 rounded to dtype: their attention is that of the codes but for what codes
         and means lose in each other's products.
         """
         q, k = (self._rotated_back(self.rows(side, torch.float32)) for side in ("q", "k"))
         if self.q_mean is not None:
-            q = q + self._of_blocks(self.q_mean[..., None, :], "q", torch.float32)
+            q = q + self.of_blocks(self.q_mean[..., None, :], "q", torch.float32)
         if self.k_mean is not None and not centred_keys:
             k = k + self.of_sequences(self.k_mean, "k", torch.float32)
         v = self.values(torch.float32)
@@ -109,7 +107,7 @@ class Quantized:
         """Queries ("q") or keys ("k"), codes times scales: centred and rotated as they were."""
         codes, scale = (self.q, self.q_scale) if side == "q" else (self.k, self.k_scale)
         shared = self.scheme.q_scale if side == "q" else self.scheme.k_scale
-        return codes.to(dtype) * self._of_blocks(scale[..., row_groups(side, shared)].unsqueeze(-1), side, dtype)
+        return codes.to(dtype) * self.of_blocks(scale[..., row_groups(side, shared)].unsqueeze(-1), side, dtype)
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """Values, codes times scales, centred as they were."""
@@ -119,9 +117,9 @@ class Quantized:
         there = [KEY_ORDER.index(n) for n in range(16)]
         blocks = v.shape[-1] // KEYS
         v = v.view(*v.shape[:-1], blocks, KEYS // 16, 16)[..., there].flatten(-2)  # (..., dim, blocks, keys)
-        v = self._of_blocks(v.movedim(-3, -1), "k", dtype).contiguous()
+        v = self.of_blocks(v.movedim(-3, -1), "k", dtype).contiguous()
         if self.scheme.v_scale == "block":
-            return v * self._of_blocks(self.v_scale[..., None, :], "k", dtype)
+            return v * self.of_blocks(self.v_scale[..., None, :], "k", dtype)
         return v * self.of_sequences(self.v_scale, "k", dtype)
 
     def of_sequences(self, x: torch.Tensor, side: str, dtype: torch.dtype) -> torch.Tensor:
@@ -133,7 +131,7 @@ class Quantized:
     def _rotated_back(self, x: torch.Tensor) -> torch.Tensor:
         return x @ matrix(x.shape[-1], 0, x.device).T if self.scheme.rotate == "hadamard" else x
 
-    def _of_blocks(self, x: torch.Tensor, side: str, dtype: torch.dtype) -> torch.Tensor:
+    def of_blocks(self, x: torch.Tensor, side: str, dtype: torch.dtype) -> torch.Tensor:
         """(batch, seqlen, heads, columns) of (batch, heads, blocks, rows or 1, columns), or packed."""
         x = x.to(dtype).expand(*x.shape[:-2], rows_of_block(side), -1)
         if isinstance(self.layout, Dense):

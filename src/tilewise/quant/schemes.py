@@ -185,7 +185,7 @@ _NAMES = {made.__name__: made for made in (Sage, FP8, Sage1, Sage2, Sage2pp, FA3
 
 @functools.lru_cache(maxsize=256)
 def parse_scheme(text: str) -> Scheme:
-    """The scheme that a text such as "Sage2()" or "Sage(qk=fp8, rotate=hadamard)" names: its `text`, or what Python takes.
+    """The scheme that a text such as "Sage2()" or "Sage(qk=fp8, rotate=hadamard)" names, a scheme's own `text` for one.
 
     Raises InputError for any other text, or a value that the scheme does not have.
     """

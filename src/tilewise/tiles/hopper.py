@@ -86,9 +86,7 @@ def _keep_last_places(n):
 def keep_last_before_wait(x):
     """`keep_before_wait` of numbers [64, N / 8, 4, 2] that nothing sums up: of every N / 16 the last."""
     PACK: gl.constexpr = x.shape[1] // 2
-    gl.inline_asm_elementwise(
-        _keep_last(PACK), _keep_last_places(PACK), [x], dtype=gl.int8, is_pure=False, pack=PACK
-    )
+    gl.inline_asm_elementwise(_keep_last(PACK), _keep_last_places(PACK), [x], dtype=gl.int8, is_pure=False, pack=PACK)
 
 
 _KEEP_16 = (

@@ -1,5 +1,5 @@
-"""Attention over codes on the CPU: the numbers that codes stand for, and weights rounded as the scheme says, so that its
-errors are those of the scheme. No faster than exact attention.
+"""Attention over codes on the CPU: the numbers that codes stand for, and weights rounded as the scheme says. Errors are
+those of the scheme; it is no faster than exact attention.
 """
 
 from __future__ import annotations

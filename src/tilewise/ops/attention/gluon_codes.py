@@ -7,7 +7,16 @@ import torch
 from tilewise.ops.attention.codes import backward as backward
 from tilewise.ops.attention.codes import encoded
 from tilewise.ops.attention.configs import Config, padded
-from tilewise.ops.attention.gluon_attention import SHARED, common, constants, dealt, describe, equal, linear_of, turns_of
+from tilewise.ops.attention.gluon_attention import (
+    SHARED,
+    common,
+    constants,
+    dealt,
+    describe,
+    equal,
+    linear_of,
+    turns_of,
+)
 from tilewise.ops.attention.gluon_sm90_codes import attention_codes_sm90
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_attention import lists_of

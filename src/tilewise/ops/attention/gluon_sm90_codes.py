@@ -1,6 +1,6 @@
 """Attention over codes for Hopper, in Gluon: `gluon_sm90_fwd` with INT8 or FP8 scores and FP8 outputs (Zhang et al.,
-"SageAttention2"; Shah et al., "FlashAttention-3"). Values come by channel, their keys in the order in which a thread has
-weights, so weights become an operand where they are. The tensor cores keep 13 bits of a sum of such products: each
+"SageAttention2"; Shah et al., "FlashAttention-3"). Values come by channel, their keys in the order in which a thread
+has weights, so weights become an operand where they are. The tensor cores keep 13 bits of a sum of such products: each
 tile's output begins anew and is added in float32.
 """
 
@@ -91,8 +91,9 @@ PACK = gl.constexpr(_PACK)
 
 @gluon.jit
 def packed_weights(w):
-    """Weights [64, N / 8, 4, 2] as FP8, four of a thread in an int32 [64, N / 16, 4]: a loop that carried FP8 would take
-    them apart, byte by byte. Of every 16 keys a thread has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: `quant.blocks.KEY_ORDER`.
+    """Weights [64, N / 8, 4, 2] as FP8, four of a thread in an int32 [64, N / 16, 4]: a loop that carried FP8 would
+    take them apart, byte by byte. Of every 16 keys a thread has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as
+    `quant.blocks.KEY_ORDER` says.
     """
     EIGHTS: gl.constexpr = w.shape[1]
     y = gl.permute(w.reshape([64, EIGHTS // 2, 2, 4, 2]), (0, 1, 3, 2, 4))
@@ -172,7 +173,7 @@ def scales_of_queries(codes, run, row0, seqlen_q, fixed, C: gl.constexpr, ROW: g
 def scales_of_keys(codes, first, n, fixed, LAYOUT: gl.constexpr):
     """Of a tile of keys: one for each, or one for each thread of a quad."""
     GROUPS: gl.constexpr = fixed.k_groups
-    group = gl.arange(0, fixed.block_n if GROUPS == fixed.block_n else 4, layout=LAYOUT)
+    group = gl.arange(0, fixed.block_n if fixed.block_n == GROUPS else 4, layout=LAYOUT)
     if GROUPS == 1:
         group = 0 * group
     return gl.load(codes[1] + (first + n).to(gl.int64) * GROUPS + group)
@@ -382,10 +383,11 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         # the end
         acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
         if fixed.exact_sums:
-            l_row = gl.sum(l_i, 1)
+            l_all = gl.sum(l_i, 1)
         else:
-            l_row = gl.max(l_i * beta[:, None] + of_thread(sums, quads), 1)
-        l_row = gl.convert_layout(l_row, ROW, assert_trivial=True)
+            l_i = l_i * beta[:, None] + of_thread(sums, quads)
+            l_all = gl.max(l_i, 1)  # four of a quad are alike
+        l_row = gl.convert_layout(l_all, ROW, assert_trivial=True)
         m2 = gl.convert_layout(m_i, ROW, assert_trivial=True) - SHIFT
         if fixed.biased and fixed.score is None:
             m2 += gl.convert_layout(bias, ROW, assert_trivial=True) * (scale * LOG2E)

@@ -50,8 +50,8 @@ def fetch_queries(Q, run, at, memory, bars, grid, fixed):
 
 @gluon.jit
 def fill_values(V, at, b, keys, h, start, memory, bars, grid, fixed):
-    """Fetch V of the keys `start` on, unless a warp of its own does; codes of values stand by channel, in blocks of keys
-    (`quant.blocks`).
+    """Fetch V of the keys `start` on, unless a warp of its own does; codes of values stand by channel, in blocks of
+    keys (`quant.blocks`).
     """
     v_ring, v_full, v_empty = memory[2], bars[4], bars[5]
     if fixed.codes:

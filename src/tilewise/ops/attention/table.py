@@ -28,8 +28,8 @@ def choose(call: Call, impl: str | None) -> Row[Call]:
     if call.signature is None:
         return _choose(call, impl)
     key = (
-        call.signature, impl, call.scheme, call.sink is None, call.dropout == 0.0, call.deterministic, call.batch_invariant,
-        call.wants_grad, call.grad_captured, call.q.device.type != "cuda" and interpreting(),
+        call.signature, impl, call.scheme, call.sink is None, call.dropout == 0.0, call.deterministic,
+        call.batch_invariant, call.wants_grad, call.grad_captured, call.q.device.type != "cuda" and interpreting(),
     )  # fmt: skip
     row = _chosen.get(key)
     if row is None:

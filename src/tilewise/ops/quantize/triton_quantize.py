@@ -27,7 +27,10 @@ _STEP = 64  # of them at a time
 _PARTS = 16  # sums, or largest numbers of blocks, put together at a time
 _EACH = 64  # elements of a thread
 _BLOCKS = 4  # of keys that a program rotates, or as many queries
-_ROTATED = (128, 16)  # columns of a product's step, and where registers are few: of float32, in two parts, or wide heads
+_ROTATED = (
+    128,
+    16,
+)  # columns of a product's step, and where registers are few: of float32, in two parts, or wide heads
 TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
 _ROUND_TWICE = {"enable_fp_fusion": False}  # a product, and then its sum with what makes it whole, as the CPU does
 _PLANS = Plans()
@@ -308,7 +311,7 @@ def encode_rows(
     SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Codes of EACH blocks of queries or keys, or centred values; with MOST and no CODES, the blocks' largest numbers."""
+    """Codes of EACH blocks of queries, keys or centred values; with MOST and no CODES, the blocks' largest numbers."""
     slots = blocks if CU is not None else batch * blocks
     for n in range(EACH):
         slot = tl.program_id(0) // HEADS * EACH + n

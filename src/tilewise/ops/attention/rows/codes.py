@@ -22,6 +22,11 @@ def _other_values(call: Call) -> str | None:
     return 'v_scale="block"' if call.scheme.v_scale == "block" else None
 
 
+def _centred_queries(call: Call) -> str | None:
+    assert call.scheme is not None
+    return "centred" if "q" in call.scheme.smooth else None
+
+
 HOPPER_CODES: Row[Call] = Row(
     "hopper_codes",
     "tilewise.ops.attention.gluon_codes",
@@ -31,8 +36,8 @@ HOPPER_CODES: Row[Call] = Row(
         HOPPER,
         HALF,
         Need("head dimensions of 32 to 128, multiples of 16", _other_dims),
-        Need('values in fp8, with scales of channels or heads', _other_values),
-        Need("queries that are not centred", lambda c: "centred" if c.scheme and "q" in c.scheme.smooth else None),
+        Need("values in fp8, with scales of channels or heads", _other_values),
+        Need("queries that are not centred", _centred_queries),
     ),
     "warp-specialised kernel for Hopper: scores in INT8 or FP8, outputs in FP8 that begin anew with each tile",
     backward="backward",
