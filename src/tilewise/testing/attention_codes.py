@@ -110,7 +110,7 @@ def make_inputs(
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """[q, k, v], keys and values away from 0, and the other arguments."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    made: list[torch.Tensor] = []
     for side, heads, dim in (
         (0, case.heads[0], case.dim),
         (1, case.heads[1], case.dim),

@@ -103,7 +103,7 @@ def compile_call(call: Call, sm: int, row: str = "triton") -> list[Resources]:
     found = named(row)
     with compiling_for(sm) as kernels:
         o, lse = found.function(found.forward)(call)
-        if found.backward is not None and call.pages is None:
+        if found.backward is not None and call.pages is None and call.scheme is None:  # which has exact rows' backward
             found.function(found.backward)(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
     return [resources(kernel) for kernel in kernels]
 
