@@ -19,6 +19,7 @@ from tilewise.quant.schemes import Scheme
 WEIGHTS = {"fp8": 2.0**-4, "fp16": 2.0**-11, "bf16": 2.0**-8}  # what rounding changes a weight by, relatively, at most
 OUTPUTS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
 LEAST = 2.0**-10  # half a step of FP8 below its normal numbers
+KEPT = 2.0**-13  # what Hopper's tensor cores cut off a sum of products of FP8, relatively, every 32 columns
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,20 @@ def probabilities(x: Quantized, arguments: dict[str, Any]) -> torch.Tensor:
     return attention_reference(replace(call, q=q, k=k, v=eye))[0]  # wider than values of users
 
 
+def lost(x: Quantized, scale: float) -> torch.Tensor:
+    """How far scores of FP8 may be off where tensor cores sum them, at most, (..., queries, heads): for the key whose
+    products are largest.
+    """
+    q, k = (x.rows(side, torch.float64).abs() for side in ("q", "k"))
+    k = k.repeat_interleave(q.shape[-2] // k.shape[-2], -2)
+    most = torch.einsum("...ihd,...jhd->...ihj", q, k).amax(-1)
+    return most * abs(scale) * KEPT * -(-q.shape[-1] // 32)
+
+
 def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = "cpu", exact_sums: bool = True) -> None:
     """Results are those of the codes, but for the rounding of weights, outputs and float32 sums.
 
-    A weight is off by at most `WEIGHTS` of itself, or below FP8's normal numbers by `LEAST` of the largest one's code.
+    Scores of FP8 lose bits on a GPU (`lost`). A weight is off by at most `WEIGHTS` of itself, or below FP8's normal numbers by `LEAST` of the largest one's code.
     Of many weights these errors have no direction, so the sum of their squares bounds the square of a sum: not in each
     number, but in all of them together. Sums of rounded weights are off likewise.
     """
@@ -167,6 +178,10 @@ def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = 
     wrong = p * bit + torch.where(p > 0, most * step, 0.0)  # of a weight
     if dtype == torch.bfloat16 or device != "cpu":
         wrong = wrong + p * 2.0**-18  # scores in float32, exponentials of the GPU
+    scores = torch.zeros_like(p[..., 0])
+    if case.scheme.qk == "fp8" and device != "cpu":
+        scores = lost(x, arguments.get("scale", case.dim**-0.5))
+        wrong = wrong + p * scores[..., None]
     allowed = torch.einsum("...ihj,...jhd->...ihd", wrong**2, values**2)
     allowed += (wrong**2).sum(-1, keepdim=True) * want**2
     rounding = OUTPUTS[dtype] * (want.abs() + torch.einsum("...ihj,...jhd->...ihd", p, values.abs()) * 2.0**-4)
@@ -177,7 +192,7 @@ def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = 
     seen = want_lse > -torch.inf
     sums = (wrong**2).sum(-1).sqrt() if not exact_sums else torch.zeros_like(p[..., 0])
     apart = (lse.detach().double() - want_lse).abs()[seen]
-    bound = 4 * sums.transpose(-1, -2)[seen] + 2.0**-16 * (8 + want_lse.abs()[seen])
+    bound = scores.transpose(-1, -2)[seen] + 4 * sums.transpose(-1, -2)[seen] + 2.0**-16 * (8 + want_lse.abs()[seen])
     assert bool((apart <= bound).all()), f"lse off by {float(apart.max())}"
 
 
