@@ -10,7 +10,7 @@ from tilewise.explain.accumulators import BITS, STEP, cut, flat_rows, product
 
 
 def test_bits_are_cut_towards_zero() -> None:
-    x = torch.tensor([1.0 + 2.0**-13 + 2.0**-14, -1.0 - 2.0**-14, 2.0**100 * (2 - 2.0**-30), 0.0, -0.5])
+    x = torch.tensor([1.0 + 3 * 2.0**-14, -1.0 - 2.0**-14, 2.0**100 * (2 - 2.0**-30), 0.0, -0.5], dtype=torch.float64)
     want = [1.0 + 2.0**-13, -1.0, 2.0**100 * (2 - 2.0**-13), 0.0, -0.5]
     assert cut(x).tolist() == want
     y = torch.randn(1000, generator=torch.Generator().manual_seed(0))
