@@ -165,7 +165,7 @@ def granularity() -> Any:
     """Codes of queries and keys alone, keys centred: values stay as they are."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for kind, title in KINDS.items():
-        q, k, v = kinds.heads(kind, 4, tokens=1024)
+        q, k, v = kinds.heads(kind, 2, tokens=1024)
         q = q[:, :256]
         want = tilewise.attention(q.double(), k.double(), v.double(), impl="reference")
         panels[title] = {label: {} for label in CODES}
