@@ -90,7 +90,7 @@ _HOPPER_DECODE = (
     *(_ATTENTION + f"gluon_{name}.py" for name in ("decode", "sm90_decode", "sm90_fold", "sm90_gather", "sm90_pages")),
 )
 
-_GPU_TESTS = ("tests/gpu/test_attention*.py", "tests/gpu/test_adapters.py", "tests/gpu/test_sanitizer.py")
+_GPU_TESTS = ("tests/gpu/test_attention_[clpr]*.py", "tests/gpu/test_adapters.py", "tests/gpu/test_sanitizer.py")
 _PAGED_TESTS = ("tests/gpu/test_paged.py", "tests/gpu/test_shared_prefixes.py")
 _CI = "interpreted, compiled for sm_80, sm_90, sm_100"
 
@@ -155,6 +155,13 @@ def _layer(name: str, attention: tuple[str, ...], kind: int) -> Family:
     return Family(name, (*attention, *beside, *model), ("tests/demo/test_model.py",), ())
 
 
+_IN_FEW_BITS = (
+    *_neighbour("quantize")[0].sources,
+    "src/tilewise/ops/quantize/*.py",
+    _ATTENTION + "codes.py",
+    _ATTENTION + "rows/codes.py",
+)
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -204,8 +211,21 @@ FAMILIES: dict[str, Family] = {
             ci="compiled for sm_90",
         ),
         Family(
+            name="attention_codes_hopper",
+            sources=(*_PORTABLE, *_HOPPER, *_HOPPER_TILED, *_IN_FEW_BITS, _ATTENTION + "gluon*_codes.py"),
+            tests=("tests/gpu/test_attention_quantize.py",),
+            rows=("hopper_codes",),
+            ci="compiled for sm_90",
+        ),
+        Family(
+            name="attention_codes_cpu",
+            sources=(*_FORMULA, *_SHARED, *_IN_FEW_BITS, _ATTENTION + "cpu*.py"),
+            tests=("tests/ops/test_attention_quantize.py",),
+            rows=("cpu_codes",),
+        ),
+        Family(
             name="attention_cpu",
-            sources=(*_FORMULA, *_SHARED, _ATTENTION + "cpu*.py", _ATTENTION + "rows/cpu.py"),
+            sources=(*_FORMULA, *_SHARED, _ATTENTION + "cpu.py", _ATTENTION + "rows/cpu.py"),
             tests=("tests/ops/*.py",),
             rows=("cpu_sdpa", "cpu_tiled"),
         ),
@@ -246,7 +266,7 @@ FAMILIES: dict[str, Family] = {
         ),
         *itertools.chain.from_iterable(map(_neighbour, NEIGHBOURS)),
         _layer("layer_cuda", (*_PORTABLE, *_HOPPER, *_HOPPER_TILED), 0),
-        _layer("layer_cpu", (*_FORMULA, *_SHARED, _ATTENTION + "cpu*.py"), 1),
+        _layer("layer_cpu", (*_FORMULA, *_SHARED, _ATTENTION + "cpu.py"), 1),
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
         Family(name="quant", sources=("src/tilewise/quant/*.py",), tests=("tests/quant/*.py",), rows=()),
         Family(name="kv", sources=("src/tilewise/kv/*.py",), tests=("tests/kv/*.py",), rows=()),

@@ -56,6 +56,13 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "invariant": lambda: {"mask": tw.causal, "batch_invariant": True},
     "shared": lambda: {"mask": tw.causal},  # prefixes, of requests over pages
     **dict.fromkeys(KINDS, dict),  # of pages, encoded
+    "sage2": lambda: {"quantize": tw.Sage2()},
+    "sage2 sums": lambda: {"quantize": tw.Sage2()},  # of weights as they are, for a gradient
+    "sage2 causal": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},
+    "sage2 softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0), "quantize": tw.Sage2()},
+    "sage2 packed": lambda: {"mask": tw.causal, "layout": _packed(), "quantize": tw.Sage2()},
+    "fp8 scores": lambda: {"quantize": tw.Sage("fp8", smooth=("k", "v"))},
+    "fa3": lambda: {"mask": tw.causal, "quantize": tw.FP8(v_scale="channel")},
     "channels4": dict,  # of pages that tiles divide, beside values of 8 bits
     "channels2": dict,
 }
@@ -143,9 +150,9 @@ class Variant:
         arguments = FORMULAS[self.formula]()
         if self.row in ("triton_paged", "hopper_decode") or self.formula in ("pages", "small pages"):
             return self._paged(arguments)
-        lead = (SEQLEN,) if "layout" in arguments else (2, LONG if self.row == "hopper" else SEQLEN)
+        lead = (SEQLEN,) if "layout" in arguments else (2, LONG if self.row in ("hopper", "hopper_codes") else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
-        grad = self.row != "triton_decode"
+        grad = self.row not in ("triton_decode", "hopper_codes") or self.formula == "sage2 sums"
         q = torch.zeros(*rows, HEADS, self.head_dim, dtype=DTYPES[self.dtype], requires_grad=grad)
         k, v = (torch.zeros(*lead, HEADS_KV, self.head_dim, dtype=q.dtype, requires_grad=grad) for _ in range(2))
         return make_call(q, k, v, **arguments)
@@ -260,6 +267,10 @@ def variants() -> Iterator[Variant]:
         for kind in KINDS:
             yield Variant(90, "hopper_decode", "bf16", head_dim, kind, head_dim == 128)
         yield Variant(90, "hopper_mixed", "bf16", head_dim, "pages", head_dim == 128)
+    for head_dim in (64, 128):
+        for formula in FORMULAS:
+            if formula in ("fp8 scores", "fa3") or formula.startswith("sage2"):
+                yield Variant(90, "hopper_codes", "bf16", head_dim, formula, head_dim == 128)
 
 
 def as_entry(found: Resources) -> dict[str, int]:

@@ -92,7 +92,7 @@ class TestTable:
             assert {v.head_dim for v in chosen if v.row not in NEIGHBOURS} == {64, 128, 256, 512}
             rows = {"triton", "triton_decode", "triton_paged", "merge", "kv_write"}
             assert {v.row for v in chosen} == rows | (
-                {"hopper", "hopper_decode", "hopper_mixed", *NEIGHBOURS} if sm == 90 else set()
+                {"hopper", "hopper_codes", "hopper_decode", "hopper_mixed", *NEIGHBOURS} if sm == 90 else set()
             )
 
     def test_every_16_bit_kernel_uses_tensor_cores_and_fits(self) -> None:

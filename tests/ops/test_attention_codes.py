@@ -32,11 +32,11 @@ def exact(inputs: dict[str, Any], smooth: tuple[str, ...]) -> Quantized:
     ones = {name: torch.ones_like(getattr(x, name)) for name in ("q_scale", "k_scale")}
     q, k, v = (inputs[name].double() for name in "qkv")
     if x.q_mean is not None:
-        q = q - x._of_blocks(x.q_mean[..., None, :], "q")
+        q = q - x.of_blocks(x.q_mean[..., None, :], "q", torch.float64)
     if x.k_mean is not None:
-        k = k - x._of_sequences(x.k_mean)
+        k = k - x.of_sequences(x.k_mean, "k", torch.float64)
     if x.v_mean is not None:
-        v = v - x._of_sequences(x.v_mean)
+        v = v - x.of_sequences(x.v_mean, "k", torch.float64)
     return replace(x, q=q, k=k, v=v, **ones)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tilewise.core.readback import host_values
 from tilewise.layouts import Dense, Packed
+from tilewise.quant.rotation import matrix
 from tilewise.quant.schemes import KEYS, QUERIES, WARP, Scheme
 
 # where keys of 16 stand in a row of codes of values: four of a thread's weights are then four bytes of an operand
@@ -73,58 +74,80 @@ class Quantized:
         own = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor) and name != "k_exact"}
         return sum(x.nbytes for x in own.values())
 
-    def numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(q, k, v) in float64 whose exact attention is that of the codes, with softmax's scale of the original
-        head_dim: q and k have more columns, for what centring took out, v its mean. Reads packed lengths on the host.
+    def numbers(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(q, k, v) whose attention is that of the codes, with softmax's scale of the original head_dim: q and k have
+        more columns, for what centring took out, v its mean. In float64 exact, in float32 as kernels have them.
         """
-        q, k = (self._rows(side) for side in ("q", "k"))
+        q, k = (self.rows(side, dtype) for side in ("q", "k"))
         if self.q_mean is not None:
             assert self.k_exact is not None
-            q = torch.cat([q, self._of_blocks(self.q_mean[..., None, :], "q")], -1)
-            k = torch.cat([k, self.k_exact.double()], -1)
+            q = torch.cat([q, self.of_blocks(self.q_mean[..., None, :], "q", dtype)], -1)
+            k = torch.cat([k, self.k_exact.to(dtype)], -1)
         if self.q_bias is not None:
-            q = torch.cat([q, self.q_bias.double().transpose(-1, -2).unsqueeze(-1)], -1)
+            q = torch.cat([q, self.q_bias.to(dtype).transpose(-1, -2).unsqueeze(-1)], -1)
             k = torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1)
-        return q, k, self._values()
+        v = self.values(dtype)
+        return q, k, v if self.v_mean is None else v + self.of_sequences(self.v_mean, "k", dtype)
 
-    def _rows(self, side: str) -> torch.Tensor:
-        """Queries or keys, codes times scales."""
+    def whole(self, dtype: torch.dtype, centred_keys: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(q, k, v) of the shapes that were given, rotated back, with the means that centring took out (of keys unless
+        they are to be centred), in float32 rounded to dtype: their attention is that of the codes but for what codes
+        and means lose in each other's products.
+        """
+        q, k = (self._rotated_back(self.rows(side, torch.float32)) for side in ("q", "k"))
+        if self.q_mean is not None:
+            q = q + self.of_blocks(self.q_mean[..., None, :], "q", torch.float32)
+        if self.k_mean is not None and not centred_keys:
+            k = k + self.of_sequences(self.k_mean, "k", torch.float32)
+        v = self.values(torch.float32)
+        v = v if self.v_mean is None else v + self.of_sequences(self.v_mean, "k", torch.float32)
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+
+    def rows(self, side: str, dtype: torch.dtype) -> torch.Tensor:
+        """Queries ("q") or keys ("k"), codes times scales: centred and rotated as they were."""
         codes, scale = (self.q, self.q_scale) if side == "q" else (self.k, self.k_scale)
         shared = self.scheme.q_scale if side == "q" else self.scheme.k_scale
-        return codes.double() * self._of_blocks(scale[..., row_groups(side, shared)].unsqueeze(-1), side)
+        return codes.to(dtype) * self.of_blocks(scale[..., row_groups(side, shared)].unsqueeze(-1), side, dtype)
 
-    def _values(self) -> torch.Tensor:
-        v = self.v.double()
-        if self.v_scale is not None:
-            there = [KEY_ORDER.index(n) for n in range(16)]
-            blocks = v.shape[-1] // KEYS
-            v = v.view(*v.shape[:-1], blocks, KEYS // 16, 16)[..., there].flatten(-2)  # (..., dim, blocks, keys)
-            v = self._of_blocks(v.movedim(-3, -1), "k").contiguous()
-            if self.scheme.v_scale == "block":
-                v = v * self._of_blocks(self.v_scale[..., None, :], "k")
-            else:
-                v = v * self._of_sequences(self.v_scale)
-        return v if self.v_mean is None else v + self._of_sequences(self.v_mean)
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Values, codes times scales, centred as they were."""
+        v = self.v.to(dtype)
+        if self.v_scale is None:
+            return v
+        there = [KEY_ORDER.index(n) for n in range(16)]
+        blocks = v.shape[-1] // KEYS
+        v = v.view(*v.shape[:-1], blocks, KEYS // 16, 16)[..., there].flatten(-2)  # (..., dim, blocks, keys)
+        v = self.of_blocks(v.movedim(-3, -1), "k", dtype).contiguous()
+        if self.scheme.v_scale == "block":
+            return v * self.of_blocks(self.v_scale[..., None, :], "k", dtype)
+        return v * self.of_sequences(self.v_scale, "k", dtype)
 
-    def _of_blocks(self, x: torch.Tensor, side: str) -> torch.Tensor:
-        """(batch, seqlen, heads, columns) of (batch, heads, blocks, rows or 1, columns), or packed, float64."""
-        x = x.double().expand(*x.shape[:-2], rows_of_block(side), -1)
-        lead = (self.q if side == "q" else self.k).shape[:-2]
+    def of_sequences(self, x: torch.Tensor, side: str, dtype: torch.dtype) -> torch.Tensor:
+        """What a sequence's rows share, (batch, heads, columns), by query or by key."""
         if isinstance(self.layout, Dense):
-            return x.flatten(2, 3)[:, :, : lead[1]].transpose(1, 2)
-        found = x.new_zeros(*lead, x.shape[0], x.shape[-1])
-        for _, rows, slots in sequences(self.layout.cu_seqlens_q if side == "q" else self.layout.keys, side):
-            found[rows] = x[:, slots].flatten(1, 2)[:, : rows.stop - rows.start].transpose(0, 1)
-        return found
+            return x.to(dtype)[:, None]
+        return x.to(dtype)[self._places(side)[0]]
 
-    def _of_sequences(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, heads, columns), which keys of a sequence share, by key, float64."""
+    def _rotated_back(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ matrix(x.shape[-1], 0, x.device).T if self.scheme.rotate == "hadamard" else x
+
+    def of_blocks(self, x: torch.Tensor, side: str, dtype: torch.dtype) -> torch.Tensor:
+        """(batch, seqlen, heads, columns) of (batch, heads, blocks, rows or 1, columns), or packed."""
+        x = x.to(dtype).expand(*x.shape[:-2], rows_of_block(side), -1)
         if isinstance(self.layout, Dense):
-            return x.double()[:, None]
-        found = x.new_zeros(*self.k.shape[:-2], *x.shape[1:], dtype=torch.float64)
-        for b, rows, _ in sequences(self.layout.keys, "k"):
-            found[rows] = x[b].double()
-        return found
+            return x.flatten(2, 3)[:, :, : (self.q if side == "q" else self.k).shape[1]].transpose(1, 2)
+        _, slot, place = self._places(side)
+        return x[:, slot, place].transpose(0, 1)
+
+    def _places(self, side: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For each of packed rows its sequence, its block's slot, and its place there."""
+        assert isinstance(self.layout, Packed)
+        starts = (self.layout.cu_seqlens_q if side == "q" else self.layout.keys).long()
+        step = rows_of_block(side)
+        row = torch.arange((self.q if side == "q" else self.k).shape[0], device=starts.device)
+        b = torch.searchsorted(starts[1:], row, right=True)
+        row = row - starts[b]
+        return b, starts[b] // step + b + row // step, row % step
 
 
 def rows_of_block(side: str) -> int:

@@ -7,6 +7,8 @@ scale is shared by the rows that one thread of a matrix product holds, so that i
 
 from __future__ import annotations
 
+import ast
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +70,15 @@ class Sage:
         _one_of("Sage pv_sum", self.pv_sum, sums, "fp16 is for products of 8 bits")
 
     @property
+    def text(self) -> str:
+        """What `parse_scheme` makes this scheme of."""
+        smooth = "".join(f"{side}," for side in self.smooth)
+        return (
+            f"Sage(qk={self.qk}, pv={self.pv}, q_scale={self.q_scale}, k_scale={self.k_scale}, smooth=({smooth}), "
+            f"rotate={self.rotate}, pv_flush={self.pv_flush}, pv_sum={self.pv_sum})"
+        )
+
+    @property
     def v_scale(self) -> str:
         """Who shares a scale of values."""
         return "channel"
@@ -111,6 +122,14 @@ class FP8:
         _one_of("FP8 v_scale", self.v_scale, ("head", "block", "channel"), "which values share a scale")
         _one_of("FP8 rotate", self.rotate, ROTATIONS, "of queries and keys")
         _flush("FP8 pv_flush", self.pv_flush)
+
+    @property
+    def text(self) -> str:
+        """What `parse_scheme` makes this scheme of."""
+        return (
+            f"FP8(q_scale={self.q_scale}, k_scale={self.k_scale}, v_scale={self.v_scale}, rotate={self.rotate}, "
+            f"pv_flush={self.pv_flush})"
+        )
 
     @property
     def qk(self) -> str:
@@ -161,11 +180,42 @@ def FA3FP8() -> FP8:
     return FP8()
 
 
-def check_scheme(scheme: Any) -> Scheme:
+_NAMES = {made.__name__: made for made in (Sage, FP8, Sage1, Sage2, Sage2pp, FA3FP8)}
+
+
+@functools.lru_cache(maxsize=256)
+def parse_scheme(text: str) -> Scheme:
+    """The scheme that a text such as "Sage2()" or "Sage(qk=fp8, rotate=hadamard)" names, a scheme's own `text` for one.
+
+    Raises InputError for any other text, or a value that the scheme does not have.
+    """
+    try:
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert isinstance(call.func, ast.Name)
+        made = _NAMES[call.func.id]
+        return made(*map(_value, call.args), **{str(part.arg): _value(part.value) for part in call.keywords})
+    except (SyntaxError, AssertionError, KeyError, ValueError, TypeError) as error:
+        raise InputError(
+            "scheme",
+            got=repr(text),
+            expected=f"one of {', '.join(_NAMES)} with its arguments",
+            hint='for instance "Sage2()" or "Sage(qk=int8, rotate=hadamard)"',
+        ) from error
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal, where names stand for themselves."""
+    if isinstance(node, ast.Tuple):
+        return tuple(map(_value, node.elts))
+    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+
+def check_scheme(scheme: Any, name: str = "scheme") -> Scheme:
     """The scheme, if it is one; raises InputError."""
     if not isinstance(scheme, (Sage, FP8)):
         raise InputError(
-            "scheme",
+            name,
             got=repr(scheme),
             expected="a tilewise.Sage or a tilewise.FP8",
             hint="tilewise.Sage2() and tilewise.FA3FP8() are two of the published ones",

@@ -50,6 +50,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
 
     from tilewise.ops import triton_launch
     from tilewise.ops.attention import triton_plans
+    from tilewise.ops.quantize import triton_quantize
 
     class OfflineDriver:
         def get_current_target(self) -> GPUTarget:
@@ -78,6 +79,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
         with (
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(triton_plans, "capability", return_value=sm),
+            mock.patch.object(triton_quantize, "capability", return_value=sm),
             mock.patch.object(triton_launch, "remember", False),
         ):
             yield compiled
@@ -101,7 +103,7 @@ def compile_call(call: Call, sm: int, row: str = "triton") -> list[Resources]:
     found = named(row)
     with compiling_for(sm) as kernels:
         o, lse = found.function(found.forward)(call)
-        if found.backward is not None and call.pages is None:
+        if found.backward is not None and call.pages is None and call.scheme is None:  # which has exact rows' backward
             found.function(found.backward)(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
     return [resources(kernel) for kernel in kernels]
 
@@ -174,15 +176,15 @@ def _inspected(kernel: Any, tool: str, option: str) -> str:
 
 
 def exponentials_in_flight(kernel: Any) -> list[int]:
-    """How many exponentials each warpgroup takes between its wait that leaves one product running and its wait for
-    that one, from the disassembly of a Hopper kernel: none would mean that the two do not overlap.
+    """How many exponentials each warpgroup takes between its wait that leaves products running and its wait for
+    them, from the disassembly of a Hopper kernel: none would mean that the two do not overlap.
     """
-    events = re.findall(r"DEPBAR\.LE gsb0, 0x([01])|(MUFU\.EX2)", _inspected(kernel, "nvdisasm", "-c"))
+    events = re.findall(r"DEPBAR\.LE gsb0, 0x([0-2])|(MUFU\.EX2)", _inspected(kernel, "nvdisasm", "-c"))
     found: list[int] = []
     counting = False
     for wait, _ in events:
         if wait:
-            counting = wait == "1"
+            counting = wait != "0"
             if counting:
                 found.append(0)
         elif counting:
@@ -203,7 +205,7 @@ def spilled_in_loops(kernel: Any) -> list[int]:
             labels[label[1]] = len(lines)
         lines.append(line)
         back = re.search(r"@!?U?P\d\s+BRA\b.*`\((\.L_\w+)\)", line)
-        if back and back[1] in labels and any("HGMMA" in x for x in lines[labels[back[1]] :]):
+        if back and back[1] in labels and any(re.search("[HIQ]GMMA", x) for x in lines[labels[back[1]] :]):
             loops.append((labels[back[1]], len(lines)))
     inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
     return [len(re.findall(r"\b(?:LDL|STL)\b", "\n".join(lines[a:b]))) for a, b in inner]

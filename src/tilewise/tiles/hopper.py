@@ -67,6 +67,28 @@ def keep_before_wait(x):
     gl.inline_asm_elementwise(KEEP, "=r,=r,r,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 
+@gluon.constexpr_function
+def _keep_last(n):
+    last = n + n // 4 - 1
+    unused = " ".join(f"mov.b32 ${k}, 0;" for k in range(n // 4))
+    return (
+        "{ .reg .pred q; .reg .b32 z; mov.b32 z, 0; "
+        f"setp.gt.f32 q, ${last}, 0f7E967699; @q st.shared.f32 [z], ${last}; }} {unused}"
+    )
+
+
+@gluon.constexpr_function
+def _keep_last_places(n):
+    return ",".join(["=r"] * (n // 4) + ["f"] * n)
+
+
+@gluon.jit
+def keep_last_before_wait(x):
+    """`keep_before_wait` of numbers [64, N / 8, 4, 2] that nothing sums up: of every N / 16 the last."""
+    PACK: gl.constexpr = x.shape[1] // 2
+    gl.inline_asm_elementwise(_keep_last(PACK), _keep_last_places(PACK), [x], dtype=gl.int8, is_pure=False, pack=PACK)
+
+
 _KEEP_16 = (
     "{ .reg .pred q; .reg .b32 t; lop3.b32 t, $8, $9, $10, 0xFE; lop3.b32 t, t, $11, $12, 0xFE; "
     "lop3.b32 t, t, $13, $14, 0xFE; or.b32 t, t, $15; setp.eq.u32 q, t, 0xFFFFFFFF; @q st.shared.b32 [t], t; "
@@ -203,18 +225,18 @@ def at_row(here, h, row, column=0):
 
 @gluon.constexpr_function
 def tile_bytes(ring):
-    """Bytes of one tile of a ring of 16-bit tiles."""
-    return ring.shape[-2] * ring.shape[-1] * 2
+    """Bytes of one tile of a ring of tiles."""
+    return ring.shape[-2] * ring.shape[-1] * ring.dtype.primitive_bitwidth // 8
 
 
 @gluon.jit
-def fill(tensor, at, here, h, row, ring, full, empty):
+def fill(tensor, at, here, h, row, ring, full, empty, column=0):
     """Fetch the rows of one tile into the ring's place for the `at`-th tile, once that is free."""
     stage, phase = ring_turn(at, ring.shape[0])
     mbarrier.wait(empty.index(stage), phase ^ 1)
     bar = full.index(stage)
     mbarrier.expect(bar, tile_bytes(ring))
-    async_load(tensor, at_row(here, h, row), bar, ring.index(stage))
+    async_load(tensor, at_row(here, h, row, column), bar, ring.index(stage))
 
 
 @gluon.jit

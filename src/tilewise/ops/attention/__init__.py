@@ -21,6 +21,7 @@ from tilewise.ops.attention.sharing import remark
 from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
 from tilewise.quant import ByChannel, Encoded
+from tilewise.quant.schemes import Scheme
 
 MaskLike = Mask | Callable[..., Any] | None
 ScoreLike = Score | Callable[..., Any] | None
@@ -40,6 +41,7 @@ def attention_with_lse(
     seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
+    quantize: Scheme | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attention`, with the log-sum-exp of each row's scores.
@@ -61,6 +63,7 @@ def attention_with_lse(
         seed=seed,
         deterministic=deterministic,
         batch_invariant=batch_invariant,
+        quantize=quantize,
     )
     row = choose(call, impl)
     traced = call.signature is None and being_traced()
@@ -81,6 +84,7 @@ def attention(
     seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
+    quantize: Scheme | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """softmax(score(scale * q k^T) where mask) v, forward and backward, without a seqlen_q x seqlen_k tensor.
@@ -112,6 +116,11 @@ def attention(
             whatever the page size; on a GPU, over pages alone. Keys are then divided at multiples of 2,048 and nowhere
             else, and tiles are of four queries, so that many queries take longer. Partial results take memory that
             grows with the tokens that one request's pages can hold: `block_table` should be no wider than it must.
+        quantize: a scheme (`tilewise.Sage2()`, `tilewise.FP8(...)`): q, k and v become codes of few bits, which are
+            multiplied (Zhang et al., "SageAttention2", 2024; Shah et al., "FlashAttention-3", 2024), in any dtype but
+            float64, dense or packed, under any mask, score and sink. Weights become codes, too, relative to the largest
+            of their row so far; without a gradient to come, implementations may sum these, and lse has their rounding.
+            Gradients go straight through the rounding: those of exact attention over the numbers that codes stand for.
         impl: name of an implementation (`tilewise.why` lists them); None picks the first that can.
 
     Returns:
@@ -126,7 +135,7 @@ def attention(
     """
     return attention_with_lse(
         q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout, seed=seed,
-        deterministic=deterministic, batch_invariant=batch_invariant, impl=impl,
+        deterministic=deterministic, batch_invariant=batch_invariant, quantize=quantize, impl=impl,
     )[0]  # fmt: skip
 
 

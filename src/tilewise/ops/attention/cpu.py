@@ -7,7 +7,7 @@ O(seqlen) memory: one tile of scores at a time. Its backward recomputes scores f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +24,7 @@ from tilewise.schedule.tilemap import EMPTY, FULL, classify
 
 BLOCK_M, BLOCK_N = 256, 128
 MAX_RUN = 8  # key tiles taken in one matmul
+Weights = Callable[[torch.Tensor], torch.Tensor]
 LOG2E = math.log2(math.e)  # scores are taken in base 2: exp2 is one pass, exp slow where it underflows
 
 
@@ -65,15 +66,17 @@ def sdpa_backward(
 # tiled -------------------------------------------------------------------------------------------------------------
 
 
-def tiled_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tiled online softmax for any formula, head dimension and layout."""
+def tiled_forward(call: Call, of_weights: Weights | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tiled online softmax for any formula, head dimension and layout; `of_weights` makes what values are multiplied by
+    of weights up to 1, the largest of a row so far, while sums have these.
+    """
     o, lse = call.new_output(), call.new_lse()
     with _full_precision():
         for part, rows, _ in _parts(call, apart=call.batch_invariant):
             o_part, lse_part = o, lse
             if rows is not None:
                 o_part, lse_part = (o[None, rows], lse[None, :, rows]) if call.packed else (o[rows], lse[rows])
-            sequence = _Sequence(part)
+            sequence = _Sequence(part, of_weights)
             for tile in sequence.query_tiles():
                 o_part[:, tile.rows], lse_part[:, :, tile.rows] = sequence.forward_tile(tile)
     return o, lse
@@ -138,8 +141,9 @@ class _Tile:
 class _Sequence:
     """A dense call prepared for tiles: positions, tile classes, and the score's derivative."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, of_weights: Weights | None = None) -> None:
         self.call = call
+        self.of_weights = of_weights
         self.compute = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         self.shift = call.rows_k - call.rows_q
         self.b = torch.arange(call.first_batch, call.first_batch + call.batch, device="cpu")[:, None, None, None]
@@ -256,6 +260,8 @@ class _Sequence:
             l = l * alpha + p.sum(-1)
             if call.dropout > 0.0:
                 p *= self._keep(rows, keys)
+            if self.of_weights is not None:
+                p = self.of_weights(p)
             acc *= alpha.view(*acc.shape[:-1], 1)
             acc += torch.matmul(p.view(*q.shape[:-1], -1), self._keys(call.v, keys))
             m = m_new

@@ -54,8 +54,11 @@ _QUERIES = (  # of the kernel for dQ alone
 _PLANS = Plans()
 _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
 _GATHER = (216, 80)  # of two compute warpgroups, and of the one that gathers
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-_SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
+_DTYPES = {
+    torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}  # fmt: skip
+SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles, as all over pages do
 _FEW_ROWS = 512  # queries and keys of a sequence, up to which two products more cost less than sums of dQ
 _FEW_KEYS = 2048  # of a paged request, up to which rows are gathered
@@ -105,6 +108,13 @@ class Fixed(NamedTuple):
     eights_k: int | None = None  # from one page of a pool to the next, in eights of tokens
     eights_v: int | None = None
     few: int | None = None  # rows of queries up to which a request is another launch's
+    codes: bool | None = None  # q, k and v are codes,
+    p_largest: int | None = None  # and weights, the largest of which becomes this;
+    q_groups: int | None = None  # scales of a block of queries,
+    k_groups: int | None = None  # and of keys
+    biased: bool | None = None  # whether centred keys left queries a bias,
+    centred: bool | None = None  # and values are centred
+    exact_sums: bool | None = None  # weights are summed before they are codes
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
     slope: Any = None  # the score's derivative
@@ -113,18 +123,18 @@ class Fixed(NamedTuple):
     sums: bool | None = None  # programs add to dQ in memory
 
 
-def _constants(**values: Any) -> Fixed:
+def constants(**values: Any) -> Fixed:
     """Numbers as constants; functions and None are ones as they are."""
     return Fixed(**{name: gl.constexpr(x) if isinstance(x, int) else x for name, x in values.items()})
 
 
-def _common(
+def common(
     call: Call, mask: MaskFunctions | None, score: ScoreFunctions | None, side: ScoreSide | None, cfg: Config,
     of_keys: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """What all kernels are told; `side` is the score's functions for them."""
     seen = mask and (mask.keys if of_keys else mask.queries)
-    linear = _linear(call, score)
+    linear = linear_of(call, score)
     scored = side if linear is None else None
     return {
         "heads": call.num_heads_q,
@@ -189,7 +199,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
     consumers = cfg.block_m // 64
     slots = slots_of(call, cfg, False)
     pairs = call.num_heads_q * batches_of(call)
-    turns = together(call, mask, slots, pairs) if _equal(call) else _turns(call, slots, pairs)
+    turns = together(call, mask, slots, pairs) if equal(call) else turns_of(call, slots, pairs)
     boxes: dict[int, tuple[int, ...]] = {
         0: (64, d),
         1: (cfg.block_n, d),
@@ -209,9 +219,9 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
         strides=(),
         sizes=(*lengths_of(call), slots, turns, slots * pairs),
         constants=(
-            _constants(
-                **_common(call, mask, score, score.forward if score else None, cfg, False),
-                in_base_2=score is not None and (score.in_base_2 or _linear(call, score) is not None),
+            constants(
+                **common(call, mask, score, score.forward if score else None, cfg, False),
+                in_base_2=score is not None and (score.in_base_2 or linear_of(call, score) is not None),
                 block_n=cfg.block_n,
                 consumers=consumers,
                 stages=cfg.stages,
@@ -226,9 +236,9 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
                 eights_k=eights_of_page(call.k) if boxed else None,
                 eights_v=eights_of_page(call.v) if boxed else None,
                 few=few,
-                dealt=_dealt(call, mask, slots),
-                apart=used <= _SHARED,
-                ahead=2 if used + 2 * cfg.block_m * d <= _SHARED else 1,
+                dealt=dealt(call, mask, slots),
+                apart=used <= SHARED,
+                ahead=2 if used + 2 * cfg.block_m * d <= SHARED else 1,
                 registers=_GATHER[0] if gathered else _REGISTERS[consumers],
                 registers_of_fetch=_GATHER[1] if gathered else None,
             ),
@@ -251,28 +261,28 @@ def config_of(kernel: str, call: Call) -> Config:
         rows = _BACKWARD if kernel == "hopper backward" else _QUERIES
         return first_fit(rows, call.head_dim, call.head_dim_v, "plain")
     kind = formula_kind(call.mask and call.mask.text, None)
-    if call.pages is not None or (kind == "plain" and not _equal(call) and call.rows_q <= _SHORT):
+    if call.pages is not None or (kind == "plain" and not equal(call) and call.rows_q <= _SHORT):
         kind = "short"
     return first_fit(_FORWARD, call.head_dim, call.head_dim_v, kind)
 
 
-def _equal(call: Call) -> bool:
+def equal(call: Call) -> bool:
     """Whether all tiles of one side visit as many tiles of the other."""
     return not call.packed and call.pages is None and (call.mask is None or is_band(call.mask.text))
 
 
-def _dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
+def dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
     """Whether programs take items as they come to them. Items of equal length are divided beforehand, and so are those
     of sequences so short that two turns, one forth and one back, hold all lengths.
     """
-    return not _equal(call) and (slots > _FEW_TILES or call.packed or (mask is not None and mask.classify is not None))
+    return not equal(call) and (slots > _FEW_TILES or call.packed or (mask is not None and mask.classify is not None))
 
 
-def _turns(call: Call, slots: int, pairs: int) -> int:
+def turns_of(call: Call, slots: int, pairs: int) -> int:
     """How many pairs of batch and head take turns where items are of unequal length, the long ones first: as many as
     leave enough short ones for the end, or as two turns of the grid hold, one forth and one back.
     """
-    if _equal(call):
+    if equal(call):
         return 1
     return max(1, min(pairs, -(-2 * multiprocessors(call.q.device) // slots) if slots <= _FEW_TILES else _PAIRS))
 
@@ -365,13 +375,13 @@ def _gradient_plan(
         kernel,
         grid=min(slots * pairs, multiprocessors(call.q.device)),
         strides=(),
-        sizes=(*lengths_of(call)[:3], slots_q, slots, _turns(call, slots, pairs), slots * pairs, *places),
+        sizes=(*lengths_of(call)[:3], slots_q, slots, turns_of(call, slots, pairs), slots * pairs, *places),
         constants=(
-            _constants(
-                **_common(call, mask, score, side, cfg, of_keys),
+            constants(
+                **common(call, mask, score, side, cfg, of_keys),
                 block_m=block,
                 block_n=cfg.block_n,
-                slope=side and side.slope if _linear(call, score) is None else None,
+                slope=side and side.slope if linear_of(call, score) is None else None,
                 accumulate=side and side.accumulate,
                 sums=_sums(call),
                 registers=_REGISTERS[2],
@@ -405,7 +415,7 @@ def _places(call: Call) -> int:
     cfg = config_of("hopper backward", call)
     slots, slots_q = slots_of(call, cfg, True), slots_of(call, cfg, False)
     pairs = call.num_heads_kv * batches_of(call)
-    turns = _turns(call, slots, pairs)
+    turns = turns_of(call, slots, pairs)
     at_once = turns - (-multiprocessors(call.q.device) // slots)
     held = _HELD // (4 * slots_q * cfg.block_m * _columns(call) * call.group)
     wanted = max(at_once + at_once // 2 + 1, min(3 * at_once, held))
@@ -417,7 +427,7 @@ def _columns(call: Call) -> int:
     return max(64, padded(call.head_dim), padded(call.head_dim_v))
 
 
-def _linear(call: Call, score: ScoreFunctions | None) -> Any:
+def linear_of(call: Call, score: ScoreFunctions | None) -> Any:
     """The function of a linear score, which is folded into the scaling; None for other scores."""
     return score.linear if score is not None and call.scale > 0.0 and not any(call.grad_captured) else None
 
@@ -429,7 +439,7 @@ def is_limited(call: Call) -> bool:
 
 def _scale_first(call: Call, score: ScoreFunctions | None) -> bool:
     """Whether scores are scaled before anything else is done with them."""
-    return (score is not None and _linear(call, score) is None) or call.scale <= 0.0
+    return (score is not None and linear_of(call, score) is None) or call.scale <= 0.0
 
 
 def in_boxes(call: Call) -> bool:
@@ -477,7 +487,7 @@ def describe(x: torch.Tensor, box: tuple[int, ...]) -> Any:
     if x.ndim == 2:
         layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.float32)
         return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)
-    row = -(-x.shape[-1] // 8) * 8  # any multiple of 16 bytes does where there is but one
+    row = -(-x.shape[-1] // 16) * 16  # any multiple of 16 bytes does where there is but one
     sizes, strides = list(x.shape), [n if size > 1 else row for size, n in zip(x.shape, x.stride(), strict=True)]
     rows, heads, dim = sizes[-3:]
     if x.ndim == 3:

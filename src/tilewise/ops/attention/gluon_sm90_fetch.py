@@ -49,14 +49,30 @@ def fetch_queries(Q, run, at, memory, bars, grid, fixed):
 
 
 @gluon.jit
+def fill_values(V, at, b, keys, h, start, memory, bars, grid, fixed):
+    """Fetch V of the keys `start` on, unless a warp of its own does; codes of values stand by channel, in blocks of
+    keys (`quant.blocks`).
+    """
+    v_ring, v_full, v_empty = memory[2], bars[4], bars[5]
+    if fixed.codes:
+        nowhere = 0 * b
+        if fixed.packed:
+            start += (gl.load(grid[3][1] + b) // fixed.block_n + b) * fixed.block_n
+            b = nowhere
+        fill(V, at, (b, nowhere, nowhere), h, 0, v_ring, v_full, v_empty, start)
+    elif not fixed.in_boxes:
+        fill(V, at, keys, h, start, v_ring, v_full, v_empty)
+
+
+@gluon.jit
 def fetch(inputs, memory, bars, grid, fixed):
     """The warp that fetches: K of a tile before V of the one before it, as the products ask for them; V of pages has a
     warp of its own (`fetch_values`). It finds items and posts their runs, of which one that visits nothing is the last:
     the next item, and where it has a place its Q, while two tiles of the present one are still to come.
     """
     Q, K, V, NEXT, pages = inputs
-    _, k_ring, v_ring, _, board = memory
-    _, _, k_full, k_empty, v_full, v_empty = bars
+    k_ring, board = memory[1], memory[4]
+    k_full, k_empty = bars[2], bars[3]
     EARLY: gl.constexpr = fixed.ahead == 2
     done = 0
     at = 0
@@ -77,8 +93,7 @@ def fetch(inputs, memory, bars, grid, fixed):
         for t in range(1, near):
             after = visit_any(t, tiles, fixed.lists)
             fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
-            if not fixed.in_boxes:
-                fill(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
+            fill_values(V, done + t - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)
             n = after
         turn += 1
         item = next_item(turn, NEXT, fixed)
@@ -89,11 +104,9 @@ def fetch(inputs, memory, bars, grid, fixed):
         for t in range(near, count):
             after = visit_any(t, tiles, fixed.lists)
             fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
-            if not fixed.in_boxes:
-                fill(V, done + t - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
+            fill_values(V, done + t - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)
             n = after
-        if not fixed.in_boxes:
-            fill(V, done + count - 1, keys, h, n * fixed.block_n, v_ring, v_full, v_empty)
+        fill_values(V, done + count - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)
         done += count
         at += 1
         run = coming

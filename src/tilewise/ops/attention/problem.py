@@ -24,10 +24,12 @@ from tilewise.ops.attention.arguments import (
     dropout_of,
     layout_of,
     scale_of,
+    scheme_of,
     seed_of,
 )
 from tilewise.quant import KINDS, ByChannel, Encoded
 from tilewise.quant.codes import decoded
+from tilewise.quant.schemes import Scheme
 
 
 class Signature:
@@ -70,6 +72,7 @@ class Call:
     first_batch: int = 0  # what `b` is for the first batch element (one sequence taken out of a packed call)
     scales: tuple[torch.Tensor, ...] | None = None
     share_prefixes: bool = False  # whether keys that requests have in common may be read once
+    scheme: Scheme | None = None  # the codes that q, k and v are to become
 
     @property
     def packed(self) -> bool:
@@ -144,9 +147,11 @@ def make_call(
     seed: Any = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
+    quantize: Any = None,
 ) -> Call:
     """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
     layout = layout_of(layout)
+    scheme = None if quantize is None else scheme_of(quantize, layout)
     bound_mask = None if mask is None else as_mask(mask).bound
     bound_score = None if score is None else as_score(score).bound
     pages = layout.pages if isinstance(layout, Paged) else None
@@ -208,6 +213,7 @@ def make_call(
         batch_invariant,
         scales=scales,
         share_prefixes=share_prefixes,
+        scheme=scheme,
     )
     if not checked:
         formulas = [bound.text for bound in (bound_mask, bound_score) if bound is not None]

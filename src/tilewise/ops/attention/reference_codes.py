@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from tilewise.ops.attention.problem import make_call
+from tilewise.ops.attention.codes import backward as backward
+from tilewise.ops.attention.codes import encoded
+from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.reference import attention_reference
 from tilewise.quant.blocks import Quantized
 
@@ -37,3 +39,11 @@ def attention_of_codes(
     # the call is checked as one of the head_dim that users know; what centring took out are more columns
     call = make_call(q[..., :dim], k[..., :dim], v, mask=mask, score=score, sink=sink, layout=x.layout, scale=scale)
     return attention_reference(replace(call, q=q, k=k))
+
+
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference as an implementation: rounded to the dtypes of a call."""
+    q, k, v = encoded(call, "reference").numbers()
+    with torch.no_grad():
+        o, lse = attention_reference(replace(call, q=q, k=k, v=v))
+    return o.to(call.q.dtype), lse.to(call.new_lse().dtype)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tilewise.core import dispatch
-from tilewise.core.dispatch import Row, interpreting
+from tilewise.core.dispatch import Need, Row, interpreting
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows import cpu, decode, hopper, mixed, paged, reference, triton
+from tilewise.ops.attention.rows import codes, cpu, decode, hopper, mixed, paged, reference, triton
 
+_EXACT: Need[Call] = Need("no quantize=", lambda c: None if c.scheme is None else type(c.scheme).__name__)
 ROWS: tuple[Row[Call], ...] = (
-    cpu.SDPA, cpu.TILED, triton.DECODE, mixed.ROW, hopper.ROW, triton.TILED, decode.ROW, paged.ROW, reference.ROW,
+    *(
+        replace(row, needs=(_EXACT, *row.needs))
+        for row in (
+            cpu.SDPA, cpu.TILED, triton.DECODE, mixed.ROW, hopper.ROW, triton.TILED, decode.ROW, paged.ROW,
+            reference.ROW,
+        )
+    ),
+    codes.HOPPER_CODES, codes.CPU_CODES, codes.REFERENCE_CODES,
 )  # fmt: skip
 
 
@@ -19,8 +28,8 @@ def choose(call: Call, impl: str | None) -> Row[Call]:
     if call.signature is None:
         return _choose(call, impl)
     key = (
-        call.signature, impl, call.sink is None, call.dropout == 0.0, call.deterministic, call.batch_invariant,
-        call.wants_grad, call.grad_captured, call.q.device.type != "cuda" and interpreting(),
+        call.signature, impl, call.scheme, call.sink is None, call.dropout == 0.0, call.deterministic,
+        call.batch_invariant, call.wants_grad, call.grad_captured, call.q.device.type != "cuda" and interpreting(),
     )  # fmt: skip
     row = _chosen.get(key)
     if row is None:

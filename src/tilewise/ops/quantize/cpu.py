@@ -87,5 +87,5 @@ def _scale(largest: torch.Tensor, code: float) -> torch.Tensor:
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
     """The nearest codes, as float32."""
-    x = torch.where(scale > 0, x / scale, 0.0)
+    x = torch.where(scale > 0, x * (1.0 / scale), 0.0)
     return x.to(torch.float8_e4m3fn).float() if kind == "fp8" else x.round()

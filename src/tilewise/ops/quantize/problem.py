@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.layouts import Dense, Packed, check_packing
-from tilewise.ops.attention.arguments import check_shapes, check_tensors, layout_of
+from tilewise.layouts import Dense, Packed, Paged, check_packing
+from tilewise.ops.attention.arguments import check_rows, check_shapes, check_tensors, layout_of
 from tilewise.quant.blocks import row_groups, rows_of_block, sequences
 from tilewise.quant.schemes import LARGEST, Scheme, check_scheme
 
@@ -137,13 +137,8 @@ def make_call(
 def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Dense | Packed]:
     """Scheme and layout, if all fits; raises InputError."""
     scheme, layout = check_scheme(scheme), layout_of(layout)
-    if not isinstance(layout, (Dense, Packed)):
-        raise InputError(
-            "layout",
-            got=type(layout).__name__,
-            expected="tilewise.Dense() or tilewise.Packed(...)",
-            hint="keys in pages are encoded when they are written: `tilewise.kv_write`",
-        )
+    check_rows(layout)
+    assert not isinstance(layout, Paged)
     check_tensors(q, k, v, layout)
     check_shapes(q, k, v, layout)
     for name, x in (("q", q), ("k", k), ("v", v)):

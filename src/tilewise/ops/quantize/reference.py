@@ -83,4 +83,5 @@ def _nearest(y: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
     """Codes as float32; 0 where the scale is 0 or NaN."""
     if not scale > 0:
         return torch.zeros_like(y)
-    return (y / scale).to(torch.float8_e4m3fn).float() if kind == "fp8" else (y / scale).round()
+    y = y * (1.0 / scale)
+    return y.to(torch.float8_e4m3fn).float() if kind == "fp8" else y.round()

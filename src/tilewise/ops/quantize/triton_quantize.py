@@ -2,9 +2,9 @@
 
 Where a mean or a scale spans a sequence, a kernel before has sums, in float64, and largest and least numbers of chunks
 of rows, and a second one puts them together; the scale of a whole head of queries or keys needs what its blocks have at
-most, by the kernel that encodes, which then writes nothing else. The rotation is a product with signs, which tensor
-cores of 10 bits do not change, of numbers in two parts, so that little is lost. Whatever is multiplied by a stride is
-64 bits wide.
+most, by the kernel that encodes, which then writes nothing else. The rotation is a product with signs, which numbers of
+16 bits take as they are, and float32 in two parts that tensor cores of 10 bits do not change; the mean is rotated, too,
+and taken off behind. Whatever is multiplied by a stride is 64 bits wide.
 """
 
 import functools
@@ -13,19 +13,26 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewise.core.dispatch import capability
 from tilewise.ops.quantize.problem import NUMBERS, Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
-from tilewise.tiles.codes import SMALLEST, codes_of
+from tilewise.quant.schemes import KEYS
+from tilewise.tiles.codes import MIDDLE, SMALLEST, codes_of
 from tilewise.tiles.visit import locate
 
-_CHUNK = 512  # rows of a program that sums
-_STEP = 32  # of them at a time
+_CHUNK = 256  # rows of a program that sums
+_STEP = 64  # of them at a time
 _PARTS = 16  # sums, or largest numbers of blocks, put together at a time
 _EACH = 64  # elements of a thread
-_ROTATED = 16  # columns of a product's step, of two parts each
+_BLOCKS = 4  # of keys that a program rotates, or as many queries
+_ROTATED = (
+    128,
+    16,
+)  # columns of a product's step, and where registers are few: of float32, in two parts, or wide heads
 TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
+_ROUND_TWICE = {"enable_fp_fusion": False}  # a product, and then its sum with what makes it whole, as the CPU does
 _PLANS = Plans()
 
 
@@ -68,6 +75,32 @@ def scale_of(largest, CODE: tl.constexpr):
 
 
 @triton.jit
+def bytes_of(x, scale, ENCODING: tl.constexpr, CONVERTS: tl.constexpr):
+    """The bytes of the codes nearest to x; CONVERTS where the GPU makes FP8 of float32  # [ROWS, COLS], [ROWS]"""
+    some = scale > 0  # neither 0 nor NaN
+    by = tl.div_rn(some.to(tl.float32), tl.where(some, scale, 1.0))
+    x = tl.where(some[:, None], x, 0.0) * by[:, None]
+    if ENCODING == "int8":
+        return (x + MIDDLE).to(tl.int32, bitcast=True).to(tl.uint8)
+    elif CONVERTS:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return codes_of(x, some.to(tl.float32), "fp8").to(tl.uint8)
+
+
+@triton.jit
+def rotated_means(mean, turn, before, STEP: tl.constexpr):
+    """`before` and the rotation of some columns' means, in three parts that tensor cores of 10 bits take as they are
+    # [16, COLS]
+    """
+    high = (mean.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+    middle = ((mean - high).to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+    part = tl.arange(0, 16)[:, None]
+    parts = tl.where(part == 0, high[None, :], tl.where(part == 1, middle[None, :], (mean - high - middle)[None, :]))
+    return tl.dot(tl.where(part < 3, parts, 0.0), turn.to(tl.float32), before, input_precision="tf32")
+
+
+@triton.jit
 def largest_of_groups(size, SHARED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr):
     """([GROUPS], for each row that of its group [ROWS]) of the largest of rows (as `quant.blocks.row_groups`)"""
     if SHARED == "token":
@@ -99,13 +132,101 @@ def most_of_blocks(MOST, first, blocks, PARTS: tl.constexpr):
     return tl.max(most, 0) + tl.zeros([1], tl.float32)
 
 
+@triton.jit
+def encode_block(
+    slot, X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch, seqlen, total,
+    blocks,
+    HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
+    SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Codes of the block in a slot."""
+    # who am I
+    h = tl.program_id(0) % HEADS
+    b, block, first, length, cell = place_of(slot, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    row = block * ROWS + tl.arange(0, ROWS)
+    inside = row < length
+    x_rows = (X + b * stride_b + h.to(tl.int64) * stride_h) + ((first + row) * stride_t)[:, None]
+    columns = tl.arange(0, BLOCK_D)
+
+    # centred and rotated, some columns at a time where they are rotated
+    HALF: tl.constexpr = X.dtype.element_ty.primitive_bitwidth == 16
+    y = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    centre = tl.zeros([16, BLOCK_D], tl.float32)
+    bias = tl.zeros([ROWS], tl.float32)
+    for start in range(0, BLOCK_D, STEP):
+        d = start + tl.arange(0, STEP)
+        there = inside[:, None] & (d < DIM)[None, :]
+        given = tl.load(x_rows + d[None, :], mask=there, other=0.0)
+        x = given.to(tl.float32)
+        if SMOOTH:
+            if QUERIES:
+                count = tl.maximum(tl.minimum(length - block * ROWS, ROWS), 1)
+                mean = (tl.sum(x.to(tl.float64), 0) / count).to(tl.float32).to(X.dtype.element_ty)
+                tl.store(MEAN + cell * DIM + d, mean, mask=d < DIM)
+            else:
+                mean = tl.load(MEAN + (b * HEADS + h) * DIM + d, mask=d < DIM, other=0.0)
+            mean = mean.to(tl.float32)
+            x = tl.where(there, x - mean[None, :], 0.0)
+        if BIAS is not None:
+            other = tl.load(OTHER + (b * HEADS_K + h // (HEADS // HEADS_K)) * DIM + d, mask=d < DIM, other=0.0)
+            bias += tl.sum(x * other[None, :], 1)
+        if ROTATION is None:
+            y = x
+        elif HALF:
+            at = ROTATION + (d * DIM)[:, None] + columns[None, :]
+            turn = tl.load(at, mask=(d < DIM)[:, None] & (columns < DIM)[None, :], other=0.0)
+            y = tl.dot(given, turn, y)
+            if SMOOTH:
+                centre = rotated_means(mean, turn, centre, STEP)
+        else:
+            high = (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+            both = tl.join(high, x - high).reshape(ROWS, 2 * STEP)  # side by side, so rows of signs come twice
+            twice = start + tl.arange(0, 2 * STEP) // 2
+            at = ROTATION + (twice * DIM)[:, None] + columns[None, :]
+            turn = tl.load(at, mask=(twice < DIM)[:, None] & (columns < DIM)[None, :], other=0.0)
+            y = tl.dot(both, turn, y, input_precision="tf32")
+    if ROTATION is not None:
+        if HALF and SMOOTH:
+            y = tl.where(inside[:, None], y - tl.sum(centre, 0)[None, :], 0.0)
+        y *= DIM**-0.5
+
+    # epilogue
+    if CODES is None:
+        tl.store(MOST + cell, tl.max(tl.max(size_of(y), 1), 0))
+    else:
+        if CU is None:
+            first = b * seqlen
+            bias_row = (b * HEADS + h) * seqlen
+        else:
+            bias_row = first + h.to(tl.int64) * total
+        if BIAS is not None:
+            tl.store(BIAS + bias_row + row, bias, mask=inside)
+        codes = CODES + (((first + row) * HEADS + h) * DIM)[:, None] + columns[None, :]
+        used = inside[:, None] & (columns < DIM)[None, :]
+        if ENCODING is None:
+            tl.store(codes, y.to(CODES.dtype.element_ty), mask=used)
+        else:
+            if SHARED == "head":
+                by_group = most_of_blocks(MOST, cell - block, tl.cdiv(length, ROWS), PARTS)
+                by_row = tl.broadcast_to(by_group, ROWS)
+            else:
+                by_group, by_row = largest_of_groups(tl.max(size_of(y), 1), SHARED, QUERIES, ROWS)
+            GROUPS: tl.constexpr = by_group.shape[0]
+            # a slot that no block has gets 0, though its head may have more
+            scale = tl.where(block * ROWS < length, scale_of(by_group, CODE), 0.0)
+            tl.store(SCALE + cell * GROUPS + tl.arange(0, GROUPS), scale)
+            tl.store(codes, bytes_of(y, scale_of(by_row, CODE), ENCODING, CONVERTS), mask=used)
+
+
 # kernels -------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
 def sum_chunks(
     X, CU, SUMS, SPANS, stride_b, stride_t, stride_h, batch, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Sums, and least and largest numbers, of the columns of ROWS rows of a head."""
     # who am I
@@ -115,20 +236,22 @@ def sum_chunks(
     x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
     offs = tl.arange(0, STEP)
 
-    # main loop
-    total = tl.zeros([STEP, BLOCK_D], tl.float64)
-    low = tl.full([STEP, BLOCK_D], float("inf"), tl.float32)
-    high = tl.full([STEP, BLOCK_D], float("-inf"), tl.float32)
+    # main loop: a thread adds up what it has of a step's rows, every AT_ONCE-th
+    total = tl.zeros([AT_ONCE, BLOCK_D], tl.float64)
+    low = tl.full([AT_ONCE, BLOCK_D], float("inf"), tl.float32)
+    high = tl.full([AT_ONCE, BLOCK_D], float("-inf"), tl.float32)
     for start in range(block * ROWS, tl.minimum(block * ROWS + ROWS, length), STEP):
         row = start + offs
         inside = (row < length)[:, None] & (d < DIM)[None, :]
         x = tl.load(x_rows + ((first + row) * stride_t)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
         if SUMS is not None:
-            total += x.to(tl.float64)
+            total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
         if SPANS is not None:
             finite = tl.abs(x) < float("inf")
-            low = tl.minimum(low, tl.where(inside, tl.where(finite, x, float("-inf")), float("inf")))
-            high = tl.maximum(high, tl.where(inside, tl.where(finite, x, float("inf")), float("-inf")))
+            least = tl.where(inside, tl.where(finite, x, float("-inf")), float("inf"))
+            most = tl.where(inside, tl.where(finite, x, float("inf")), float("-inf"))
+            low = tl.minimum(low, tl.min(least.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+            high = tl.maximum(high, tl.max(most.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
 
     # epilogue
     if SUMS is not None:
@@ -185,81 +308,26 @@ def join_chunks(
 def encode_rows(
     X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch, seqlen, total, blocks,
     HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
-    SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a block of queries or keys, or centred values; with MOST and no CODES, the block's largest number."""
-    # who am I
-    h = tl.program_id(0) % HEADS
-    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
-    row = block * ROWS + tl.arange(0, ROWS)
-    inside = row < length
-    x_rows = (X + b * stride_b + h.to(tl.int64) * stride_h) + ((first + row) * stride_t)[:, None]
-    columns = tl.arange(0, BLOCK_D)
-
-    # centred and rotated, some columns at a time where they are rotated
-    y = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    bias = tl.zeros([ROWS], tl.float32)
-    for start in range(0, BLOCK_D, STEP):
-        d = start + tl.arange(0, STEP)
-        there = inside[:, None] & (d < DIM)[None, :]
-        x = tl.load(x_rows + d[None, :], mask=there, other=0.0).to(tl.float32)
-        if SMOOTH:
-            if QUERIES:
-                count = tl.maximum(tl.minimum(length - block * ROWS, ROWS), 1)
-                mean = (tl.sum(x.to(tl.float64), 0) / count).to(tl.float32).to(X.dtype.element_ty)
-                tl.store(MEAN + cell * DIM + d, mean, mask=d < DIM)
-            else:
-                mean = tl.load(MEAN + (b * HEADS + h) * DIM + d, mask=d < DIM, other=0.0)
-            x = tl.where(there, x - mean.to(tl.float32)[None, :], 0.0)
-        if BIAS is not None:
-            other = tl.load(OTHER + (b * HEADS_K + h // (HEADS // HEADS_K)) * DIM + d, mask=d < DIM, other=0.0)
-            bias += tl.sum(x * other[None, :], 1)
-        if ROTATION is None:
-            y = x
-        else:
-            high = (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
-            both = tl.join(high, x - high).reshape(ROWS, 2 * STEP)  # side by side, so rows of signs come twice
-            twice = start + tl.arange(0, 2 * STEP) // 2
-            at = ROTATION + (twice * DIM)[:, None] + columns[None, :]
-            turn = tl.load(at, mask=(twice < DIM)[:, None] & (columns < DIM)[None, :], other=0.0)
-            y = tl.dot(both, turn, y, input_precision="tf32")
-    if ROTATION is not None:
-        y *= DIM**-0.5
-
-    # epilogue
-    if CODES is None:
-        tl.store(MOST + cell, tl.max(tl.max(size_of(y), 1), 0))
-    else:
-        if CU is None:
-            first = b * seqlen
-            bias_row = (b * HEADS + h) * seqlen
-        else:
-            bias_row = first + h.to(tl.int64) * total
-        if BIAS is not None:
-            tl.store(BIAS + bias_row + row, bias, mask=inside)
-        codes = CODES + (((first + row) * HEADS + h) * DIM)[:, None] + columns[None, :]
-        used = inside[:, None] & (columns < DIM)[None, :]
-        if ENCODING is None:
-            tl.store(codes, y.to(CODES.dtype.element_ty), mask=used)
-        else:
-            if SHARED == "head":
-                by_group = most_of_blocks(MOST, cell - block, tl.cdiv(length, ROWS), PARTS)
-                by_row = tl.broadcast_to(by_group, ROWS)
-            else:
-                by_group, by_row = largest_of_groups(tl.max(size_of(y), 1), SHARED, QUERIES, ROWS)
-            GROUPS: tl.constexpr = by_group.shape[0]
-            # a slot that no block has gets 0, though its head may have more
-            scale = tl.where(block * ROWS < length, scale_of(by_group, CODE), 0.0)
-            tl.store(SCALE + cell * GROUPS + tl.arange(0, GROUPS), scale)
-            tl.store(codes, codes_of(y, scale_of(by_row, CODE), ENCODING).to(tl.uint8), mask=used)
+    """Codes of EACH blocks of queries, keys or centred values; with MOST and no CODES, the blocks' largest numbers."""
+    slots = blocks if CU is not None else batch * blocks
+    for n in range(EACH):
+        slot = tl.program_id(0) // HEADS * EACH + n
+        if slot < slots:
+            encode_block(
+                slot, X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch,
+                seqlen, total, blocks, HEADS, HEADS_K, DIM, QUERIES, SMOOTH, SHARED, ENCODING, CODE, CONVERTS, ROWS,
+                STEP, PARTS, BLOCK_D,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
 def encode_columns(
     X, CU, MEAN, SIZE, CODES, SCALE, stride_b, stride_t, stride_h, batch, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes of a block of values, keys side by side in the order of `quant.blocks.KEY_ORDER`."""
     # who am I
@@ -293,7 +361,7 @@ def encode_columns(
     # epilogue
     line = cell - (block if CU is None else slot)  # where the head's blocks begin
     at = CODES + (line * DIM * ROWS + (cell - line) * ROWS) + (d.to(tl.int64) * blocks * ROWS)[:, None] + place[None, :]
-    tl.store(at, codes_of(x, scale_of(largest, CODE), "fp8").to(tl.uint8), mask=in_dim[:, None])
+    tl.store(at, bytes_of(x, scale_of(largest, CODE), "fp8", CONVERTS), mask=in_dim[:, None])
 
 
 # launches ------------------------------------------------------------------------------------------------------------
@@ -315,7 +383,7 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         if call.columns:
             plans.codes.launch((x, cu, mean, size, codes, scale), ())
             return
-        rotation = _signs(call.dim, x.device) if call.rotate else None
+        rotation = _signs(call.dim, x.device, x.dtype) if call.rotate else None
         most = None
         if plans.most is not None:
             most = torch.empty(plans.cells, dtype=torch.float32, device=x.device)
@@ -365,35 +433,46 @@ class _Plans:
         programs = self._programs(call, _CHUNK)
         self.parts, self.by_head = programs * call.dim, call.batch * call.heads * call.dim
         sizes = self._sizes(call, _CHUNK)
-        warps = max(1, _STEP * self.block_d // 1024)
-        constants = (call.heads, call.dim, _CHUNK, _STEP, self.block_d)
+        warps = max(1, _STEP * self.block_d // (32 * _EACH))
+        at_once = min(_STEP, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
+        constants = (call.heads, call.dim, _CHUNK, _STEP, at_once, self.block_d)
         self.sums = Plan(sum_chunks, programs, self.strides, sizes, constants, warps, 1)
         constants = (call.heads, call.dim, _CHUNK, _PARTS, self.block_d)
         self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1)
 
-    def _warps(self, rotate: bool = False) -> int:
+    def _warps(self, halved: bool = False) -> int:
         found = max(4, self.rows * self.block_d // (32 * _EACH))
-        return min(8, found) if rotate else found  # products want registers more than warps
+        return min(8, found) if halved else found  # products want registers more than warps
 
     def _rows(self, call: Call) -> Plan:
         batch, seqlen, blocks = self._sizes(call, self.rows)
         heads_k = call.heads if call.other is None else call.other.shape[1]
         encoding = None if call.kind in NUMBERS else "fp8" if call.kind == "fp8" else "int8"
-        step = min(self.block_d, _ROTATED) if call.rotate else self.block_d
+        few = call.x.dtype == torch.float32 or self.block_d > 128
+        step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
+        each = _BLOCKS * (KEYS // self.rows) if call.rotate and step == self.block_d else 1  # which share the rotation
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
-            self.rows, step, _PARTS, self.block_d,
+            _converts(call), self.rows, step, each, _PARTS, self.block_d,
         )  # fmt: skip
         sizes = (batch, seqlen, seqlen, blocks)
-        return Plan(encode_rows, self.cells, self.strides, sizes, constants, self._warps(call.rotate), 1)
+        warps = self._warps(call.rotate and call.x.dtype == torch.float32)
+        programs = -(-self.cells // (call.heads * each)) * call.heads
+        return Plan(encode_rows, programs, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
 
     def _columns(self, call: Call) -> Plan:
-        constants = (call.heads, call.dim, call.shared, call.largest, self.rows, self.block_d)
+        constants = (call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d)
         sizes = self._sizes(call, self.rows)
-        return Plan(encode_columns, self.cells, self.strides, sizes, constants, self._warps(), 1)
+        warps = self._warps()
+        return Plan(encode_columns, self.cells, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
+
+
+def _converts(call: Call) -> bool:
+    """Whether the GPU has an instruction that makes FP8 of float32."""
+    return capability(call.x.device) >= 89
 
 
 @functools.lru_cache(maxsize=16)
-def _signs(dim: int, device: torch.device) -> torch.Tensor:
+def _signs(dim: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The rotation's matrix, without its factor."""
-    return matrix(dim, 0, device).sign()
+    return matrix(dim, 0, device).sign().to(dtype)

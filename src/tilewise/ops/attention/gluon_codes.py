@@ -1,0 +1,109 @@
+"""Attention over codes on Hopper: the plan of `gluon_sm90_codes`."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.ops.attention.codes import backward as backward
+from tilewise.ops.attention.codes import encoded
+from tilewise.ops.attention.configs import Config, padded
+from tilewise.ops.attention.gluon_attention import (
+    SHARED,
+    common,
+    constants,
+    dealt,
+    describe,
+    equal,
+    linear_of,
+    turns_of,
+)
+from tilewise.ops.attention.gluon_sm90_codes import attention_codes_sm90
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.triton_attention import lists_of
+from tilewise.ops.attention.triton_keys import call_key
+from tilewise.ops.attention.triton_plans import (
+    batches_of,
+    formula_arguments,
+    functions,
+    lengths_of,
+    multiprocessors,
+    slots_of,
+    together,
+)
+from tilewise.ops.triton_launch import Plan, Plans, on_device
+from tilewise.quant.blocks import Quantized
+from tilewise.quant.schemes import KEYS
+
+_CONFIG = Config(128, KEYS, 4, 2, True)
+_STAGES = 4
+_REGISTERS = 240
+_PLANS = Plans()
+
+
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) by the Gluon kernel."""
+    return of_codes(encoded(call), call)
+
+
+def of_codes(x: Quantized, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of the codes `x`, which `call`'s q, k and v became, under its formula."""
+    key = call_key(call)
+    key = None if key is None else (key, x.scheme, call.wants_grad)
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _PLANS.put(key, forward_plan(x, call))
+    o, lse = call.new_output(), call.new_lse()
+    counter = torch.zeros(1, dtype=torch.int32, device=o.device) if plan.constants[0].dealt.value else None
+    channels = x.v.transpose(1, 2) if x.v.ndim == 4 else x.v.transpose(0, 1)[None]
+    tensors = (x.q, x.k, channels, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k)
+    scales = (x.q_scale, x.k_scale, x.v_scale, x.v_mean, x.q_bias)
+    with on_device(o):
+        lists = lists_of(call, plan, False, key, {})
+        plan.launch((*tensors, *scales, *lists, counter), formula_arguments(call), (call.scale,))
+    return o, lse
+
+
+def forward_plan(x: Quantized, call: Call) -> Plan:
+    """The plan of `attention_codes_sm90`. Sums of weights as they are before they are codes, which a backward's
+    probabilities agree with, take a tenth of the time: else their codes are summed.
+    """
+    mask, score = functions(call, "gluon")
+    d, d_v = padded(call.head_dim), padded(call.head_dim_v)
+    cfg = _CONFIG
+    slots = slots_of(call, cfg, False)
+    pairs = call.num_heads_q * batches_of(call)
+    turns = together(call, mask, slots, pairs) if equal(call) else turns_of(call, slots, pairs)
+    used = cfg.block_m * (d + 2 * d_v) + _STAGES * cfg.block_n * (d + d_v)
+    return Plan(
+        attention_codes_sm90,
+        grid=min(slots * pairs, multiprocessors(call.q.device)),
+        strides=(),
+        sizes=(*lengths_of(call), slots, turns, slots * pairs, x.q_scale.shape[-2], x.k_scale.shape[-2]),
+        constants=(
+            constants(
+                **common(call, mask, score, score.forward if score else None, cfg, False),
+                in_base_2=score is not None and (score.in_base_2 or linear_of(call, score) is not None),
+                block_n=cfg.block_n,
+                consumers=cfg.block_m // 64,
+                stages=_STAGES,
+                sinks=call.sink is not None,
+                dealt=dealt(call, mask, slots),
+                apart=True,
+                ahead=2 if used + cfg.block_m * d <= SHARED else 1,
+                registers=_REGISTERS,
+                head_dim_v=call.head_dim_v,
+                codes=True,
+                p_largest=int(x.scheme.p_largest),
+                q_groups=x.q_scale.shape[-1],
+                k_groups=x.k_scale.shape[-1],
+                biased=x.q_bias is not None,
+                centred=x.v_mean is not None,
+                exact_sums=call.wants_grad,
+            ),
+        ),
+        warps=cfg.warps,
+        stages=cfg.stages,
+        extra=(cfg, functions(call)[0]),
+        boxes={0: (64, d), 1: (cfg.block_n, d), 2: (d_v, cfg.block_n), 4: (64, d_v)},  # q, k, v, o
+        describe=describe,
+    )

@@ -1,0 +1,503 @@
+"""Attention over codes for Hopper, in Gluon: `gluon_sm90_fwd` with INT8 or FP8 scores and FP8 outputs (Zhang et al.,
+"SageAttention2"; Shah et al., "FlashAttention-3"). Values come by channel, their keys in the order in which a thread
+has weights, so weights become an operand where they are. The tensor cores keep 13 bits of a sum of such products: each
+tile's output begins anew and is added in float32.
+"""
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.ops.attention.gluon_sm90_fetch import fetch
+from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
+from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.tiles.gluon_api import async_store, barrier
+from tilewise.tiles.hopper import (
+    HIDDEN,
+    at_row,
+    filled,
+    give_turn,
+    hide_outside,
+    keep_before_wait,
+    keep_last_before_wait,
+    matrix,
+    message_board,
+    of_threads,
+    over_parts,
+    parts_of,
+    posted,
+    product_layout,
+    ring_turn,
+    thread_max,
+    thread_sums,
+    tilt_of,
+    tilted,
+    wait_turn,
+    whole,
+    with_columns,
+)
+from tilewise.tiles.visit import call_once, row_ends, visit_any
+
+DEPTH = gl.constexpr(32)  # numbers of 8 bits that a product takes at a time
+SMALLEST_FACTOR = gl.constexpr(1e-20)  # of codes that a mask may hide: HIDDEN times it is far below any score
+
+
+@gluon.constexpr_function
+def _log2(x):
+    return math.log2(x)
+
+
+@gluon.jit
+def scores_of(q, k):
+    """Start the product of 64 queries with a tile of keys [BLOCK_N, D]: int32 of int8, else float32."""
+    BLOCK_N: gl.constexpr = k.shape[0]
+    SUM: gl.constexpr = gl.int32 if k.dtype == gl.int8 else gl.float32
+    zeros = gl.zeros([64, BLOCK_N], SUM, layout=product_layout(BLOCK_N, DEPTH))
+    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
+    """Start the scores of an item's first tile, once Q and K are there; if not `wanted`, of what lies there."""
+    q_full, k_full = bars[0], bars[2]
+    place, phase = ring_turn(at, fixed.ahead)
+    spot = place * fixed.consumers + C
+    mbarrier.wait(q_full.index(spot), phase, pred=wanted)
+    stage, phase = ring_turn(done, fixed.stages)
+    mbarrier.wait(k_full.index(stage), phase, pred=wanted)
+    return scores_of(matrix(memory[0].index(spot)), matrix(memory[1].index(stage)))
+
+
+@gluon.constexpr_function
+def _as_operand(columns, width):
+    """Registers of four bytes of a weights' operand [64, columns]: [64, columns / 16, 4]."""
+    return gl.DotOperandLayout(0, product_layout(width, DEPTH), 4)
+
+
+_PACK = (
+    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+    "mov.b32 $0, {a, b}; }"
+)
+PACK = gl.constexpr(_PACK)
+
+
+@gluon.jit
+def packed_weights(w):
+    """Weights [64, N / 8, 4, 2] as FP8, four of a thread in an int32 [64, N / 16, 4]: a loop that carried FP8 would
+    take them apart, byte by byte. Of every 16 keys a thread has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as
+    `quant.blocks.KEY_ORDER` says.
+    """
+    EIGHTS: gl.constexpr = w.shape[1]
+    y = gl.permute(w.reshape([64, EIGHTS // 2, 2, 4, 2]), (0, 1, 3, 2, 4))
+    a, b = gl.split(y)
+    a0, a1 = gl.split(a)
+    b0, b1 = gl.split(b)
+    return gl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a0, b0, a1, b1], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def operand_of(p, WIDTH: gl.constexpr):
+    """Packed weights as the left operand of a product [64, WIDTH]."""
+    N: gl.constexpr = p.shape[1] * 16
+    OPERAND: gl.constexpr = _as_operand(N, WIDTH)
+    BYTES: gl.constexpr = gl.zeros([64, N], gl.float32, layout=OPERAND).reshape([64, N // 16, 4, 4]).type.layout
+    x = gl.convert_layout(p, gl.SliceLayout(3, BYTES), assert_trivial=True)[:, :, :, None]
+    x = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;",
+        "=r,r,r,r,r",
+        [x + gl.zeros([64, N // 16, 4, 4], gl.int32, layout=BYTES)],
+        dtype=gl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )
+    return gl.convert_layout(x.reshape([64, N]), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def output_of(p, v, ones, fixed):
+    """Start (weights times a tile of values [D, N], their sums) of packed weights."""
+    D: gl.constexpr = v.shape[0]
+    zeros = gl.zeros([64, D], gl.float32, layout=product_layout(D, DEPTH))
+    r = warpgroup_mma(operand_of(p, D), v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    sums = gl.zeros([64, 8], gl.float32, layout=product_layout(8, DEPTH))
+    if not fixed.exact_sums:
+        sums = warpgroup_mma(operand_of(p, 8), ones.permute((1, 0)), sums, use_acc=False, is_async=True)
+    return r, sums
+
+
+@gluon.jit
+def finished(r, sums, LEFT: gl.constexpr, fixed):
+    """What `output_of` started, once no more than LEFT products are under way."""
+    if fixed.exact_sums:
+        r = warpgroup_mma_wait(LEFT, deps=(r,))
+    else:
+        r, sums = warpgroup_mma_wait(LEFT, deps=(r, sums))
+    return r, sums
+
+
+@gluon.jit
+def of_thread(sums, like):
+    """Sums [64, 8], whose columns are all the same, as `like` [64, 4] has a number for each thread of a quad."""
+    return gl.convert_layout(gl.max(gl.max(parts_of(sums), 3), 1), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def scales_of_queries(codes, run, row0, seqlen_q, fixed, C: gl.constexpr, ROW: gl.constexpr):
+    """The scale of each of a warpgroup's 64 queries."""
+    Q_SCALE, blocks = codes[0], codes[5]
+    GROUPS: gl.constexpr = fixed.q_groups
+    b, h, start = run[0], run[1], run[3]
+    r = gl.arange(0, 64, layout=ROW)
+    if GROUPS == 64:
+        group = r
+    elif GROUPS == 32:
+        group = r // 16 * 8 + r % 8
+    elif GROUPS == 4:
+        group = r // 16
+    else:
+        group = 0 * r
+    block = gl.minimum(start // 64 + C, (seqlen_q - 1) // 64)
+    first = h * blocks + row0 // 64 + b if fixed.packed else (b * fixed.heads + h) * blocks
+    return gl.load(Q_SCALE + (first + block).to(gl.int64) * GROUPS + group)
+
+
+@gluon.jit
+def scales_of_keys(codes, first, n, fixed, LAYOUT: gl.constexpr):
+    """Of a tile of keys: one for each, or one for each thread of a quad."""
+    GROUPS: gl.constexpr = fixed.k_groups
+    group = gl.arange(0, fixed.block_n if fixed.block_n == GROUPS else 4, layout=LAYOUT)
+    if GROUPS == 1:
+        group = 0 * group
+    return gl.load(codes[1] + (first + n).to(gl.int64) * GROUPS + group)
+
+
+@gluon.jit
+def weights_of(s, n, m_old, masked, rows, scales, formula, fixed):
+    """(weights [64, N / 8, 4, 2] of the running maximum's, that maximum [64] in base 2, the factor [64] for what came
+    before). The largest weight becomes `p_largest`, of which FP8 holds small parts.
+    """
+    LAYOUT: gl.constexpr = s.type.layout
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    SHIFT: gl.constexpr = _log2(fixed.p_largest)
+    PLAIN: gl.constexpr = fixed.linear is None and not fixed.scale_first  # scores are as their products are ordered
+    GUARD: gl.constexpr = fixed.guard or fixed.score is not None
+    mask_args, mask_nums, score_args, score_nums = formula
+    b, h, offs_i, seqlen_k, last_key, ends, onces, tilt, bias = rows
+    first_j, last_j = ends
+    mask_once, score_once = onces
+    of_queries, of_keys = scales
+    offs_n = n * fixed.block_n + gl.arange(0, fixed.block_n, layout=COLUMNS)
+    s = s.to(gl.float32)
+    none = gl.zeros([64, 4], gl.float32, layout=of_threads(parts_of(s)))
+    if fixed.k_groups == fixed.block_n:
+        s = s * of_keys[None, :]
+        factor = of_queries[:, None] + none
+    else:
+        factor = of_queries[:, None] * of_keys[None, :]
+    if PLAIN:
+        if fixed.guard:
+            factor = gl.where(factor < SMALLEST_FACTOR, SMALLEST_FACTOR, factor)
+    else:
+        scaled = parts_of(s)
+        s = whole(scaled * over_parts(factor, scaled), s)
+        if fixed.linear is not None:
+            s = s + (tilt[1] * gl.arange(0, fixed.block_n, layout=COLUMNS).to(gl.float32))[None, :]
+        if fixed.score is not None:
+            if fixed.biased:
+                s = s + gl.convert_layout(bias, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+            offs_j = gl.minimum(offs_n, last_key) if len(score_args) > 0 else offs_n
+            of_score = with_columns(
+                score_once,
+                b,
+                h,
+                n * fixed.block_n,
+                last_key,
+                score_args,
+                score_nums,
+                fixed.score_columns,
+                LAYOUT,
+                fixed.block_n,
+            )
+            s = fixed.score(s, b, h, offs_i[:, None], offs_j[None, :], of_score, score_args, score_nums)
+        factor = none + (1.0 if fixed.in_base_2 else LOG2E)
+    if fixed.guard and masked:
+        if fixed.visible is not None:
+            offs_j = gl.minimum(offs_n, last_key)
+            of_mask = with_columns(
+                mask_once,
+                b,
+                h,
+                n * fixed.block_n,
+                last_key,
+                mask_args,
+                mask_nums,
+                fixed.mask_columns,
+                LAYOUT,
+                fixed.block_n,
+            )
+            seen = fixed.visible(b, h, offs_i[:, None], offs_j[None, :], of_mask, mask_args, mask_nums)
+            seen = seen & (offs_n < seqlen_k)[None, :]
+            s = gl.where(seen, s, float("-inf"))
+        else:
+            s = hide_outside(s, n * fixed.block_n, first_j, last_j)
+    raw = thread_max(s)
+    largest = raw * factor
+    if GUARD:
+        largest = gl.where(raw < HIDDEN / 2, float("-inf"), largest)
+    of_row = gl.max(largest, 1)
+    more = 0.0
+    if fixed.linear is not None:
+        of_tile = tilted(tilt, offs_i, n * fixed.block_n, 0)
+        more = gl.convert_layout(of_tile, m_old.type.layout, assert_trivial=True)
+    m_new = gl.maximum(m_old, of_row + more)
+    m_use = m_new
+    if GUARD:
+        m_use = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+    alpha = gl.exp2(m_old - m_use)
+    parts = parts_of(s)
+    w = gl.exp2(parts * over_parts(factor, parts) + over_parts((SHIFT + more - m_use)[:, None] + none, parts))
+    return w, m_new, alpha
+
+
+@gluon.jit
+def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr):
+    """One warpgroup, as `gluon_sm90_fwd.compute`. The output of each tile is added a tile late, when it is done."""
+    O, LSE, SINK = outputs
+    sizes, formula, _, _ = grid
+    rows_q = sizes[3]
+    mask_args, mask_nums, score_args, score_nums = formula
+    scale, c = scalars
+    q_ring, k_ring, v_ring, o_ring, board, ones = memory
+    _, q_empty, k_full, k_empty, v_full, v_empty = bars
+    V_SCALE, V_MEAN, Q_BIAS, blocks_k = codes[2], codes[3], codes[4], codes[6]
+    HEAD_DIM_V: gl.constexpr = v_ring.shape[-2]
+    SCORES: gl.constexpr = product_layout(fixed.block_n, DEPTH)
+    OUT: gl.constexpr = product_layout(HEAD_DIM_V, DEPTH)
+    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    CHANNEL: gl.constexpr = gl.SliceLayout(0, OUT)
+    ROW_OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
+    quads = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES))
+    QUADS: gl.constexpr = quads.type.layout
+    ROW_OF_QUADS: gl.constexpr = gl.SliceLayout(1, QUADS)
+    OF_KEYS: gl.constexpr = gl.SliceLayout(0, SCORES if fixed.k_groups == fixed.block_n else QUADS)
+    SHIFT: gl.constexpr = _log2(fixed.p_largest)
+    EARLY: gl.constexpr = fixed.ahead == 2
+    if fixed.consumers - 1 == C:
+        give_turn(0)
+    done = 0
+    at = 0
+    out = o_ring.index(C)
+    run = posted(0, board, 4)
+    s = gl.zeros([64, fixed.block_n], gl.int32 if k_ring.dtype == gl.int8 else gl.float32, layout=SCORES)
+    if EARLY:
+        s = warpgroup_mma_wait(0, deps=(first_scores(0, 0, memory, bars, fixed, C, run[7] > 0),))
+    while run[7] > 0:
+        b, h, start, num_partial, count = run[0], run[1], run[3], run[6], run[7]
+        queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, fixed.block_n)
+        seqlen_q, seqlen_k = lengths
+        own = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=ROW_OF_SCORES), seqlen_q - 1)
+        offs_i = own + seqlen_k - seqlen_q
+        ends = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, fixed.rows)
+        mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
+        score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)
+        tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
+        last_key = gl.maximum(seqlen_k - 1, 0)
+        row = h.to(gl.int64) * rows_q + row0 if fixed.packed else (b * fixed.heads + h).to(gl.int64) * rows_q
+        h_kv = h // fixed.group
+        first_k = h_kv * blocks_k
+        if fixed.packed:
+            first_k += gl.load(grid[3][1] + b) // fixed.block_n + b
+        else:
+            first_k += b * (fixed.heads // fixed.group) * blocks_k
+        bias = gl.zeros([64], gl.float32, layout=ROW_OF_QUADS)
+        if fixed.biased:
+            mine = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=ROW_OF_QUADS), seqlen_q - 1)
+            bias = gl.load(Q_BIAS + row + mine)
+        rows = (b, h, offs_i, seqlen_k, last_key, ends, (mask_once, score_once), tilt, bias)
+        of_queries = scales_of_queries(codes, run, row0, seqlen_q, fixed, C, ROW_OF_QUADS) * c
+
+        # the first tile
+        n = visit_any(0, tiles, fixed.lists)
+        of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
+        if not EARLY:
+            s = warpgroup_mma_wait(0, deps=(first_scores(done, at, memory, bars, fixed, C, True),))
+        spot = at % fixed.ahead * fixed.consumers + C
+        q = matrix(q_ring.index(spot))
+        mbarrier.arrive(k_empty.index(done % fixed.stages))
+        m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW_OF_QUADS)
+        w, m_i, alpha = weights_of(s, n, m_i, num_partial > 0, rows, (of_queries, of_keys), formula, fixed)
+        l_i = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else quads
+        p = packed_weights(w)
+        acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
+        beta = gl.full([64], 1.0, gl.float32, layout=ROW_OF_QUADS)
+
+        # the others: scores of tile t and output of tile t - 1 at the same time
+        ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
+        for t in range(1, count):
+            n = ahead
+            of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
+            ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
+            stage, k = filled(done + t, k_ring, k_full)
+            wait_turn(C)
+            coming = scores_of(q, k)
+            stage_v, v = filled(done + t - 1, v_ring, v_full)
+            r, sums = output_of(p, v, ones, fixed)
+            give_turn((C + 1) % fixed.consumers)
+            s = warpgroup_mma_wait(1 if fixed.exact_sums else 2, deps=(coming,))
+            mbarrier.arrive(k_empty.index(stage))
+            w, m_i, alpha = weights_of(s, n, m_i, t < num_partial, rows, (of_queries, of_keys), formula, fixed)
+            if fixed.exact_sums:
+                added = gl.sum(gl.sum(w, 3), 1)
+                l_i = l_i * alpha[:, None] + added
+                keep_before_wait(added)
+            else:
+                keep_last_before_wait(w)
+            r, sums = finished(r, sums, 0, fixed)
+            mbarrier.arrive(v_empty.index(stage_v))
+            p = packed_weights(w)
+            acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
+            if not fixed.exact_sums:
+                l_i = l_i * beta[:, None] + of_thread(sums, quads)
+            beta = alpha
+        done += count
+
+        # the last output; the next item, and its first scores, meanwhile
+        if fixed.apart:
+            mbarrier.arrive(q_empty.index(spot))
+        stage_v, v = filled(done - 1, v_ring, v_full)
+        r, sums = output_of(p, v, ones, fixed)
+        after = posted(at + 1, board, 4)
+        if EARLY:
+            s = first_scores(done, at + 1, memory, bars, fixed, C, after[7] > 0)
+        r, sums = finished(r, sums, 1 if EARLY else 0, fixed)
+        mbarrier.arrive(v_empty.index(stage_v))
+
+        # the end
+        acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
+        if fixed.exact_sums:
+            l_all = gl.sum(l_i, 1)
+        else:
+            l_i = l_i * beta[:, None] + of_thread(sums, quads)
+            l_all = gl.max(l_i, 1)  # four of a quad are alike
+        l_row = gl.convert_layout(l_all, ROW, assert_trivial=True)
+        m2 = gl.convert_layout(m_i, ROW, assert_trivial=True) - SHIFT
+        if fixed.biased and fixed.score is None:
+            m2 += gl.convert_layout(bias, ROW, assert_trivial=True) * (scale * LOG2E)
+        share = l_row
+        factor = 1.0
+        if fixed.sinks:
+            sink2 = gl.load(SINK + h).to(gl.float32) * LOG2E
+            m_all = gl.maximum(m2, sink2)
+            m_all = gl.where(m_all == float("-inf"), 0.0, m_all)
+            factor = gl.exp2(m2 - m_all)
+            share = l_row * factor
+            l_row = share + gl.exp2(sink2 - m_all)
+            m2 = m_all
+        empty = l_row == 0.0
+        l_safe = gl.where(empty, 1.0, l_row)
+        lse = gl.where(empty, float("-inf"), (m2 + gl.log2(l_safe)) * LN2)
+        offs_m = start + 64 * C + gl.arange(0, 64, layout=ROW)
+        gl.store(LSE + row + offs_m, lse, mask=offs_m < seqlen_q)
+        channel = gl.arange(0, HEAD_DIM_V, layout=CHANNEL)
+        of_head = (b * (fixed.heads // fixed.group) + h_kv) * fixed.head_dim_v
+        inside = channel < fixed.head_dim_v
+        of_values = gl.load(V_SCALE + of_head + channel, mask=inside, other=0.0)
+        x = acc * (factor / l_safe)[:, None] * of_values[None, :]
+        if fixed.centred:
+            mean = gl.load(V_MEAN + of_head + channel, mask=inside, other=0.0)
+            x += mean[None, :] * (share / l_safe)[:, None]
+        o = x.to(o_ring.dtype)
+        if fixed.apart:
+            tma.store_wait(0)  # of the item before
+            barrier()
+        matrix(out).store(o)
+        fence_async_shared()
+        barrier()
+        async_store(O, at_row(queries, h, start + 64 * C), out)
+        if not fixed.apart:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(spot))
+        if EARLY:
+            s = warpgroup_mma_wait(0, deps=(s,))
+        at += 1
+        run = after
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "items", "list_stride_b", "list_stride_h",
+        "list_stride_r", "mask_nums", "score_nums", "blocks_q", "blocks_k", "scale",
+    ]
+)  # fmt: skip
+def attention_codes_sm90(
+    Q, K, V, SINK, O, LSE, CU_Q, CU_K, Q_SCALE, K_SCALE, V_SCALE, V_MEAN, Q_BIAS, LISTED, list_stride_b, list_stride_h,
+    list_stride_r, NEXT, mask_args, mask_nums, score_args, score_nums,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, blocks_q, blocks_k, scale, fixed,
+):  # fmt: skip
+    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
+    D_V: gl.constexpr = O.block_shape[4]
+    N: gl.constexpr = fixed.block_n
+    D: gl.constexpr = Q.block_shape[4]
+    q_ring = gl.allocate_shared_memory(Q.dtype, [fixed.ahead * fixed.consumers, 1, 1, 1, 64, D], Q.layout)
+    k_ring = gl.allocate_shared_memory(K.dtype, [fixed.stages, 1, 1, 1, N, D], K.layout)
+    v_ring = gl.allocate_shared_memory(V.dtype, [fixed.stages, 1, 1, 1, D_V, N], V.layout)
+    o_ring = gl.allocate_shared_memory(O.dtype, [fixed.consumers, 1, 1, 1, 64, D_V], O.layout)
+    ONES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    ones = gl.allocate_shared_memory(V.dtype, [8, N], ONES)
+    # the byte of 1.0: Triton 3.6's assembler leaves half of a pair of equal FP8 conversions unset
+    filling = gl.full([8, N], 0x38, gl.int8, layout=gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+    ones.store(filling.to(V.dtype, bitcast=True))
+    board = message_board(RUN, fixed.consumers)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
+    for c in gl.static_range(fixed.ahead * fixed.consumers):
+        mbarrier.init(q_full.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=1)
+    for stage in gl.static_range(fixed.stages):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=fixed.consumers)
+        mbarrier.init(v_empty.index(stage), count=fixed.consumers)
+    fence_async_shared()
+
+    # roles
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (batch, seqlen_q, seqlen_k, rows_q, slots, together, items)
+    lists = (LISTED if fixed.lists else 0, list_stride_b, list_stride_h, list_stride_r)
+    cu_seqlens = (CU_Q if fixed.packed else 0, CU_K if fixed.packed else 0)
+    grid = (sizes, (mask_args, mask_nums, score_args, score_nums + (scale,)), lists, cu_seqlens)  # noqa: RUF005
+    inputs = (Q, K, V, NEXT if fixed.dealt else 0, (0, 0, 0, 0))
+    outputs = (O, LSE, SINK if fixed.sinks else LSE)
+    if fixed.score is not None:
+        c = 1.0  # its formula scales
+    elif fixed.scale_first:
+        c = scale
+    else:
+        c = scale * LOG2E
+    scalars = (scale, c)
+    bias = Q_BIAS if fixed.biased else LSE
+    codes = (Q_SCALE, K_SCALE, V_SCALE, V_MEAN if fixed.centred else LSE, bias, blocks_q, blocks_k)
+    memory = (q_ring, k_ring, v_ring, o_ring, board, ones)
+    gl.warp_specialize(
+        [
+            (compute, (outputs, memory, bars, grid, scalars, codes, fixed, 0)),
+            (compute, (outputs, memory, bars, grid, scalars, codes, fixed, 1)),
+            (fetch, (inputs, (q_ring, k_ring, v_ring, o_ring, board), bars, grid, fixed)),
+        ],
+        [4, 1],
+        [fixed.registers, 24],
+    )

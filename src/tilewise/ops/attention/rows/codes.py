@@ -1,0 +1,61 @@
+"""The rows of attention in few bits."""
+
+from __future__ import annotations
+
+from tilewise.core.dispatch import NAMED, TRITON, Need, Row
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.rows.needs import ANY_BATCH, CPU, HALF, HOPPER, NO_DROPOUT
+
+SCHEME: Need[Call] = Need("quantize=", lambda c: None if c.scheme else "a call without it")
+_SHARED = (SCHEME, NO_DROPOUT, ANY_BATCH)
+
+
+def _other_dims(call: Call) -> str | None:
+    dims = (call.head_dim, call.head_dim_v)
+    return None if all(32 <= d <= 128 and d % 16 == 0 for d in dims) else f"{dims[0]}, {dims[1]}"
+
+
+def _other_values(call: Call) -> str | None:
+    assert call.scheme is not None
+    if call.scheme.pv != "fp8":
+        return f'pv="{call.scheme.pv}"'
+    return 'v_scale="block"' if call.scheme.v_scale == "block" else None
+
+
+def _centred_queries(call: Call) -> str | None:
+    assert call.scheme is not None
+    return "centred" if "q" in call.scheme.smooth else None
+
+
+HOPPER_CODES: Row[Call] = Row(
+    "hopper_codes",
+    "tilewise.ops.attention.gluon_codes",
+    (
+        *_SHARED,
+        TRITON,
+        HOPPER,
+        HALF,
+        Need("head dimensions of 32 to 128, multiples of 16", _other_dims),
+        Need("values in fp8, with scales of channels or heads", _other_values),
+        Need("queries that are not centred", _centred_queries),
+    ),
+    "warp-specialised kernel for Hopper: scores in INT8 or FP8, outputs in FP8 that begin anew with each tile",
+    backward="backward",
+)
+
+CPU_CODES: Row[Call] = Row(
+    "cpu_codes",
+    "tilewise.ops.attention.cpu_codes",
+    (*_SHARED, CPU),
+    "numbers that codes stand for, weights rounded as the scheme says, in PyTorch",
+    backward="backward",
+)
+
+REFERENCE_CODES: Row[Call] = Row(
+    "reference_codes",
+    "tilewise.ops.attention.reference_codes",
+    _SHARED,
+    "float64 over the codes, every score materialised: the specification",
+    prefers=(NAMED,),
+    backward="backward",
+)

@@ -1,0 +1,208 @@
+"""Cases of attention in few bits, and what must hold of them on any device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from tilewise.ops.attention.problem import make_call
+from tilewise.ops.attention.reference import attention_reference
+from tilewise.ops.attention.reference_codes import attention_of_codes
+from tilewise.quant import Quantized
+from tilewise.quant.schemes import Scheme
+
+WEIGHTS = {"fp8": 2.0**-4, "fp16": 2.0**-11, "bf16": 2.0**-8}  # what rounding changes a weight by, relatively, at most
+OUTPUTS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
+LEAST = 2.0**-10  # half a step of FP8 below its normal numbers
+
+
+@dataclass(frozen=True)
+class CodedCase:
+    """Queries and keys of some lengths under a formula, which `made` gives on a device: arguments of `attention`."""
+
+    name: str
+    scheme: Scheme
+    made: Callable[[str], dict[str, Any]] = lambda device: {}
+    lengths: tuple[tuple[int, int], ...] = ((150, 300), (150, 300))
+    heads: tuple[int, int] = (4, 2)
+    dim: int = 64
+    dim_v: int = 64
+    packed: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _causal(device: str) -> dict[str, Any]:
+    return {"mask": tw.causal}
+
+
+def _capped(device: str) -> dict[str, Any]:
+    return {"mask": tw.causal, "score": tw.softcap(20.0)}
+
+
+def _slopes(device: str) -> dict[str, Any]:
+    return {"mask": tw.causal, "score": tw.alibi(torch.linspace(0.1, 0.5, 4, device=device))}
+
+
+def _sink(device: str) -> dict[str, Any]:
+    return {"sink": torch.linspace(-1.0, 2.0, 4, device=device)}
+
+
+def _documents(device: str) -> dict[str, Any]:
+    return {"mask": tw.causal & tw.document((torch.arange(300) // 70).to(device))}
+
+
+def _half_empty(device: str) -> dict[str, Any]:
+    return {"mask": lambda b, h, i, j: (j < 50) & (i > 220), "sink": None}
+
+
+RAGGED = ((5, 0), (0, 3), (129, 200), (64, 128), (1, 1), (63, 65), (9, 100))
+_ROTATED = tw.Sage(smooth=("k", "v"), rotate="hadamard")
+FP8_VALUES = [  # that every kernel takes
+    CodedCase("sage2", tw.Sage2()),
+    CodedCase("sage2_causal", tw.Sage2(), _causal),
+    CodedCase("sage2pp", tw.Sage2pp(), _causal),
+    CodedCase("fp8_rotated", tw.Sage("fp8", rotate="hadamard"), _causal, dim=128, dim_v=128),
+    CodedCase("rotated_centred_values", _ROTATED, _causal),
+    CodedCase("fa3", tw.FA3FP8(), _causal, dim=128, dim_v=128),
+    CodedCase("blocks", tw.FP8("block", "block", "channel"), dim=128, dim_v=64),
+    CodedCase("tokens", tw.Sage(q_scale="token", k_scale="token"), _causal),
+    CodedCase("warps", tw.Sage(q_scale="warp", k_scale="block", smooth=("v",)), lambda device: {"mask": tw.window(90)}),
+    CodedCase("nothing_centred", tw.Sage("int4", smooth=())),
+    CodedCase("softcap", _ROTATED, _capped),
+    CodedCase("slopes", tw.Sage2(), _slopes),
+    CodedCase("positions", tw.Sage2(), lambda device: {"score": lambda s, b, h, i, j: s - 0.01 * (i - j) * (i - j)}),
+    CodedCase("sink", _ROTATED, _sink),
+    CodedCase("documents", tw.Sage2(), _documents, ((300, 300),)),
+    CodedCase("half_empty", _ROTATED, _half_empty),
+    CodedCase("other_scale", tw.Sage2(), lambda device: {"scale": -0.1}),
+    CodedCase("heads_of_96", tw.Sage2(), _causal, dim=96, dim_v=48),
+    CodedCase("one_query", tw.Sage2(), _causal, ((1, 129), (1, 129))),
+    CodedCase("one_key", tw.Sage2(), lengths=((9, 1),)),
+    *(CodedCase(f"keys_{n}", tw.Sage2(), _causal, ((n, n),)) for n in (9, 63, 65, 127, 257)),
+    CodedCase("packed", tw.Sage2(), _causal, RAGGED, packed=True),
+    CodedCase("packed_fp8", tw.FP8(v_scale="channel"), lambda device: {}, RAGGED, dim=128, dim_v=128, packed=True),
+    CodedCase("packed_centred", _ROTATED, _sink, RAGGED, packed=True),
+    CodedCase("no_queries", tw.Sage2(), lengths=((0, 5),)),
+    CodedCase("no_keys", tw.Sage2(), _sink, ((5, 0),)),
+]
+OTHERS = [  # that kernels may leave to others
+    CodedCase("sage1", tw.Sage1(), _causal),
+    CodedCase("sage2_int4", tw.Sage2("int4"), _causal),
+    CodedCase("all_centred_packed", tw.Sage("fp8", "bf16", "block", "thread", ("q", "k", "v")), _causal, RAGGED,
+              packed=True),
+    CodedCase("value_blocks", tw.FP8("token", "block", "block"), _sink),
+    CodedCase("centred_softcap", tw.Sage(smooth=("q", "k", "v"), rotate="hadamard"), _capped),
+    CodedCase("odd_heads", tw.Sage2(), _causal, dim=7, dim_v=33),
+    CodedCase("wide_heads", tw.Sage2(), _causal, ((70, 200),), dim=256, dim_v=192),
+]  # fmt: skip
+CASES = [*FP8_VALUES, *OTHERS]
+
+
+def make_inputs(
+    case: CodedCase, dtype: torch.dtype, device: str = "cpu", seed: int = 0
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """[q, k, v], keys and values away from 0, and the other arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    made: list[torch.Tensor] = []
+    for side, heads, dim in (
+        (0, case.heads[0], case.dim),
+        (1, case.heads[1], case.dim),
+        (1, case.heads[1], case.dim_v),
+    ):
+        lengths = [both[side] for both in case.lengths]
+        lead = (sum(lengths),) if case.packed else (len(lengths), lengths[0])
+        x = torch.randn(*lead, heads, dim, generator=generator)
+        shift = torch.randn(dim, generator=generator) if made else 0.0
+        made.append((x + shift).to(device, dtype))
+    arguments = {name: x for name, x in case.made(device).items() if x is not None}
+    if case.packed:
+        cu = [torch.tensor([0, *itertools.accumulate(both[n] for both in case.lengths)]) for n in (0, 1)]
+        arguments["layout"] = tw.Packed(*(x.to(device, torch.int32) for x in cu))
+    return made, arguments
+
+
+def probabilities(x: Quantized, arguments: dict[str, Any]) -> torch.Tensor:
+    """Those of the codes in float64, (..., queries, heads, keys of all sequences): outputs for values that are 1 at one
+    key.
+    """
+    q, k, _ = x.numbers()
+    rows, dim = x.k.shape[-3], x.q.shape[-1]
+    eye = torch.eye(rows, dtype=torch.float64, device=q.device)[:, None].expand(*x.k.shape[:-1], rows)
+    call = make_call(q[..., :dim], k[..., :dim], eye, layout=x.layout, **arguments)
+    return attention_reference(replace(call, q=q, k=k))[0]
+
+
+def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = "cpu", exact_sums: bool = True) -> None:
+    """Results are those of the codes, but for the rounding of weights, outputs and float32 sums.
+
+    A weight is off by at most `WEIGHTS` of itself, or below FP8's normal numbers by `LEAST` of the largest one's code.
+    Of many weights these errors have no direction, so the sum of their squares bounds the square of a sum: not in each
+    number, but in all of them together. Sums of rounded weights are off likewise.
+    """
+    (q, k, v), arguments = make_inputs(case, dtype, device)
+    o, lse = tw.attention_with_lse(q, k, v, quantize=case.scheme, impl=impl, **arguments)
+    assert (o.dtype, lse.dtype) == (dtype, torch.float32)
+    if not q.numel() or not k.numel():
+        exact = tw.attention_with_lse(q, k, v, impl="reference", **arguments)
+        assert torch.equal(o, exact[0])
+        torch.testing.assert_close(lse, exact[1])
+        return
+    layout = arguments.pop("layout", None)
+    x = tw.quantize_qkv(q, k, v, scheme=case.scheme, layout=layout)
+    want, want_lse = attention_of_codes(x, **arguments)
+    p = probabilities(x, arguments)
+    assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
+    group = case.heads[0] // case.heads[1]
+    values = x.values(torch.float64).repeat_interleave(group, -2)
+    most = p.amax(-1, keepdim=True)
+    step = LEAST / case.scheme.p_largest if case.scheme.pv == "fp8" else 0.0
+    bit = WEIGHTS[case.scheme.pv]
+    wrong = p * bit + torch.where(p > 0, most * step, 0.0)  # of a weight
+    if dtype == torch.bfloat16 or device != "cpu":
+        wrong = wrong + p * 2.0**-18  # scores in float32, exponentials of the GPU
+    allowed = torch.einsum("...ihj,...jhd->...ihd", wrong**2, values**2)
+    allowed += (wrong**2).sum(-1, keepdim=True) * want**2
+    rounding = OUTPUTS[dtype] * (want.abs() + torch.einsum("...ihj,...jhd->...ihd", p, values.abs()) * 2.0**-4)
+    off = o.double() - want
+    assert float(off.norm()) <= float(allowed.sum().sqrt() + rounding.norm()), "more than rounded weights explain"
+    far = torch.einsum("...ihj,...jhd->...ihd", wrong, values.abs()) + wrong.sum(-1, keepdim=True) * want.abs()
+    assert bool((off.abs() <= 1.25 * far + 2 * rounding + 2.0**-18).all()), "a number further off than any rounding"
+    seen = want_lse > -torch.inf
+    sums = (wrong**2).sum(-1).sqrt() if not exact_sums else torch.zeros_like(p[..., 0])
+    apart = (lse.double() - want_lse).abs()[seen]
+    bound = 4 * sums.transpose(-1, -2)[seen] + 2.0**-16 * (8 + want_lse.abs()[seen])
+    assert bool((apart <= bound).all()), f"lse off by {float(apart.max())}"
+
+
+def check_gradients(case: CodedCase, dtype: torch.dtype, impl: str, device: str = "cpu") -> None:
+    """Gradients are those of exact attention over the numbers that codes stand for, by autograd in float64, but for
+    weights that were rounded in the forward, by `WEIGHTS` at most, and roundings of the dtype.
+    """
+    (q, k, v), arguments = make_inputs(case, dtype, device)
+    sink = arguments.get("sink")
+    leaves = [x.requires_grad_() for x in (q, k, v)] + ([sink.requires_grad_()] if sink is not None else [])
+    o = tw.attention(q, k, v, quantize=case.scheme, impl=impl, **arguments)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    found = torch.autograd.grad(o, leaves, do)
+    with torch.no_grad():
+        x = tw.quantize_qkv(q, k, v, scheme=case.scheme, layout=arguments.get("layout"))
+        numbers = [n.double().requires_grad_() for n in x.whole(torch.float32)]
+    if sink is not None:
+        arguments["sink"] = sink.detach().double().requires_grad_()
+    arguments.setdefault("scale", q.shape[-1] ** -0.5)
+    want_o, _ = attention_reference(make_call(*numbers, **arguments))
+    wanted = [*numbers, *([arguments["sink"]] if sink is not None else [])]
+    want = torch.autograd.grad(want_o, wanted, do.double(), allow_unused=True, materialize_grads=True)
+    for name, leaf, got, right in zip(("dq", "dk", "dv", "dsink"), leaves, found, want, strict=False):
+        assert (got.dtype, got.shape) == (leaf.dtype, leaf.shape), name
+        off = float((got.double() - right).norm())
+        assert off <= (WEIGHTS[case.scheme.pv] + 4 * OUTPUTS[dtype]) * float(right.norm()) + 2.0**-18 * float(
+            do.norm()
+        ), f"{name}: {off}"

@@ -1,0 +1,37 @@
+"""What the Hopper kernel over codes owes to the order of its instructions, which the assembler may change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from tilewise.ops.attention import gluon_codes
+from tilewise.testing.offline import compiling_for, exponentials_in_flight, spilled_in_loops
+from tools.kernel_resources import Variant, read_table, variants
+
+VARIANTS = [variant for variant in variants() if variant.row == "hopper_codes"]
+A_THREADS = 64  # weights of a tile that each thread has
+
+
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.quick], ids=str)
+def test_exponentials_run_beside_products(variant: Variant) -> None:
+    """All of them where weights are summed before they are codes; else what is pinned, and what comes before that."""
+    with torch.no_grad(), compiling_for(90) as kernels:
+        gluon_codes.forward(variant.call())
+    least = A_THREADS if variant.formula == "sage2 sums" else A_THREADS // 4
+    beside = [count for count in exponentials_in_flight(kernels[-1]) if count >= least]
+    assert len(beside) >= 2, "two warpgroups compute"
+    ptx = kernels[-1].asm["ptx"]
+    assert ("s32.s8.s8" in ptx) is variant.formula.startswith("sage2")
+    assert "f32.e4m3.e4m3" in ptx
+
+
+@pytest.mark.skipif(read_table()["triton"] != triton.__version__, reason="what spills is up to Triton's assembler")
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_loops_over_tiles_spill_nothing(variant: Variant) -> None:
+    with torch.no_grad(), compiling_for(90) as kernels:
+        gluon_codes.forward(variant.call())
+    spilled = spilled_in_loops(kernels[-1])
+    assert len(spilled) >= 2, "two warpgroups compute"
+    assert not any(spilled)
