@@ -15,10 +15,10 @@ import tilewise
 from tilewise.cli import dumps, shapes
 from tilewise.cli.expression import read_mask
 from tilewise.cli.output import FAILED, guarded, machine, say, say_json, table
-from tilewise.cli.scheme import read_scheme
 from tilewise.cli.timing import quantiles, repeat
 from tilewise.core.errors import InputError, TilewiseError
 from tilewise.explain.accuracy import SCHEMES, Trials, name_of, picked, try_schemes
+from tilewise.quant.schemes import parse_scheme
 
 Layer = tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 Chosen = dict[int | None, str | None]  # the name of a scheme by head, None: for all of them, and where none fits
@@ -84,7 +84,7 @@ def tune_quant(
         raise InputError("--mask", got="--causal and --mask", expected="one of them", hint=hint)
     if demo and (causal or mask is not None):
         raise InputError("--demo", got="a mask", expected="none: the model is causal", hint="leave it out")
-    schemes = tuple(read_scheme(text) for text in scheme) if scheme else SCHEMES
+    schemes = tuple(parse_scheme(text) for text in scheme) if scheme else SCHEMES
     seen = tilewise.causal if causal or demo else read_mask(mask, where)
     found: list[dict[str, Any]] = []
     lacking = False

@@ -20,11 +20,11 @@ from tilewise.quant.schemes import Scheme
 MOST_SCORES = 1 << 24  # of float64 at once, while exact rows are computed
 _SCALES = ("head", "block", "warp", "thread", "token", "channel")  # from few to many
 PUBLISHED: dict[str, Scheme] = {
-    "Sage1": tw.Sage1(),
-    "Sage2": tw.Sage2(),
+    "Sage1()": tw.Sage1(),
+    "Sage2()": tw.Sage2(),
     "Sage2(int4)": tw.Sage2("int4"),
-    "Sage2pp": tw.Sage2pp(),
-    "FA3FP8": tw.FA3FP8(),
+    "Sage2pp()": tw.Sage2pp(),
+    "FA3FP8()": tw.FA3FP8(),
 }
 SCHEMES: tuple[Scheme, ...] = (
     *PUBLISHED.values(),
@@ -41,7 +41,7 @@ SCHEMES: tuple[Scheme, ...] = (
 
 
 def name_of(scheme: Scheme | None) -> str:
-    """The name of a published scheme; else its class and what differs from the defaults, without quotes."""
+    """Text that `parse_scheme` makes the scheme of: a published one's name, else what differs from the defaults."""
     for name, published in PUBLISHED.items():
         if scheme == published:
             return name
@@ -236,7 +236,7 @@ def try_schemes(
     left_out: list[tuple[Scheme, str]] = []
     with torch.no_grad():
         for scheme in (None, *schemes):
-            call = functools.partial(_attend, q, k, v, scheme, mask, scale)
+            call = functools.partial(tw.attention, q, k, v, mask=mask, scale=scale, quantize=scheme)
             try:
                 o = call()
             except TilewiseError as error:
@@ -250,13 +250,3 @@ def try_schemes(
             found = accuracy(o.cpu()[:, some], exact)
             ran.append(Trial(scheme, found, nbytes, None if clock is None else clock(call)))
     return Trials(tuple(ran), tuple(left_out))
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scheme: Scheme | None, mask: tw.Mask | None, scale: float | None
-) -> torch.Tensor:
-    if scheme is None:
-        return tw.attention(q, k, v, mask=mask, scale=scale)
-    from tilewise.ops.attention.reference_codes import attention_of_codes
-
-    return attention_of_codes(tw.quantize_qkv(q, k, v, scheme=scheme), mask=mask, scale=scale)[0]
