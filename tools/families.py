@@ -159,8 +159,9 @@ _IN_FEW_BITS = (
     *_neighbour("quantize")[0].sources,
     "src/tilewise/ops/quantize/*.py",
     _ATTENTION + "codes.py",
-    _ATTENTION + "rows/codes.py",
 )
+
+_HOPPER_CODES = (_ATTENTION + "gluon*_codes.py", _ATTENTION + "rows/hopper_codes.py")
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -212,14 +213,14 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="attention_codes_hopper",
-            sources=(*_PORTABLE, *_HOPPER, *_HOPPER_TILED, *_IN_FEW_BITS, _ATTENTION + "gluon*_codes.py"),
+            sources=(*_PORTABLE, *_HOPPER, *_HOPPER_TILED, *_IN_FEW_BITS, *_HOPPER_CODES),
             tests=("tests/gpu/test_attention_quantize.py",),
             rows=("hopper_codes",),
             ci="compiled for sm_90",
         ),
         Family(
             name="attention_codes_cpu",
-            sources=(*_FORMULA, *_SHARED, *_IN_FEW_BITS, _ATTENTION + "cpu*.py"),
+            sources=(*_FORMULA, *_SHARED, *_IN_FEW_BITS, _ATTENTION + "cpu*.py", _ATTENTION + "rows/cpu_codes.py"),
             tests=("tests/ops/test_attention_quantize.py",),
             rows=("cpu_codes",),
         ),

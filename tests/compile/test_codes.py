@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import triton
 
 from tilewise.ops.attention import gluon_codes
@@ -17,8 +16,9 @@ A_THREADS = 64  # weights of a tile that each thread has
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.quick], ids=str)
 def test_exponentials_run_beside_products(variant: Variant) -> None:
     """All of them where weights are summed before they are codes; else what is pinned, and what comes before that."""
-    with torch.no_grad(), compiling_for(90) as kernels:
-        gluon_codes.forward(variant.call())
+    call = variant.call()
+    with compiling_for(90) as kernels:
+        gluon_codes.forward(call)
     least = A_THREADS if variant.formula == "sage2 sums" else A_THREADS // 4
     beside = [count for count in exponentials_in_flight(kernels[-1]) if count >= least]
     assert len(beside) >= 2, "two warpgroups compute"
@@ -30,8 +30,9 @@ def test_exponentials_run_beside_products(variant: Variant) -> None:
 @pytest.mark.skipif(read_table()["triton"] != triton.__version__, reason="what spills is up to Triton's assembler")
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_loops_over_tiles_spill_nothing(variant: Variant) -> None:
-    with torch.no_grad(), compiling_for(90) as kernels:
-        gluon_codes.forward(variant.call())
+    call = variant.call()
+    with compiling_for(90) as kernels:
+        gluon_codes.forward(call)
     spilled = spilled_in_loops(kernels[-1])
     assert len(spilled) >= 2, "two warpgroups compute"
     assert not any(spilled)

@@ -113,7 +113,7 @@ TWINS = [
     ("encode_columns", "line * DIM * ROWS", "line * ROWS", "sage2_packed"),
     ("join_chunks", "mean - tl.min(low, 0)", "tl.min(low, 0) - mean", "all_centred"),
     ("join_chunks", "tl.maximum(length, 1)", "(parts * ROWS)", "sage2"),
-    ("join_chunks", "tl.where(parts > 0, size_of(size), 0.0)", "size_of(size)", "sage2_packed"),
+    ("join_chunks", "tl.where(parts > 0, size_of(size), 0.0)", "size_of(size)", "all_centred_packed"),
 ]  # fmt: skip
 # a slot between two of one sequence's that no block has
 BLANK = QuantizeCase("blank_slot", tw.FA3FP8(), ((64, 128), (3, 3)), packed=True)

@@ -135,8 +135,8 @@ def probabilities(x: Quantized, arguments: dict[str, Any]) -> torch.Tensor:
     q, k, _ = x.numbers()
     rows, dim = x.k.shape[-3], x.q.shape[-1]
     eye = torch.eye(rows, dtype=torch.float64, device=q.device)[:, None].expand(*x.k.shape[:-1], rows)
-    call = make_call(q[..., :dim], k[..., :dim], eye, layout=x.layout, **arguments)
-    return attention_reference(replace(call, q=q, k=k))[0]
+    call = make_call(q[..., :dim], k[..., :dim], k[..., :dim], layout=x.layout, **arguments)
+    return attention_reference(replace(call, q=q, k=k, v=eye))[0]  # wider than values of users
 
 
 def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = "cpu", exact_sums: bool = True) -> None:
@@ -155,7 +155,7 @@ def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = 
         torch.testing.assert_close(lse, exact[1])
         return
     layout = arguments.pop("layout", None)
-    x = tw.quantize_qkv(q, k, v, scheme=case.scheme, layout=layout)
+    x = tw.quantize_qkv(q.detach(), k.detach(), v.detach(), scheme=case.scheme, layout=layout)
     want, want_lse = attention_of_codes(x, **arguments)
     p = probabilities(x, arguments)
     assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
@@ -170,13 +170,13 @@ def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = 
     allowed = torch.einsum("...ihj,...jhd->...ihd", wrong**2, values**2)
     allowed += (wrong**2).sum(-1, keepdim=True) * want**2
     rounding = OUTPUTS[dtype] * (want.abs() + torch.einsum("...ihj,...jhd->...ihd", p, values.abs()) * 2.0**-4)
-    off = o.double() - want
+    off = o.detach().double() - want
     assert float(off.norm()) <= float(allowed.sum().sqrt() + rounding.norm()), "more than rounded weights explain"
     far = torch.einsum("...ihj,...jhd->...ihd", wrong, values.abs()) + wrong.sum(-1, keepdim=True) * want.abs()
     assert bool((off.abs() <= 1.25 * far + 2 * rounding + 2.0**-18).all()), "a number further off than any rounding"
     seen = want_lse > -torch.inf
     sums = (wrong**2).sum(-1).sqrt() if not exact_sums else torch.zeros_like(p[..., 0])
-    apart = (lse.double() - want_lse).abs()[seen]
+    apart = (lse.detach().double() - want_lse).abs()[seen]
     bound = 4 * sums.transpose(-1, -2)[seen] + 2.0**-16 * (8 + want_lse.abs()[seen])
     assert bool((apart <= bound).all()), f"lse off by {float(apart.max())}"
 

@@ -8,7 +8,17 @@ from typing import Any
 from tilewise.core import dispatch
 from tilewise.core.dispatch import Need, Row, interpreting
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows import codes, cpu, decode, hopper, mixed, paged, reference, triton
+from tilewise.ops.attention.rows import (
+    cpu,
+    cpu_codes,
+    decode,
+    hopper,
+    hopper_codes,
+    mixed,
+    paged,
+    reference,
+    triton,
+)
 
 _EXACT: Need[Call] = Need("no quantize=", lambda c: None if c.scheme is None else type(c.scheme).__name__)
 ROWS: tuple[Row[Call], ...] = (
@@ -19,7 +29,7 @@ ROWS: tuple[Row[Call], ...] = (
             reference.ROW,
         )
     ),
-    codes.HOPPER_CODES, codes.CPU_CODES, codes.REFERENCE_CODES,
+    hopper_codes.ROW, cpu_codes.ROW, reference.CODES,
 )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from tilewise.ops.quantize.problem import NUMBERS, Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
-from tilewise.quant.schemes import KEYS
 from tilewise.tiles.codes import MIDDLE, SMALLEST, codes_of
 from tilewise.tiles.visit import locate
 
@@ -26,7 +25,6 @@ _CHUNK = 256  # rows of a program that sums
 _STEP = 64  # of them at a time
 _PARTS = 16  # sums, or largest numbers of blocks, put together at a time
 _EACH = 64  # elements of a thread
-_BLOCKS = 4  # of keys that a program rotates, or as many queries
 _ROTATED = (
     128,
     16,
@@ -132,18 +130,121 @@ def most_of_blocks(MOST, first, blocks, PARTS: tl.constexpr):
     return tl.max(most, 0) + tl.zeros([1], tl.float32)
 
 
-@triton.jit
-def encode_block(
-    slot, X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch, seqlen, total,
+# kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
+def sum_chunks(
+    X, CU, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums, least and largest numbers, or sizes of the largest, of the columns of ROWS rows of a head."""
+    # who am I
+    h = tl.program_id(0) % HEADS
+    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
+    offs = tl.arange(0, STEP)
+
+    # main loop: a thread adds up what it has of a step's rows, every AT_ONCE-th
+    total = tl.zeros([AT_ONCE, BLOCK_D], tl.float64)
+    low = tl.full([AT_ONCE, BLOCK_D], float("inf"), tl.float32)
+    high = tl.full([AT_ONCE, BLOCK_D], float("-inf"), tl.float32)
+    size = tl.zeros([AT_ONCE, BLOCK_D], tl.int32)  # as bits, among which those of no number are the largest
+    for step in tl.static_range(ROWS // STEP):
+        row = block * ROWS + step * STEP + offs
+        inside = (row < length)[:, None] & (d < DIM)[None, :]
+        x = tl.load(x_rows + ((first + row) * stride_t)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        if SUMS is not None:
+            total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
+        if SIZES is not None:
+            bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            size = tl.maximum(size, tl.max(bits.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+        if SPANS is not None:
+            finite = tl.abs(x) < float("inf")
+            least = tl.where(inside, tl.where(finite, x, float("-inf")), float("inf"))
+            most = tl.where(inside, tl.where(finite, x, float("inf")), float("-inf"))
+            low = tl.minimum(low, tl.min(least.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+            high = tl.maximum(high, tl.max(most.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+
+    # epilogue
+    if SUMS is not None:
+        tl.store(SUMS + cell * DIM + d, tl.sum(total, 0), mask=d < DIM)
+    if SIZES is not None:
+        tl.store(SIZES + cell * DIM + d, size_of(tl.max(size, 0).to(tl.float32, bitcast=True)), mask=d < DIM)
+    if SPANS is not None:
+        tl.store(SPANS + 2 * cell * DIM + d, tl.min(low, 0), mask=d < DIM)
+        tl.store(SPANS + (2 * cell + 1) * DIM + d, tl.max(high, 0), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["seqlen", "blocks"])
+def join_chunks(
+    SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SIZE, CU, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A head's means of columns in a sequence, as they are and rotated, and how far from them (or from 0) a column's
+    numbers are at most.
+    """
+    # who am I
+    h = tl.program_id(0) % HEADS
+    b = (tl.program_id(0) // HEADS).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    if CU is None:
+        length = seqlen
+        first = (b * HEADS + h) * blocks
+    else:
+        length = tl.load(CU + b + 1) - tl.load(CU + b)
+        first = h * blocks + tl.load(CU + b) // ROWS + b
+    parts = tl.cdiv(length, ROWS)
+
+    # main loop
+    total = tl.zeros([PARTS, BLOCK_D], tl.float64)
+    low = tl.full([PARTS, BLOCK_D], float("inf"), tl.float32)
+    high = tl.full([PARTS, BLOCK_D], float("-inf"), tl.float32)
+    most = tl.zeros([PARTS, BLOCK_D], tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = (part < parts)[:, None] & (d < DIM)[None, :]
+        if SUMS is not None:
+            total += tl.load(SUMS + ((first + part) * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
+        if SIZES is not None:
+            part_most = tl.load(SIZES + ((first + part) * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
+            most = tl.maximum(most, part_most)
+        if SPANS is not None:
+            at = SPANS + (2 * (first + part) * DIM)[:, None] + d[None, :]
+            low = tl.minimum(low, tl.load(at, mask=inside, other=float("inf")))
+            high = tl.maximum(high, tl.load(at + DIM, mask=inside, other=float("-inf")))
+
+    # epilogue
+    mean = tl.zeros([BLOCK_D], tl.float32)
+    place = ((b * HEADS + h) * DIM) + d
+    if SUMS is not None:
+        mean = (tl.sum(total, 0) / tl.maximum(length, 1)).to(tl.float32)
+        tl.store(MEAN + place, mean, mask=d < DIM)
+    if TURNED is not None:
+        at = ROTATION + (d * DIM)[:, None] + d[None, :]
+        turn = tl.load(at, mask=(d < DIM)[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+        tl.store(TURNED + place, tl.sum(mean[:, None] * turn, 0), mask=d < DIM)
+    if SIZES is not None:
+        tl.store(SIZE + place, tl.max(most, 0), mask=d < DIM)
+    if SPANS is not None:
+        size = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
+        tl.store(SIZE + place, tl.where(parts > 0, size_of(size), 0.0), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "total", "blocks"])
+def encode_rows(
+    X, CU, ROTATION, MEAN, TURNED, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch, seqlen, total,
     blocks,
     HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
     SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Codes of the block in a slot."""
+    """Codes of a block of queries or keys, or centred values; with MOST and no CODES, the block's largest number."""
     # who am I
     h = tl.program_id(0) % HEADS
-    b, block, first, length, cell = place_of(slot, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
     inside = row < length
     x_rows = (X + b * stride_b + h.to(tl.int64) * stride_h) + ((first + row) * stride_t)[:, None]
@@ -177,7 +278,7 @@ def encode_block(
             at = ROTATION + (d * DIM)[:, None] + columns[None, :]
             turn = tl.load(at, mask=(d < DIM)[:, None] & (columns < DIM)[None, :], other=0.0)
             y = tl.dot(given, turn, y)
-            if SMOOTH:
+            if SMOOTH and QUERIES:
                 centre = rotated_means(mean, turn, centre, STEP)
         else:
             high = (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
@@ -188,7 +289,11 @@ def encode_block(
             y = tl.dot(both, turn, y, input_precision="tf32")
     if ROTATION is not None:
         if HALF and SMOOTH:
-            y = tl.where(inside[:, None], y - tl.sum(centre, 0)[None, :], 0.0)
+            if QUERIES:
+                turned = tl.sum(centre, 0)
+            else:
+                turned = tl.load(TURNED + (b * HEADS + h) * DIM + columns, mask=columns < DIM, other=0.0)
+            y = tl.where(inside[:, None], y - turned[None, :], 0.0)
         y *= DIM**-0.5
 
     # epilogue
@@ -217,110 +322,6 @@ def encode_block(
             scale = tl.where(block * ROWS < length, scale_of(by_group, CODE), 0.0)
             tl.store(SCALE + cell * GROUPS + tl.arange(0, GROUPS), scale)
             tl.store(codes, bytes_of(y, scale_of(by_row, CODE), ENCODING, CONVERTS), mask=used)
-
-
-# kernels -------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
-def sum_chunks(
-    X, CU, SUMS, SPANS, stride_b, stride_t, stride_h, batch, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Sums, and least and largest numbers, of the columns of ROWS rows of a head."""
-    # who am I
-    h = tl.program_id(0) % HEADS
-    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
-    d = tl.arange(0, BLOCK_D)
-    x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
-    offs = tl.arange(0, STEP)
-
-    # main loop: a thread adds up what it has of a step's rows, every AT_ONCE-th
-    total = tl.zeros([AT_ONCE, BLOCK_D], tl.float64)
-    low = tl.full([AT_ONCE, BLOCK_D], float("inf"), tl.float32)
-    high = tl.full([AT_ONCE, BLOCK_D], float("-inf"), tl.float32)
-    for start in range(block * ROWS, tl.minimum(block * ROWS + ROWS, length), STEP):
-        row = start + offs
-        inside = (row < length)[:, None] & (d < DIM)[None, :]
-        x = tl.load(x_rows + ((first + row) * stride_t)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        if SUMS is not None:
-            total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
-        if SPANS is not None:
-            finite = tl.abs(x) < float("inf")
-            least = tl.where(inside, tl.where(finite, x, float("-inf")), float("inf"))
-            most = tl.where(inside, tl.where(finite, x, float("inf")), float("-inf"))
-            low = tl.minimum(low, tl.min(least.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
-            high = tl.maximum(high, tl.max(most.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
-
-    # epilogue
-    if SUMS is not None:
-        tl.store(SUMS + cell * DIM + d, tl.sum(total, 0), mask=d < DIM)
-    if SPANS is not None:
-        tl.store(SPANS + 2 * cell * DIM + d, tl.min(low, 0), mask=d < DIM)
-        tl.store(SPANS + (2 * cell + 1) * DIM + d, tl.max(high, 0), mask=d < DIM)
-
-
-@triton.jit(do_not_specialize=["seqlen", "blocks"])
-def join_chunks(
-    SUMS, SPANS, MEAN, SIZE, CU, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """A head's means of columns in a sequence, and how far from them (or from 0) a column's numbers are at most."""
-    # who am I
-    h = tl.program_id(0) % HEADS
-    b = (tl.program_id(0) // HEADS).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    if CU is None:
-        length = seqlen
-        first = (b * HEADS + h) * blocks
-    else:
-        length = tl.load(CU + b + 1) - tl.load(CU + b)
-        first = h * blocks + tl.load(CU + b) // ROWS + b
-    parts = tl.cdiv(length, ROWS)
-
-    # main loop
-    total = tl.zeros([PARTS, BLOCK_D], tl.float64)
-    low = tl.full([PARTS, BLOCK_D], float("inf"), tl.float32)
-    high = tl.full([PARTS, BLOCK_D], float("-inf"), tl.float32)
-    for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        inside = (part < parts)[:, None] & (d < DIM)[None, :]
-        if SUMS is not None:
-            total += tl.load(SUMS + ((first + part) * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
-        if SPANS is not None:
-            at = SPANS + (2 * (first + part) * DIM)[:, None] + d[None, :]
-            low = tl.minimum(low, tl.load(at, mask=inside, other=float("inf")))
-            high = tl.maximum(high, tl.load(at + DIM, mask=inside, other=float("-inf")))
-
-    # epilogue
-    mean = tl.zeros([BLOCK_D], tl.float32)
-    place = ((b * HEADS + h) * DIM) + d
-    if SUMS is not None:
-        mean = (tl.sum(total, 0) / tl.maximum(length, 1)).to(tl.float32)
-        tl.store(MEAN + place, mean, mask=d < DIM)
-    if SPANS is not None:
-        size = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
-        tl.store(SIZE + place, tl.where(parts > 0, size_of(size), 0.0), mask=d < DIM)
-
-
-@triton.jit(do_not_specialize=["batch", "seqlen", "total", "blocks"])
-def encode_rows(
-    X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch, seqlen, total, blocks,
-    HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
-    SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Codes of EACH blocks of queries, keys or centred values; with MOST and no CODES, the blocks' largest numbers."""
-    slots = blocks if CU is not None else batch * blocks
-    for n in range(EACH):
-        slot = tl.program_id(0) // HEADS * EACH + n
-        if slot < slots:
-            encode_block(
-                slot, X, CU, ROTATION, MEAN, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch,
-                seqlen, total, blocks, HEADS, HEADS_K, DIM, QUERIES, SMOOTH, SHARED, ENCODING, CODE, CONVERTS, ROWS,
-                STEP, PARTS, BLOCK_D,
-            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
@@ -379,16 +380,16 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     codes, scale, mean, bias = (results.get(name) for name in ("codes", "scale", "mean", "bias"))
     codes = codes if call.kind in NUMBERS else codes.view(torch.uint8)
     with on_device(x):
-        size = plans.statistics(x, cu, mean)
+        rotation = _signs(call.dim, x.device, x.dtype) if call.rotate else None
+        size, turned = plans.statistics(x, cu, mean, rotation)
         if call.columns:
             plans.codes.launch((x, cu, mean, size, codes, scale), ())
             return
-        rotation = _signs(call.dim, x.device, x.dtype) if call.rotate else None
         most = None
         if plans.most is not None:
             most = torch.empty(plans.cells, dtype=torch.float32, device=x.device)
-            plans.most.launch((x, cu, rotation, mean, None, most, None, None, None), ())
-        plans.codes.launch((x, cu, rotation, mean, call.other, most, codes, scale, bias), ())
+            plans.most.launch((x, cu, rotation, mean, turned, None, most, None, None, None), ())
+        plans.codes.launch((x, cu, rotation, mean, turned, call.other, most, codes, scale, bias), ())
 
 
 class _Plans:
@@ -402,6 +403,7 @@ class _Plans:
         self.sums, self.join, self.most = None, None, None
         self.spanned = call.columns and call.shared != "block"
         self.summed = call.smooth and call.side != "q"
+        self.turned = self.summed and call.rotate and call.x.dtype != torch.float32
         if self.spanned or self.summed:
             self._statistics(call)
         self.cells = self._programs(call, self.rows)
@@ -410,17 +412,26 @@ class _Plans:
         if call.shared == "head" and call.side != "v":
             self.most = make(call)
 
-    def statistics(self, x: torch.Tensor, cu: torch.Tensor | None, mean: torch.Tensor | None) -> torch.Tensor | None:
-        """Fills means of sequences; how large a column's numbers are, by head, where scales want that."""
+    def statistics(
+        self, x: torch.Tensor, cu: torch.Tensor | None, mean: torch.Tensor | None, rotation: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Fills means of sequences. (How large a column's numbers are, by head, where scales want that; rotated means,
+        where numbers of 16 bits are rotated before they are centred.)
+        """
         if self.sums is None:
-            return None
+            return None, None
         parts, by_head = self.parts, self.by_head
+
+        def floats(count: int, wanted: bool) -> torch.Tensor | None:
+            return torch.empty(count, dtype=torch.float32, device=x.device) if wanted else None
+
         sums = torch.empty(parts, dtype=torch.float64, device=x.device) if self.summed else None
-        spans = torch.empty(2 * parts, dtype=torch.float32, device=x.device) if self.spanned else None
-        size = torch.empty(by_head, dtype=torch.float32, device=x.device) if self.spanned else None
-        self.sums.launch((x, cu, sums, spans), ())
-        self.join.launch((sums, spans, mean if self.summed else None, size, cu), ())
-        return size
+        spans, sizes = floats(2 * parts, self.spanned and self.summed), floats(parts, self.spanned and not self.summed)
+        size, turned = floats(by_head, self.spanned), floats(by_head, self.turned)
+        self.sums.launch((x, cu, sums, spans, sizes), ())
+        turn = rotation if self.turned else None
+        self.join.launch((sums, spans, sizes, turn, mean if self.summed else None, turned, size, cu), ())
+        return size, turned
 
     def _programs(self, call: Call, rows: int) -> int:
         """Blocks of so many rows, of all sequences and heads."""
@@ -438,6 +449,7 @@ class _Plans:
         constants = (call.heads, call.dim, _CHUNK, _STEP, at_once, self.block_d)
         self.sums = Plan(sum_chunks, programs, self.strides, sizes, constants, warps, 1)
         constants = (call.heads, call.dim, _CHUNK, _PARTS, self.block_d)
+        warps = max(warps, self.block_d**2 // (32 * _EACH)) if self.turned else warps
         self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1)
 
     def _warps(self, halved: bool = False) -> int:
@@ -450,15 +462,13 @@ class _Plans:
         encoding = None if call.kind in NUMBERS else "fp8" if call.kind == "fp8" else "int8"
         few = call.x.dtype == torch.float32 or self.block_d > 128
         step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
-        each = _BLOCKS * (KEYS // self.rows) if call.rotate and step == self.block_d else 1  # which share the rotation
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
-            _converts(call), self.rows, step, each, _PARTS, self.block_d,
+            _converts(call), self.rows, step, _PARTS, self.block_d,
         )  # fmt: skip
         sizes = (batch, seqlen, seqlen, blocks)
         warps = self._warps(call.rotate and call.x.dtype == torch.float32)
-        programs = -(-self.cells // (call.heads * each)) * call.heads
-        return Plan(encode_rows, programs, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
+        return Plan(encode_rows, self.cells, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
 
     def _columns(self, call: Call) -> Plan:
         constants = (call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d)

@@ -22,6 +22,7 @@ NO_GRAD_OF_PAGES: Need[Call] = Need(
 NO_CODES: Need[Call] = Need(
     "keys and values that are not encoded", lambda c: None if c.scales is None else str(c.k.dtype)
 )
+SCHEME: Need[Call] = Need("quantize=", lambda c: None if c.scheme else "a call without it")
 NO_DROPOUT: Need[Call] = Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}")
 ATOMICS: Need[Call] = Need(
     "deterministic=False, or no captured tensor that takes a gradient (atomics)",

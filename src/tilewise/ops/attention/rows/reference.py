@@ -1,10 +1,11 @@
-"""The row of the specification."""
+"""The rows of the specification."""
 
 from __future__ import annotations
 
 from tilewise.core.dispatch import NAMED, Need, Row
 from tilewise.core.readback import being_traced
 from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.rows.needs import ANY_BATCH, NO_DROPOUT, SCHEME
 
 ROW: Row[Call] = Row(
     "reference",
@@ -14,6 +15,15 @@ ROW: Row[Call] = Row(
         Need("no gradient wanted of encoded keys", lambda c: "one wanted" if c.wants_grad and c.scales else None),
     ),
     "float64, every score materialised: the specification",
+    prefers=(NAMED,),
+    backward="backward",
+)
+
+CODES: Row[Call] = Row(
+    "reference_codes",
+    "tilewise.ops.attention.reference_codes",
+    (SCHEME, NO_DROPOUT, ANY_BATCH),
+    "float64 over the codes, every score materialised: the specification in few bits",
     prefers=(NAMED,),
     backward="backward",
 )

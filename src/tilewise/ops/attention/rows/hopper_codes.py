@@ -1,13 +1,10 @@
-"""The rows of attention in few bits."""
+"""The row of Hopper's kernel in few bits."""
 
 from __future__ import annotations
 
-from tilewise.core.dispatch import NAMED, TRITON, Need, Row
+from tilewise.core.dispatch import TRITON, Need, Row
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ANY_BATCH, CPU, HALF, HOPPER, NO_DROPOUT
-
-SCHEME: Need[Call] = Need("quantize=", lambda c: None if c.scheme else "a call without it")
-_SHARED = (SCHEME, NO_DROPOUT, ANY_BATCH)
+from tilewise.ops.attention.rows.needs import ANY_BATCH, HALF, HOPPER, NO_DROPOUT, SCHEME
 
 
 def _other_dims(call: Call) -> str | None:
@@ -27,11 +24,13 @@ def _centred_queries(call: Call) -> str | None:
     return "centred" if "q" in call.scheme.smooth else None
 
 
-HOPPER_CODES: Row[Call] = Row(
+ROW: Row[Call] = Row(
     "hopper_codes",
     "tilewise.ops.attention.gluon_codes",
     (
-        *_SHARED,
+        SCHEME,
+        NO_DROPOUT,
+        ANY_BATCH,
         TRITON,
         HOPPER,
         HALF,
@@ -40,22 +39,5 @@ HOPPER_CODES: Row[Call] = Row(
         Need("queries that are not centred", _centred_queries),
     ),
     "warp-specialised kernel for Hopper: scores in INT8 or FP8, outputs in FP8 that begin anew with each tile",
-    backward="backward",
-)
-
-CPU_CODES: Row[Call] = Row(
-    "cpu_codes",
-    "tilewise.ops.attention.cpu_codes",
-    (*_SHARED, CPU),
-    "numbers that codes stand for, weights rounded as the scheme says, in PyTorch",
-    backward="backward",
-)
-
-REFERENCE_CODES: Row[Call] = Row(
-    "reference_codes",
-    "tilewise.ops.attention.reference_codes",
-    _SHARED,
-    "float64 over the codes, every score materialised: the specification",
-    prefers=(NAMED,),
     backward="backward",
 )
