@@ -31,7 +31,8 @@ tilewise is faster.
 Contenders: `cudnn` and `fa2` are the cuDNN and FlashAttention-2 back ends of PyTorch's `scaled_dot_product_attention`,
 `flex` is FlexAttention under `torch.compile`, `torch_varlen` is `torch.nn.attention.varlen` (FlashAttention-2), `fa4`
 is FlashAttention-4 (package `flash-attn-4`), `flashinfer` is FlashInfer (package `flashinfer-python`), `quack` is QuACK
-(package `quack-kernels`). `eager` and `compile` are PyTorch's operators without and with `torch.compile`, `eager.cudnn`
+(package `quack-kernels`), `sage1` is SageAttention 1.0 (package `sageattention`). Contenders with `.kernel` are given
+codes. `eager` and `compile` are PyTorch's operators without and with `torch.compile`, `eager.cudnn`
 and `compile.cudnn` with attention by cuDNN; `tilewise.eager` and `tilewise.compile` are ours. TFLOP/s count visible
 pairs: 4 · head_dim operations per pair in the forward pass, 2.5 times that in the backward pass; percentages are shares
 of the same run's matrix product. "Not applicable" stands where a row of ours does not take the call.
