@@ -100,6 +100,9 @@ def test_what_cannot_run_is_left_out_and_wrong_tensors_are_errors() -> None:
     assert "power of 2" in reason
     with pytest.raises(InputError, match="k"):
         try_schemes(q, k[..., :3], v)
+    for empty in ((q[:, :0], k, v), (q, k[:, :0], v[:, :0])):
+        with pytest.raises(InputError, match="expected some numbers"):
+            try_schemes(*empty)
 
 
 def test_times_and_bytes() -> None:

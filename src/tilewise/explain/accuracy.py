@@ -230,6 +230,10 @@ def try_schemes(
         InputError, FormulaError: q, k, v or mask are wrong. (A scheme that cannot run is no error.)
     """
     tw.why(q, k, v, mask=mask, scale=scale)  # raises what is wrong whatever the scheme
+    if not q.numel() or not v.numel():
+        name, x = ("q", q) if not q.numel() else ("v", v)
+        hint = "nothing is encoded where nothing is"
+        raise InputError(name, got=f"shape {tuple(x.shape)}", expected="some numbers", hint=hint)
     some = picked(q.shape[1], rows)
     exact = exact_rows(q, k, v, mask=mask, scale=scale, rows=some)
     ran: list[Trial] = []
