@@ -19,7 +19,7 @@ from tilewise.core.errors import FormulaError, InputError
 from tilewise.demo import TOLERANCE
 from tilewise.formula import library
 
-COMMANDS = ("demo", "why", "explain", "bench", "roofline")
+COMMANDS = ("demo", "why", "explain", "bench", "roofline", "tune-quant")
 
 
 # The program

@@ -18,12 +18,17 @@ from typing import Any
 
 import torch
 
+import tilewise
 from benchmarks.records import RESULTS, read
 from tilewise.explain import draw, neighbours, roofline, timeline
+from tilewise.explain.accumulators import flat_rows, product
+from tilewise.explain.accuracy import accuracy
 from tilewise.explain.ladder import climb
 from tilewise.formula import Mask, library
 from tilewise.kv.allocator import PageAllocator
+from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.schedule.worklist import WorkList
+from tilewise.testing import kinds
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 TOKENS, BLOCK = 48, 8
@@ -141,6 +146,66 @@ def warpgroups() -> Any:
     return draw.timeline(timeline.Trip.of(block_n=128, head_dim=128), timeline.SCHEDULES)
 
 
+KINDS = {"gaussian": "Gaussian", "biased": "some channels far from 0", "outliers": "one outlier in a thousand"}
+CODES = {
+    "int4": tilewise.Sage("int4", pv="bf16"),
+    "int4, rotated": tilewise.Sage("int4", pv="bf16", rotate="hadamard"),
+    "fp8": tilewise.Sage("fp8", pv="bf16"),
+    "int8": tilewise.Sage("int8", pv="bf16"),
+    "int8, rotated": tilewise.Sage("int8", pv="bf16", rotate="hadamard"),
+}
+
+
+def _rounded(error: float) -> float:
+    """Two digits: a picture does not show what another processor's last bit is."""
+    return float(f"{error:.2g}")
+
+
+def granularity() -> Any:
+    """Codes of queries and keys alone, keys centred: values stay as they are."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, title in KINDS.items():
+        q, k, v = kinds.heads(kind, 2, tokens=1024)
+        q = q[:, :256]
+        want = tilewise.attention(q.double(), k.double(), v.double(), impl="reference")
+        panels[title] = {label: {} for label in CODES}
+        for label, scheme in CODES.items():
+            for shared in ("block", "thread", "token"):
+                asked = dataclasses.replace(scheme, q_scale=shared, k_scale=shared)
+                x = tilewise.quantize_qkv(q, k, v, scheme=asked)
+                o, _ = attention_of_codes(dataclasses.replace(x, v=v))
+                panels[title][label][shared] = _rounded(accuracy(o, want).relative_l1)
+    return draw.errors(panels, xlabel="who shares a scale")
+
+
+def key_codes() -> Any:
+    """Codes of keys, as int8 with a scale for a block."""
+    panels = {}
+    shown = {
+        "biased": {"channels far from 0": tilewise.Sage(smooth=()), "centred": tilewise.Sage(smooth=("k",))},
+        "outliers": {"outliers": tilewise.Sage(), "rotated": tilewise.Sage(rotate="hadamard")},
+    }
+    for kind, schemes in shown.items():
+        q, k, v = kinds.heads(kind, 4, tokens=1024)
+        for label, scheme in schemes.items():
+            asked = dataclasses.replace(scheme, k_scale="block")
+            codes = tilewise.quantize_qkv(q, k, v, scheme=asked, impl="reference").k
+            panels[label] = torch.bincount(codes.flatten().long() + 127, minlength=255).tolist()
+    return draw.codes(panels)
+
+
+def kept() -> Any:
+    """Weights and values in FP8, as a model of accumulators of 13 bits sums them."""
+    found: dict[str, dict[int, float]] = {"one accumulator": {}, "a fresh one every 128 keys": {}}
+    for keys in (128, 512, 2048, 8192, 32768, 131072):
+        weights, values = flat_rows(keys)
+        want = weights.double() @ values.double()
+        for label, flush in zip(found, (None, 128), strict=True):
+            off = (product(weights, values, flush=flush) - want).abs().sum() / want.abs().sum()
+            found[label][keys] = _rounded(float(off))
+    return draw.lengths(found)
+
+
 DRAWN: dict[str, Callable[[], Any]] = {
     "masks.svg": masks,
     "query.svg": query,
@@ -151,6 +216,9 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "roofline.svg": rooflines,
     "fusion.svg": fusion,
     "warpgroups.svg": warpgroups,
+    "granularity.svg": granularity,
+    "codes.svg": key_codes,
+    "accumulators.svg": kept,
 }
 
 

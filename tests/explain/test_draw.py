@@ -142,6 +142,38 @@ def test_pages_are_numbered_filled_and_coloured_by_who_shares_them() -> None:
         draw.pages(PageAllocator(num_pages=41, page_size=1))
 
 
+def test_errors_have_a_line_for_each_series_in_each_panel() -> None:
+    panels = {"a": {"int8": {"block": 0.1, "token": 0.01}, "fp8": {"block": 0.3}}, "b": {"int8": {"block": 1.0}}}
+    figure = draw.errors(panels, xlabel="who")
+    for axes, (title, series) in zip(figure.axes, panels.items(), strict=True):
+        assert axes.get_title(loc="left") == title
+        assert [list(line.get_ydata()) for line in axes.lines] == [list(found.values()) for found in series.values()]
+        assert axes.get_yscale() == "log"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["int8", "fp8"]
+    with pytest.raises(InputError, match="panels"):
+        draw.errors({}, xlabel="who")
+
+
+def test_lengths_are_where_they_are() -> None:
+    axes = draw.lengths({"one": {128: 0.1, 512: 0.4}, "fresh": {128: 0.1}}).axes[0]
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[[128, 0.1], [512, 0.4]], [[128, 0.1]]]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["128", "512"]
+    with pytest.raises(InputError, match="series"):
+        draw.lengths({})
+
+
+def test_histograms_of_codes_say_how_many_are_used() -> None:
+    counts = [0] * 15
+    counts[7], counts[3], counts[0] = 9980, 19, 1
+    axes = draw.codes({"one": counts, "two": counts, "three": counts}, largest=7).axes
+    assert axes[0].get_title(loc="left") == "one: 2 of 15"
+    (filled,) = axes[0].collections
+    assert filled.get_paths()[0].vertices[:, 1].max() == pytest.approx(0.998)
+    assert not axes[3].axison
+    with pytest.raises(InputError, match="one"):
+        draw.codes({"one": counts})
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_files_are_deterministic(tmp_path: Path, suffix: str) -> None:
     first = draw.save(draw.tiles([causal_panel()], 4, 4), tmp_path / f"a.{suffix}").read_bytes()

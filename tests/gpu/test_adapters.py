@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.gpu.matrix import DEVICE
-from tilewise.adapters import flash_attn, flex, sdpa
+from tilewise.adapters import flash_attn, flex, sageattention, sdpa
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -49,6 +49,16 @@ def test_sdpa_with_a_boolean_mask() -> None:
     keep[..., 0] = True
     want = F.scaled_dot_product_attention(*inputs, attn_mask=keep)
     assert_like(sdpa.scaled_dot_product_attention(*inputs, attn_mask=keep), want, inputs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sageattn(causal: bool) -> None:
+    """Weights in FP8 are off by up to 1 / 16, so results by some percent of their sum."""
+    inputs = [draw(2, 4, 300, 64, seed=n).detach() for n in range(3)]
+    o, lse = sageattention.sageattn(*inputs, is_causal=causal, return_lse=True)
+    want = F.scaled_dot_product_attention(*inputs, is_causal=causal)
+    assert float((o - want).float().abs().sum()) < 0.06 * float(want.float().abs().sum())
+    assert lse.shape == (2, 4, 300)
 
 
 def test_flex() -> None:

@@ -1,8 +1,9 @@
 """How far attention over codes is from exact attention, scheme by scheme, on three kinds of numbers.
 
-`TABLE` has errors of a model of each scheme in float32, one head of 4,096 tokens and head_dim 128, drawn as `drawn`
-does with seed 0: sums of absolute differences of o over sums of absolute o. Here the first queries of that head, and of
-heads drawn with other seeds, meet all keys: eight blocks of them, since with outliers fewer say little.
+`TABLE` has errors of a model of each scheme in float32, one head of 4,096 tokens and head_dim 128, drawn as
+`testing.kinds` does with seed 0: sums of absolute differences of o over sums of absolute o. Here the first queries of
+that head, and of heads drawn with other seeds, meet all keys: eight blocks of them, since with outliers fewer say
+little.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import tilewise as tw
 from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.quant import Quantized
 from tilewise.quant.schemes import Scheme
+from tilewise.testing import kinds
+from tilewise.testing.kinds import KINDS
 
-TOKENS, DIM, ROWS, HEADS = 4096, 128, 512, 4
-KINDS = ("gaussian", "biased", "outliers")
+DIM, ROWS, HEADS = 128, 512, 4
 ON_AVERAGE, AT_MOST = 1.2, 2.0  # times the table: all heads together, and each
 
 
@@ -56,32 +58,10 @@ WHOLE: dict[Scheme, tuple[float, float, float]] = {
 }
 
 
-def drawn(kind: str, seed: int, rotated: bool) -> list[torch.Tensor]:
-    """q, k and v (tokens, dim), float16's numbers; the table's rotations drew their signs first."""
-    g = torch.Generator().manual_seed(seed)
-    if rotated:
-        torch.randint(0, 2, (DIM,), generator=g)
-    for name in KINDS:
-        q, k, v = (torch.randn(TOKENS, DIM, generator=g) for _ in range(3))
-        if name == "biased":  # some channels far from 0
-            bias = torch.zeros(2, DIM)
-            for x, size in zip(bias, (8, 6), strict=True):
-                x[torch.randperm(DIM, generator=g)[:8]] = torch.randn(8, generator=g) * size
-            k, q, v = k + bias[0], q + bias[1], v + torch.randn(DIM, generator=g)
-        if name == "outliers":  # one number in a thousand
-            q, k, v = (
-                x + torch.randn(x.shape, generator=g) * 10 * (torch.rand(x.shape, generator=g) < 1e-3)
-                for x in (q, k, v)
-            )
-        if name == kind:
-            break
-    return [x.half().float() for x in (q, k, v)]
-
-
 @functools.lru_cache(maxsize=6)
 def heads(kind: str, rotated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(q, k, v, exact o), a head a seed."""
-    q, k, v = (torch.stack(x, 1)[None] for x in zip(*(drawn(kind, n, rotated) for n in range(HEADS)), strict=True))
+    q, k, v = kinds.heads(kind, HEADS, dim=DIM, rotated=rotated)
     q = q[:, :ROWS].contiguous()
     return q, k, v, tw.attention(q.double(), k.double(), v.double(), impl="reference")
 

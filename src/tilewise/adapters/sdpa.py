@@ -70,13 +70,9 @@ def scaled_dot_product_attention(
             raise InputError("attn_mask", got=f"a causal bias of {sizes}", expected=expected, hint="make it anew")
         is_causal = attn_mask.variant == CausalVariant.UPPER_LEFT
     if is_causal or isinstance(attn_mask, CausalBias):
-        mask = raw_mask(_top_left, shift) if is_causal and shift else tw.causal
+        mask = raw_mask(top_left, shift) if is_causal and shift else tw.causal
     elif attn_mask is not None:
-        table = _table(attn_mask, lead, seqlen_q, seqlen_k)
-        if attn_mask.dtype == torch.bool:
-            mask = tw.mask(lambda b, h, i, j: broadcast_load(table, b, h, raw_index(i, shift), j), "attn_mask")
-        else:
-            mask, score = additive(table, shift)
+        mask, score = formula_of(attn_mask, lead, seqlen_q, seqlen_k)
     if isinstance(dropout_p, torch.Tensor) and dropout_p.numel() == 1:
         dropout_p = float(dropout_p)
     if isinstance(dropout_p, (int, float, numbers.Real)) and dropout_p == 1:  # every weight is dropped
@@ -105,7 +101,20 @@ def additive(table: torch.Tensor, shift: int, hidden_to: float = -math.inf) -> t
     return mask, score
 
 
-def _top_left(b: Any, h: Any, q: Any, k: Any) -> Any:
+def formula_of(
+    attn_mask: torch.Tensor, lead: tuple[int, ...], seqlen_q: int, seqlen_k: int
+) -> tuple[tw.Mask, tw.Score | None]:
+    """The formula of PyTorch's `attn_mask`, bool or float, broadcastable to (*lead, seqlen_q, seqlen_k), where `lead`
+    is (..., heads). Raises InputError for another shape or dtype.
+    """
+    table, shift = _table(attn_mask, lead, seqlen_q, seqlen_k), seqlen_k - seqlen_q
+    if attn_mask.dtype != torch.bool:
+        return additive(table, shift)
+    return tw.mask(lambda b, h, i, j: broadcast_load(table, b, h, raw_index(i, shift), j), "attn_mask"), None
+
+
+def top_left(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """PyTorch's causal mask, over a query's own index."""
     return k <= q
 
 

@@ -7,5 +7,7 @@
 - `traffic`: memory traffic of materialised attention, FlashAttention-1 and -2 in closed form.
 - `resources`: what a tile configuration takes of an SM, and whether it fits.
 - `timeline`: how the warpgroups of an SM share its units under three schedules, simulated and in closed form.
-- `draw`: pictures of masks, tiles, traffic, rooflines and schedules (needs the extra `tilewise[draw]`).
+- `accuracy`: errors of schemes of few bits on tensors of yours, and the fastest scheme that is accurate enough.
+- `accumulators`: what accumulators of 13 bits lose, by the length of a sum.
+- `draw`: pictures of masks, tiles, traffic, rooflines, schedules and errors (needs the extra `tilewise[draw]`).
 """

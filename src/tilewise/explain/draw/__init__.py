@@ -1,10 +1,11 @@
 """Pictures through matplotlib (the extra `tilewise[draw]`), each a function that returns a figure for `save`.
 
 `mask`, `tiles` and `query` draw masks; `roofline`, `traffic`, `ladder` and `timeline` draw what attention costs;
-`shares` who does which tile, `pages` who holds which page. Files are deterministic: the same figure saved twice gives
-the same bytes.
+`shares` who does which tile, `pages` who holds which page; `errors`, `lengths` and `codes` what few bits cost. Files
+are deterministic: the same figure saved twice gives the same bytes.
 """
 
+from tilewise.explain.draw.bits import codes, errors, lengths
 from tilewise.explain.draw.formulas import mask, panel
 from tilewise.explain.draw.masks import EMPTY, FULL, PARTIAL, Panel, classify, query, tiles
 from tilewise.explain.draw.pages import pages
@@ -19,7 +20,10 @@ __all__ = [
     "Panel",
     "check_target",
     "classify",
+    "codes",
+    "errors",
     "ladder",
+    "lengths",
     "mask",
     "pages",
     "panel",

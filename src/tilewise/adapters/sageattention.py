@@ -1,0 +1,270 @@
+"""SageAttention's functions (package sageattention, 2.2), run by tilewise: same names, arguments and layouts.
+
+Arguments become a scheme (`tilewise.Sage`), and attention runs with `quantize=` that scheme. `tensor_layout` is "HND",
+(batch, heads, seqlen, dim), or "NHD", (batch, seqlen, heads, dim). `is_causal` is aligned to the top left, as their
+kernels have it though they document it for equal lengths alone: query i sees keys 0 to i, whatever the lengths.
+(`tilewise.attention` aligns to the bottom right.) lse is theirs, too: natural logarithm, of the scores before keys were
+centred; -inf for a row that sees no key.
+
+Beyond SageAttention: any head_dim up to 256 and a head_dim_v, float32, the CPU, `attn_mask` in `sageattn`, `smooth_v`
+with every sum, keys of packed sequences centred by sequence, gradients (straight through the rounding to codes).
+Keywords that a function does not have are TypeErrors; theirs disappear.
+
+Groups that share a scale are Hopper's on every GPU: blocks of 64 queries and 128 keys, warps of 16 queries. Sums that
+theirs make in float16 (`pv_accum_dtype`) are float32, but for "fp32+fp16", whose ranges of numbers are as theirs; those
+in float32 begin anew after each block of keys.
+
+Source: Zhang et al., "SageAttention", 2024; "SageAttention2", 2024; "SageAttention2++", 2025.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from tilewise.adapters.axes import check_tensors, raw_mask, unit_stride
+from tilewise.adapters.sdpa import formula_of, top_left
+from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.layouts import Packed
+
+__all__ = [
+    "sageattn",
+    "sageattn_qk_int8_pv_fp8_cuda",
+    "sageattn_qk_int8_pv_fp8_cuda_sm90",
+    "sageattn_qk_int8_pv_fp16_cuda",
+    "sageattn_qk_int8_pv_fp16_triton",
+    "sageattn_varlen",
+]
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def sageattn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    smooth_k: bool = True,
+    attn_mask: torch.Tensor | None = None,
+) -> Result:
+    """SageAttention's `sageattn`: INT8 scores by thread, and for values what the GPU is fast at.
+
+    Values are FP8, summed in float16 on sm_89 and sm_120 (SageAttention2++), in float32 elsewhere; before sm_89 they
+    stay 16 bits.
+
+    Args:
+        q: (batch, num_heads_q, seqlen_q, head_dim), or as `tensor_layout` has it.
+        k, v: (batch, num_heads_kv, seqlen_k, head_dim and head_dim_v); num_heads_kv divides num_heads_q.
+        tensor_layout: "HND" or "NHD".
+        is_causal: query i sees keys 0 to i.
+        sm_scale: factor of q k^T; default head_dim ** -0.5.
+        return_lse: return (out, lse).
+        smooth_k: centre keys by their mean.
+        attn_mask: bool, True where a pair may meet, or float, added to the scaled scores; broadcastable to (batch,
+            num_heads_q, seqlen_q, seqlen_k). Theirs takes and ignores it.
+
+    Returns:
+        out like q with head_dim_v, in the same layout; lse float32 (batch, num_heads_q, seqlen_q).
+
+    Raises:
+        InputError: an argument is wrong. TypeError: a keyword that is not here.
+    """
+    architecture = torch.cuda.get_device_capability(q.device) if getattr(q, "is_cuda", False) else None
+    scheme = _scheme("per_thread", smooth_k, False, **_values_of(architecture))
+    return _attention(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
+
+
+def sageattn_qk_int8_pv_fp16_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    quantization_backend: str = "triton",
+    is_causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    return_lse: bool = False,
+) -> Result:
+    """SageAttention's function of this name: INT8 scores by block, values in float16 (SageAttention 1).
+
+    Args and returns as `sageattn` has them, but:
+        quantization_backend: "triton" or "cuda", which changes nothing.
+    """
+    _one_of("quantization_backend", quantization_backend, ("triton", "cuda"), "codes are the same by either")
+    scheme = tw.Sage(pv="fp16", q_scale="block", k_scale="block", smooth=("k",) if smooth_k else ())
+    return _attention(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
+
+
+def sageattn_qk_int8_pv_fp16_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+) -> Result:
+    """SageAttention's function of this name: INT8 scores, values in float16.
+
+    Args and returns as `sageattn` has them, but:
+        qk_quant_gran: "per_thread", or "per_warp": 16 queries share a scale, and 128 keys.
+        pv_accum_dtype: "fp32", "fp16+fp32" or "fp16"; sums are float32.
+        smooth_v: centre values by their mean.
+    """
+    _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp16+fp32", "fp16"), "sums are float32 for each")
+    scheme = _scheme(qk_quant_gran, smooth_k, smooth_v, pv="fp16")
+    return _attention(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
+
+
+def sageattn_qk_int8_pv_fp8_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp16",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+) -> Result:
+    """SageAttention's function of this name: INT8 scores, values and weights in FP8.
+
+    Args and returns as `sageattn_qk_int8_pv_fp16_cuda` has them, but:
+        pv_accum_dtype: "fp32+fp16", "fp32+fp32" or "fp32"; the last two are the same here.
+    """
+    _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp16", "fp32+fp32", "fp32"), "how weights times values are summed")
+    scheme = _scheme(qk_quant_gran, smooth_k, smooth_v, pv_sum="fp16" if pv_accum_dtype == "fp32+fp16" else "fp32")
+    return _attention(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
+
+
+def sageattn_qk_int8_pv_fp8_cuda_sm90(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp32",
+    smooth_k: bool = True,
+    return_lse: bool = False,
+) -> Result:
+    """SageAttention's function of this name: INT8 scores, values and weights in FP8, sums that begin anew.
+
+    Args and returns as `sageattn_qk_int8_pv_fp8_cuda` has them, but:
+        pv_accum_dtype: "fp32+fp32"; "fp32" raises UnsupportedError, a NotImplementedError, as theirs does.
+    """
+    _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp32", "fp32"), "Hopper has no faster sums in float16")
+    if pv_accum_dtype == "fp32":
+        hint = "one accumulator of 13 bits loses more the more keys there are"
+        raise UnsupportedError("pv_accum_dtype", got="'fp32'", expected="'fp32+fp32'", hint=hint)
+    scheme = _scheme(qk_quant_gran, smooth_k, False)
+    return _attention(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
+
+
+def sageattn_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+) -> torch.Tensor:
+    """SageAttention's `sageattn_varlen`: as `sageattn_qk_int8_pv_fp16_triton`, for sequences one after another.
+
+    Args:
+        q: (total_q, num_heads_q, head_dim).
+        k, v: (total_k, num_heads_kv, head_dim and head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,), cumulative lengths from 0 to the totals.
+        max_seqlen_q, max_seqlen_k: accepted, and not looked at.
+        is_causal: query i of a sequence sees its keys 0 to i.
+        sm_scale: factor of q k^T; default head_dim ** -0.5.
+        smooth_k: centre keys by the mean of their sequence (theirs: of all).
+
+    Returns:
+        out (total_q, num_heads_q, head_dim_v).
+
+    Raises:
+        InputError: an argument is wrong. TypeError: a keyword that is not here.
+    """
+    hint = "sageattn takes four dimensions"
+    check_tensors("(total, heads, dim)", (3,), hint, q=q, k=k, v=v)
+    hint = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0)"
+    check_tensors("(batch + 1,)", (1,), hint, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    cu = [x if x.dtype == torch.int32 else x.to(torch.int32) for x in (cu_seqlens_q, cu_seqlens_k)]
+    mask = None
+    if is_causal:
+        shift = cu[1].diff() - cu[0].diff()
+        mask = tw.causal if cu_seqlens_q is cu_seqlens_k else tw.mask(lambda b, h, i, j: j <= i - shift[b], "top_left")
+    q, k, v = (unit_stride(x) for x in (q, k, v))
+    scheme = tw.Sage(pv="fp16", q_scale="block", k_scale="block", smooth=("k",) if smooth_k else ())
+    return tw.attention(q, k, v, mask=mask, layout=Packed(*cu), scale=sm_scale, quantize=scheme)
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...], hint: str) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise InputError(name, got=repr(value), expected=f"one of {', '.join(map(repr, allowed))}", hint=hint)
+
+
+def _scheme(qk_quant_gran: Any, smooth_k: bool, smooth_v: bool, **values: str) -> tw.Sage:
+    _one_of("qk_quant_gran", qk_quant_gran, ("per_thread", "per_warp"), "who shares a scale of queries and keys")
+    smooth = tuple(side for side, wanted in (("k", smooth_k), ("v", smooth_v)) if wanted)
+    if qk_quant_gran == "per_warp":
+        return tw.Sage(q_scale="warp", k_scale="block", smooth=smooth, **values)  # type: ignore[arg-type]
+    return tw.Sage(smooth=smooth, **values)  # type: ignore[arg-type]
+
+
+def _values_of(architecture: tuple[int, int] | None) -> dict[str, str]:
+    """What becomes of values on a GPU of this compute capability; None: no GPU."""
+    if architecture is not None and architecture < (8, 9):
+        return {"pv": "fp16"}
+    faster = architecture is not None and (architecture == (8, 9) or architecture[0] == 12)
+    return {"pv_sum": "fp16"} if faster else {}
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scheme: tw.Sage,
+    tensor_layout: Any,
+    is_causal: bool,
+    sm_scale: float | None,
+    return_lse: bool,
+    attn_mask: torch.Tensor | None = None,
+) -> Result:
+    _one_of("tensor_layout", tensor_layout, ("HND", "NHD"), "H heads, N tokens, D dimensions, behind the batch")
+    heads_first = tensor_layout == "HND"
+    shape = "(batch, heads, seqlen, dim)" if heads_first else "(batch, seqlen, heads, dim)"
+    check_tensors(shape, (4,), "sageattn_varlen takes three dimensions", q=q, k=k, v=v)
+    q, k, v = (unit_stride(x).transpose(1, 2) if heads_first else unit_stride(x) for x in (q, k, v))
+    if attn_mask is not None and is_causal:
+        hint = "a mask that is causal needs no is_causal"
+        raise InputError("attn_mask", got="a mask with is_causal=True", expected="one of them", hint=hint)
+    shift = k.shape[1] - q.shape[1]
+    mask: tw.Mask | None = None
+    score: tw.Score | None = None
+    if is_causal:
+        mask = raw_mask(top_left, shift) if shift else tw.causal
+    elif attn_mask is not None:
+        mask, score = formula_of(attn_mask, (q.shape[0], q.shape[2]), q.shape[1], k.shape[1])
+    o, lse = tw.attention_with_lse(q, k, v, mask=mask, score=score, scale=sm_scale, quantize=scheme)
+    o = o.transpose(1, 2) if heads_first else o
+    return (o, lse) if return_lse else o

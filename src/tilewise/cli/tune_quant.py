@@ -1,0 +1,191 @@
+"""`tilewise tune-quant`: which scheme of few bits is accurate enough on queries, keys and values of yours."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import tilewise
+from tilewise.cli import dumps, shapes
+from tilewise.cli.expression import read_mask
+from tilewise.cli.output import FAILED, guarded, machine, say, say_json, table
+from tilewise.cli.timing import quantiles, repeat
+from tilewise.core.errors import InputError, TilewiseError
+from tilewise.explain.accuracy import SCHEMES, Trials, name_of, picked, try_schemes
+from tilewise.quant.schemes import parse_scheme
+
+Layer = tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+Chosen = dict[int | None, str | None]  # the name of a scheme by head, None: for all of them, and where none fits
+BY_BITS = (
+    "No GPU: ms are those of the CPU's emulation and rank nothing. Schemes are ranked by the bits of both products'\n"
+    "operands, then by what is centred or rotated, then by how many numbers have a scale of their own."
+)
+
+
+class Order(str, Enum):
+    """Which dimension of a dump is which."""
+
+    bshd = "bshd"
+    bhsd = "bhsd"
+
+
+@guarded
+def tune_quant(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="A .pt or .safetensors file for each layer: a dict, or tuple, of q, k and v."),
+    ] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Layers of the demo's model, trained for a moment.")] = False,
+    order: Annotated[
+        Order, typer.Option("--layout", help="Of the tensors: (batch, seqlen, heads, dim), or heads before seqlen.")
+    ] = Order.bshd,
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--scheme",
+            metavar="SCHEME",
+            help='A scheme to try, such as "Sage(qk=int8,rotate=hadamard)"; may be repeated. Default: published ones'
+            " and more.",
+        ),
+    ] = None,
+    max_error: Annotated[float, typer.Option(help="Largest relative L1 error to accept.", min=0.0)] = 0.05,
+    per_head: Annotated[bool, typer.Option("--per-head", help="Choose for each head, too.")] = False,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Queries to compare with exact attention, spread evenly; all where fewer.")
+    ] = 512,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=shapes.FORMULA)] = False,
+    mask: shapes.MaskText = None,
+    scale: Annotated[
+        float | None, typer.Option(help="Of scores. Default: head_dim ** -0.5.", rich_help_panel=shapes.FORMULA)
+    ] = None,
+    device: shapes.Device = None,
+    seconds: Annotated[float, typer.Option(help="Time to spend on timing a scheme, about.", min=0.01)] = 0.2,
+    as_json: shapes.Json = False,
+) -> None:
+    """Try schemes of attention in few bits on your own q, k and v, and pick the fastest that is accurate enough.
+
+    Each is compared with exact attention in float64: cosine, relative L1, root mean square and largest error, and the
+    head where relative L1 is largest. Bytes are those of codes, scales and means. On a GPU the fastest is the one with
+    the least median time, codes made and all; elsewhere an order of bits decides. Exit code 1 if for some layer, or
+    with --per-head for some head, no scheme fits.
+
+    Example: tilewise tune-quant layer0.pt layer1.pt --causal --max-error 0.03 --per-head
+    """
+    where = shapes.device(device)
+    gpu = where.type == "cuda"
+    if causal and mask is not None:
+        hint = f'--mask "causal & ({mask})"'
+        raise InputError("--mask", got="--causal and --mask", expected="one of them", hint=hint)
+    if demo and (causal or mask is not None):
+        raise InputError("--demo", got="a mask", expected="none: the model is causal", hint="leave it out")
+    schemes = tuple(parse_scheme(text) for text in scheme) if scheme else SCHEMES
+    seen = tilewise.causal if causal or demo else read_mask(mask, where)
+    found: list[dict[str, Any]] = []
+    lacking = False
+    for name, tensors in _layers(files or [], demo, order, where):
+        try:
+            tried = try_schemes(
+                *tensors, schemes, mask=seen, scale=scale, rows=rows,
+                clock=lambda call: quantiles(repeat(call, where, seconds))[1],
+            )  # fmt: skip
+        except TilewiseError as error:
+            raise InputError(
+                f"{name}: {error.name}", got=error.got, expected=error.expected, hint=error.hint
+            ) from error
+        heads: list[int | None] = [None, *(range(tensors[0].shape[2]) if per_head else ())]
+        chosen = {head: _best(tried, max_error, head, gpu) for head in heads}
+        lacking |= None in chosen.values()
+        if as_json:
+            found.append(_data(name, tensors, tried, chosen))
+            continue
+        compared = len(picked(tensors[0].shape[1], rows))
+        _show(f"{name}: {_described(tensors)}; {compared} queries compared", tried, chosen[None])
+        for head, best in chosen.items():
+            whose = "all heads" if head is None else f"head {head}"
+            say(f"within {max_error:g}, {whose}: {best or 'no scheme'}")
+    if as_json:
+        about = {"device": machine(where), "torch": torch.__version__, "mask": None if seen is None else repr(seen)}
+        say_json({**about, "ranked_by": "time" if gpu else "bits", "max_error": max_error, "layers": found})
+    elif not gpu:
+        say(BY_BITS)
+    if lacking:
+        raise typer.Exit(FAILED)
+
+
+def _layers(files: list[Path], demo: bool, order: Order, where: torch.device) -> list[Layer]:
+    if demo == bool(files):
+        hint = "tilewise tune-quant layer0.pt layer1.pt, or tilewise tune-quant --demo"
+        raise InputError("FILES", got=f"{len(files)} files", expected="files, or --demo without any", hint=hint)
+    if demo:
+        from tilewise.demo.activations import activations
+        from tilewise.demo.options import Options
+
+        layers = activations(Options(size="tiny", steps=60, seqlen=256, device=str(where)))
+        return [(f"layer {n} of the demo's model", layer) for n, layer in enumerate(layers)]
+    loaded = [(str(path), dumps.load(path, order is Order.bhsd)) for path in files]
+    return [(name, (q.to(where), k.to(where), v.to(where))) for name, (q, k, v) in loaded]
+
+
+def _best(tried: Trials, max_error: float, head: int | None, gpu: bool) -> str | None:
+    """The name of what is chosen; None where no scheme fits, though q, k and v as they are may."""
+    if not any(trial.scheme is not None and trial.error(head) <= max_error for trial in tried.ran):
+        return None
+    trial = tried.choose(max_error, head, by_time=gpu)
+    return None if trial is None else name_of(trial.scheme)
+
+
+def _data(name: str, tensors: tuple[torch.Tensor, ...], tried: Trials, chosen: Chosen) -> dict[str, Any]:
+    return {
+        "name": name,
+        "shapes": [list(x.shape) for x in tensors],
+        "dtype": str(tensors[0].dtype).removeprefix("torch."),
+        "trials": [
+            {
+                "scheme": name_of(trial.scheme),
+                **asdict(trial.accuracy),
+                "worst_head": trial.accuracy.worst_head,
+                "nbytes": trial.nbytes,
+                "ms": trial.ms,
+            }
+            for trial in tried.ran
+        ],
+        "left_out": [{"scheme": name_of(scheme), "reason": reason} for scheme, reason in tried.left_out],
+        "chosen": chosen[None],
+        "chosen_by_head": [best for head, best in chosen.items() if head is not None],
+    }
+
+
+def _described(tensors: tuple[torch.Tensor, ...]) -> str:
+    q, k, _ = tensors
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')} on {q.device}"
+
+
+def _show(title: str, tried: Trials, best: str | None) -> None:
+    columns = ("", "scheme", "cosine", "relative L1", "RMSE", "max error", "worst head", "MB", "ms")
+    lines = [
+        (
+            ">" if name_of(trial.scheme) == best else "",
+            name_of(trial.scheme),
+            f"{trial.accuracy.cosine:.6f}",
+            _short(trial.accuracy.relative_l1),
+            _short(trial.accuracy.rmse),
+            _short(trial.accuracy.largest),
+            f"{trial.accuracy.worst_head}: {_short(trial.accuracy.heads[trial.accuracy.worst_head])}",
+            f"{trial.nbytes / 1e6:.2f}",
+            "" if trial.ms is None else f"{trial.ms:.3f}",
+        )
+        for trial in tried.ran
+    ]
+    table(title, columns, lines, left=2)
+    for scheme, reason in tried.left_out:
+        say(f"left out: {name_of(scheme)}: {reason}")
+
+
+def _short(error: float) -> str:
+    return f"{error:.5f}" if math.isfinite(error) and error >= 1e-4 else f"{error:.1e}"
