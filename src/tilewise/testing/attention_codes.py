@@ -153,9 +153,10 @@ def lost(x: Quantized, scale: float) -> torch.Tensor:
 def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = "cpu", exact_sums: bool = True) -> None:
     """Results are those of the codes, but for the rounding of weights, outputs and float32 sums.
 
-    Scores of FP8 lose bits on a GPU (`lost`). A weight is off by at most `WEIGHTS` of itself, or below FP8's normal numbers by `LEAST` of the largest one's code.
-    Of many weights these errors have no direction, so the sum of their squares bounds the square of a sum: not in each
-    number, but in all of them together. Sums of rounded weights are off likewise.
+    Scores of FP8 lose bits on a GPU (`lost`). A weight is off by at most `WEIGHTS` of itself, or below FP8's normal
+    numbers by `LEAST` of the largest one's code. Of many weights these errors have no direction, so the sum of their
+    squares bounds the square of a sum: not in each number, but in all of them together. Sums of rounded weights are off
+    likewise.
     """
     (q, k, v), arguments = make_inputs(case, dtype, device)
     o, lse = tw.attention_with_lse(q, k, v, quantize=case.scheme, impl=impl, **arguments)
