@@ -161,6 +161,7 @@ _IN_FEW_BITS = (
     _ATTENTION + "codes.py",
 )
 
+_TRITON_CODES = (_ATTENTION + "triton_codes*.py", _ATTENTION + "rows/triton_codes.py", _CODES)
 _HOPPER_CODES = (_ATTENTION + "gluon*_codes.py", _ATTENTION + "rows/hopper_codes.py")
 
 FAMILIES: dict[str, Family] = {
@@ -217,6 +218,13 @@ FAMILIES: dict[str, Family] = {
             tests=("tests/gpu/test_attention_quantize.py",),
             rows=("hopper_codes",),
             ci="compiled for sm_90",
+        ),
+        Family(
+            name="attention_codes_triton",
+            sources=(*_PORTABLE, *_IN_FEW_BITS, *_TRITON_CODES),
+            tests=("tests/gpu/test_attention_quantize.py",),
+            rows=("triton_codes",),
+            ci=_CI,
         ),
         Family(
             name="attention_codes_cpu",

@@ -57,6 +57,8 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "shared": lambda: {"mask": tw.causal},  # prefixes, of requests over pages
     **dict.fromkeys(KINDS, dict),  # of pages, encoded
     "sage2": lambda: {"quantize": tw.Sage2()},
+    "sage1": lambda: {"mask": tw.causal, "quantize": tw.Sage1()},
+    "sage2 int4": lambda: {"mask": tw.causal, "quantize": tw.Sage2("int4")},
     "sage2 sums": lambda: {"quantize": tw.Sage2()},  # of weights as they are, for a gradient
     "sage2 causal": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},
     "sage2 softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0), "quantize": tw.Sage2()},
@@ -152,7 +154,7 @@ class Variant:
             return self._paged(arguments)
         lead = (SEQLEN,) if "layout" in arguments else (2, LONG if self.row in ("hopper", "hopper_codes") else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
-        grad = self.row not in ("triton_decode", "hopper_codes") or self.formula == "sage2 sums"
+        grad = self.row not in ("triton_decode", "hopper_codes", "triton_codes") or self.formula == "sage2 sums"
         q = torch.zeros(*rows, HEADS, self.head_dim, dtype=DTYPES[self.dtype], requires_grad=grad)
         k, v = (torch.zeros(*lead, HEADS_KV, self.head_dim, dtype=q.dtype, requires_grad=grad) for _ in range(2))
         return make_call(q, k, v, **arguments)
@@ -267,10 +269,13 @@ def variants() -> Iterator[Variant]:
         for kind in KINDS:
             yield Variant(90, "hopper_decode", "bf16", head_dim, kind, head_dim == 128)
         yield Variant(90, "hopper_mixed", "bf16", head_dim, "pages", head_dim == 128)
+    coded = ("sage2", "sage2 causal", "sage2 softcap", "sage2 packed", "fp8 scores", "fa3")
     for head_dim in (64, 128):
-        for formula in FORMULAS:
-            if formula in ("fp8 scores", "fa3") or formula.startswith("sage2"):
-                yield Variant(90, "hopper_codes", "bf16", head_dim, formula, head_dim == 128)
+        for formula in (*coded, "sage2 sums"):
+            yield Variant(90, "hopper_codes", "bf16", head_dim, formula, head_dim == 128)
+    for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256)):
+        for formula in (*coded, "sage1", "sage2 int4"):
+            yield Variant(sm, "triton_codes", "bf16", head_dim, formula, head_dim == 128 and formula == "sage2 causal")
 
 
 def as_entry(found: Resources) -> dict[str, int]:

@@ -1,11 +1,11 @@
-"""What the Hopper kernel over codes owes to the order of its instructions, which the assembler may change."""
+"""What the kernels over codes multiply, and what the Hopper kernel owes to the order of its instructions, which the assembler may change."""
 
 from __future__ import annotations
 
 import pytest
 import triton
 
-from tilewise.ops.attention import gluon_codes
+from tilewise.ops.attention import gluon_codes, triton_codes
 from tilewise.testing.offline import compiling_for, exponentials_in_flight, spilled_in_loops
 from tools.kernel_resources import Variant, read_table, variants
 
@@ -25,6 +25,17 @@ def test_exponentials_run_beside_products(variant: Variant) -> None:
     ptx = kernels[-1].asm["ptx"]
     assert ("s32.s8.s8" in ptx) is variant.formula.startswith("sage2")
     assert "f32.e4m3.e4m3" in ptx
+
+
+@pytest.mark.parametrize(("sm", "of_int8", "of_fp8"), [(80, "s32.s8.s8.s32", None), (90, "s32.s8.s8", "e4m3.e4m3")])
+def test_the_portable_kernel_multiplies_bytes(sm: int, of_int8: str, of_fp8: str | None) -> None:
+    call = Variant(sm, "triton_codes", "bf16", 128, "sage2 causal").call()
+    with compiling_for(sm) as kernels:
+        triton_codes.forward(call)
+    ptx = kernels[-1].asm["ptx"]
+    assert of_int8 in ptx
+    assert "e4m3x2" in ptx if of_fp8 else "f16.f16" in ptx
+    assert of_fp8 is None or of_fp8 in ptx
 
 
 @pytest.mark.skipif(read_table()["triton"] != triton.__version__, reason="what spills is up to Triton's assembler")

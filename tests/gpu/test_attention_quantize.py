@@ -11,11 +11,11 @@ import torch
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tilewise.testing import attention_codes as cases
-from tilewise.testing.attention_codes import FP8_VALUES, CodedCase
+from tilewise.testing.attention_codes import CASES, FP8_VALUES, CodedCase
 from tilewise.testing.graphs import captured
 
-ROW = "hopper_codes"
-BY_NAME = {case.name: case for case in FP8_VALUES}
+ROW, PORTABLE = ROWS = ("hopper_codes", "triton_codes")
+BY_NAME = {case.name: case for case in CASES}
 LARGE = [
     CodedCase("large", tw.Sage2(), lengths=((900, 2100),), heads=(4, 2), dim=128, dim_v=128),
     CodedCase("large_causal", tw.Sage2(), lambda device: {"mask": tw.causal}, ((1500, 1500),), (4, 4), 128, 128),
@@ -40,10 +40,17 @@ def test_results_are_those_of_the_codes(case: CodedCase, grad: bool, monkeypatch
         cases.check_forward(case, torch.bfloat16, ROW, DEVICE, exact_sums=False)
 
 
+@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_portable_kernel(case: CodedCase, dtype: torch.dtype) -> None:
+    cases.check_forward(case, dtype, PORTABLE, DEVICE)
+
+
 @pytest.mark.parametrize("case", LARGE, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_larger_problems(case: CodedCase, dtype: torch.dtype) -> None:
-    cases.check_forward(case, dtype, ROW, DEVICE, exact_sums=False)
+@pytest.mark.parametrize("row", ROWS)
+def test_larger_problems(case: CodedCase, dtype: torch.dtype, row: str) -> None:
+    cases.check_forward(case, dtype, row, DEVICE, exact_sums=row == PORTABLE)
 
 
 @pytest.mark.parametrize(
@@ -53,24 +60,26 @@ def test_gradients_go_straight_through(name: str) -> None:
     cases.check_gradients(BY_NAME[name], torch.bfloat16, ROW, DEVICE)
 
 
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", ["sage2", "sage2_causal", "fp8_rotated", "packed", "documents"])
-def test_bits_repeat(name: str) -> None:
+def test_bits_repeat(name: str, row: str) -> None:
     (q, k, v), arguments = cases.make_inputs(BY_NAME[name], torch.bfloat16, DEVICE)
     first, *others = (
-        tw.attention_with_lse(q, k, v, quantize=BY_NAME[name].scheme, impl=ROW, **arguments) for _ in range(5)
+        tw.attention_with_lse(q, k, v, quantize=BY_NAME[name].scheme, impl=row, **arguments) for _ in range(5)
     )
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", ["sage2_causal", "packed"])
-def test_a_graph_replays_with_other_numbers(name: str) -> None:
+def test_a_graph_replays_with_other_numbers(name: str, row: str) -> None:
     (q, k, v), arguments = cases.make_inputs(BY_NAME[name], torch.bfloat16, DEVICE)
     scheme = BY_NAME[name].scheme
-    graph, o = captured(lambda: tw.attention(q, k, v, quantize=scheme, impl=ROW, **arguments))
+    graph, o = captured(lambda: tw.attention(q, k, v, quantize=scheme, impl=row, **arguments))
     for x in (q, k, v):
         x.mul_(0.7).add_(0.5)
     graph.replay()
-    assert torch.equal(o, tw.attention(q, k, v, quantize=scheme, impl=ROW, **arguments))
+    assert torch.equal(o, tw.attention(q, k, v, quantize=scheme, impl=row, **arguments))
 
 
 def test_inductor_compiles_it_whole() -> None:
@@ -86,25 +95,27 @@ def test_inductor_compiles_it_whole() -> None:
     assert torch.equal(*(torch.autograd.grad(x.sum(), q)[0] for x in (o, want)))
 
 
-def test_errors_do_not_grow_with_length() -> None:
+@pytest.mark.parametrize("row", ROWS)
+def test_errors_do_not_grow_with_length(row: str) -> None:
     """Each tile's output begins anew: 128k keys of equal weight give the mean of values as exactly as 2k do."""
     errors = []
     for keys in (2048, 131_072):
         q = torch.zeros(1, 128, 1, 128, dtype=torch.bfloat16, device=DEVICE)
         k = torch.randn(1, keys, 1, 128, device=DEVICE).bfloat16()
         v = (1.0 + 0.25 * torch.rand(1, keys, 1, 128, device=DEVICE)).bfloat16()
-        o = tw.attention(q, k, v, quantize=tw.Sage2(), impl=ROW)
+        o = tw.attention(q, k, v, quantize=tw.Sage2(), impl=row)
         x = tw.quantize_qkv(q, k, v, scheme=tw.Sage2())
         want = x.values(torch.float64).mean(1)
         errors.append(float((o[0].double() - want).abs().max()))
     assert max(errors) <= 2.0**-8 * 1.25, errors  # half a step of the output, 1 to 1.25
 
 
-def test_rows_behind_a_block_may_be_anything() -> None:
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_behind_a_block_may_be_anything(row: str) -> None:
     """Codes of queries and keys that lie behind those of a sequence, in its last block, are not its own."""
     case = replace(BY_NAME["packed"], lengths=((70, 70), (70, 70)))
     (q, k, v), arguments = cases.make_inputs(case, torch.bfloat16, DEVICE)
-    first = tw.attention(q, k, v, quantize=case.scheme, impl=ROW, **arguments)[:70]
+    first = tw.attention(q, k, v, quantize=case.scheme, impl=row, **arguments)[:70]
     for x in (q, k, v):
         x[70:] = torch.nan
-    assert torch.equal(tw.attention(q, k, v, quantize=case.scheme, impl=ROW, **arguments)[:70], first)
+    assert torch.equal(tw.attention(q, k, v, quantize=case.scheme, impl=row, **arguments)[:70], first)

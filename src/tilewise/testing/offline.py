@@ -49,7 +49,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
     from triton.runtime.jit import JITFunction
 
     from tilewise.ops import triton_launch
-    from tilewise.ops.attention import triton_plans
+    from tilewise.ops.attention import triton_codes, triton_plans
     from tilewise.ops.quantize import triton_quantize
 
     class OfflineDriver:
@@ -80,6 +80,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(triton_plans, "capability", return_value=sm),
             mock.patch.object(triton_quantize, "capability", return_value=sm),
+            mock.patch.object(triton_codes, "capability", return_value=sm),
             mock.patch.object(triton_launch, "remember", False),
         ):
             yield compiled

@@ -18,6 +18,7 @@ from tilewise.ops.attention.rows import (
     paged,
     reference,
     triton,
+    triton_codes,
 )
 
 _EXACT: Need[Call] = Need("no quantize=", lambda c: None if c.scheme is None else type(c.scheme).__name__)
@@ -29,7 +30,7 @@ ROWS: tuple[Row[Call], ...] = (
             reference.ROW,
         )
     ),
-    hopper_codes.ROW, cpu_codes.ROW, reference.CODES,
+    hopper_codes.ROW, cpu_codes.ROW, triton_codes.ROW, reference.CODES,
 )  # fmt: skip
 
 
