@@ -1,4 +1,6 @@
-"""What the kernels over codes multiply, and what the Hopper kernel owes to the order of its instructions, which the assembler may change."""
+"""What the kernels over codes multiply, and what Hopper's owes to the order of its instructions, which the assembler may
+change.
+"""
 
 from __future__ import annotations
 
