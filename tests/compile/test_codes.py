@@ -1,6 +1,4 @@
-"""What the kernels over codes multiply, and what Hopper's owes to the order of its instructions, which the assembler may
-change.
-"""
+"""What the kernels over codes multiply, and what Hopper's owes to the order of its instructions, which may change."""
 
 from __future__ import annotations
 
