@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.ops.attention.gluon_sm90_fetch import fetch
+from tilewise.ops.attention.gluon_sm90_formula import scored, with_hidden
 from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_store, barrier
@@ -25,7 +26,6 @@ from tilewise.tiles.hopper import (
     at_row,
     filled,
     give_turn,
-    hide_outside,
     keep_before_wait,
     keep_last_before_wait,
     matrix,
@@ -42,7 +42,6 @@ from tilewise.tiles.hopper import (
     tilted,
     wait_turn,
     whole,
-    with_columns,
 )
 from tilewise.tiles.visit import call_once, row_ends, visit_any
 
@@ -185,16 +184,11 @@ def weights_of(s, n, m_old, masked, rows, scales, formula, fixed):
     before). The largest weight becomes `p_largest`, of which FP8 holds small parts.
     """
     LAYOUT: gl.constexpr = s.type.layout
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     SHIFT: gl.constexpr = _log2(fixed.p_largest)
     PLAIN: gl.constexpr = fixed.linear is None and not fixed.scale_first  # scores are as their products are ordered
     GUARD: gl.constexpr = fixed.guard or fixed.score is not None
-    mask_args, mask_nums, score_args, score_nums = formula
-    b, h, offs_i, seqlen_k, last_key, ends, onces, tilt, bias = rows
-    first_j, last_j = ends
-    mask_once, score_once = onces
+    offs_i, tilt, bias = rows[2], rows[7], rows[8]
     of_queries, of_keys = scales
-    offs_n = n * fixed.block_n + gl.arange(0, fixed.block_n, layout=COLUMNS)
     s = s.to(gl.float32)
     none = gl.zeros([64, 4], gl.float32, layout=of_threads(parts_of(s)))
     if fixed.k_groups == fixed.block_n:
@@ -209,45 +203,14 @@ def weights_of(s, n, m_old, masked, rows, scales, formula, fixed):
         scaled = parts_of(s)
         s = whole(scaled * over_parts(factor, scaled), s)
         if fixed.linear is not None:
-            s = s + (tilt[1] * gl.arange(0, fixed.block_n, layout=COLUMNS).to(gl.float32))[None, :]
+            s = s + (tilt[1] * gl.arange(0, fixed.block_n, layout=gl.SliceLayout(0, LAYOUT)).to(gl.float32))[None, :]
         if fixed.score is not None:
             if fixed.biased:
                 s = s + gl.convert_layout(bias, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
-            offs_j = gl.minimum(offs_n, last_key) if len(score_args) > 0 else offs_n
-            of_score = with_columns(
-                score_once,
-                b,
-                h,
-                n * fixed.block_n,
-                last_key,
-                score_args,
-                score_nums,
-                fixed.score_columns,
-                LAYOUT,
-                fixed.block_n,
-            )
-            s = fixed.score(s, b, h, offs_i[:, None], offs_j[None, :], of_score, score_args, score_nums)
+            s = scored(s, n, rows, formula, fixed)
         factor = none + (1.0 if fixed.in_base_2 else LOG2E)
     if fixed.guard and masked:
-        if fixed.visible is not None:
-            offs_j = gl.minimum(offs_n, last_key)
-            of_mask = with_columns(
-                mask_once,
-                b,
-                h,
-                n * fixed.block_n,
-                last_key,
-                mask_args,
-                mask_nums,
-                fixed.mask_columns,
-                LAYOUT,
-                fixed.block_n,
-            )
-            seen = fixed.visible(b, h, offs_i[:, None], offs_j[None, :], of_mask, mask_args, mask_nums)
-            seen = seen & (offs_n < seqlen_k)[None, :]
-            s = gl.where(seen, s, float("-inf"))
-        else:
-            s = hide_outside(s, n * fixed.block_n, first_j, last_j)
+        s = with_hidden(s, n, rows, formula, fixed)
     raw = thread_max(s)
     largest = raw * factor
     if GUARD:

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.ops.attention.gluon_sm90_fetch import fetch, fetch_rows, fetch_values
+from tilewise.ops.attention.gluon_sm90_formula import scored, with_hidden
 from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_store, barrier
@@ -23,7 +24,6 @@ from tilewise.tiles.hopper import (
     at_row,
     filled,
     give_turn,
-    hide_outside,
     keep_before_wait,
     keep_scores,
     matrix,
@@ -42,7 +42,6 @@ from tilewise.tiles.hopper import (
     tilted,
     wait_turn,
     whole,
-    with_columns,
 )
 from tilewise.tiles.visit import call_once, row_ends, visit_any
 
@@ -92,52 +91,16 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
     overflows meanwhile, and what came before is seldom multiplied (Zadouri et al., "FlashAttention-4"). For scores that
     a formula keeps near 0 (`gluon_attention.is_limited`) m is 0, and there is no factor.
     """
-    LAYOUT: gl.constexpr = s.type.layout
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    mask_args, mask_nums, score_args, score_nums = formula
-    b, h, offs_i, seqlen_k, last_key, ends, onces, tilt = rows
-    first_j, last_j = ends
-    mask_once, score_once = onces
-    offs_n = n * fixed.block_n + gl.arange(0, fixed.block_n, layout=COLUMNS)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    offs_i, tilt = rows[2], rows[7]
     if fixed.linear is not None:
         s = s * c + (tilt[1] * gl.arange(0, fixed.block_n, layout=COLUMNS).to(gl.float32))[None, :]
     if fixed.scale_first and fixed.score is None:
         s = s * scale
     if fixed.score is not None:
-        offs_j = gl.minimum(offs_n, last_key) if len(score_args) > 0 else offs_n
-        of_score = with_columns(
-            score_once,
-            b,
-            h,
-            n * fixed.block_n,
-            last_key,
-            score_args,
-            score_nums,
-            fixed.score_columns,
-            LAYOUT,
-            fixed.block_n,
-        )
-        s = fixed.score(s, b, h, offs_i[:, None], offs_j[None, :], of_score, score_args, score_nums)
+        s = scored(s, n, rows, formula, fixed)
     if fixed.guard and masked:
-        if fixed.visible is not None:
-            offs_j = gl.minimum(offs_n, last_key)
-            of_mask = with_columns(
-                mask_once,
-                b,
-                h,
-                n * fixed.block_n,
-                last_key,
-                mask_args,
-                mask_nums,
-                fixed.mask_columns,
-                LAYOUT,
-                fixed.block_n,
-            )
-            seen = fixed.visible(b, h, offs_i[:, None], offs_j[None, :], of_mask, mask_args, mask_nums)
-            seen = seen & (offs_n < seqlen_k)[None, :]
-            s = gl.where(seen, s, float("-inf"))
-        else:
-            s = hide_outside(s, n * fixed.block_n, first_j, last_j)
+        s = with_hidden(s, n, rows, formula, fixed)
     if fixed.limited:
         p, m_new, alpha = gl.exp2(s if fixed.in_base_2 else s * c), m_old, m_old
     else:
