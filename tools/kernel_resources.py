@@ -40,6 +40,17 @@ def _packed() -> tw.Packed:
     return tw.Packed(torch.tensor([0, 100, 100, 256], dtype=torch.int32))
 
 
+CODED: dict[str, Callable[[], dict[str, Any]]] = {  # in few bits
+    "sage2": lambda: {"quantize": tw.Sage2()},
+    "sage1": lambda: {"mask": tw.causal, "quantize": tw.Sage1()},
+    "sage2 int4": lambda: {"mask": tw.causal, "quantize": tw.Sage2("int4")},
+    "sage2 sums": lambda: {"quantize": tw.Sage2()},  # of weights as they are, for a gradient
+    "sage2 causal": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},
+    "sage2 softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0), "quantize": tw.Sage2()},
+    "sage2 packed": lambda: {"mask": tw.causal, "layout": _packed(), "quantize": tw.Sage2()},
+    "fp8 scores": lambda: {"quantize": tw.Sage("fp8", smooth=("k", "v"))},
+    "fa3": lambda: {"mask": tw.causal, "quantize": tw.FP8(v_scale="channel")},
+}
 FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "causal": lambda: {"mask": tw.causal},
@@ -56,17 +67,9 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "invariant": lambda: {"mask": tw.causal, "batch_invariant": True},
     "shared": lambda: {"mask": tw.causal},  # prefixes, of requests over pages
     **dict.fromkeys(KINDS, dict),  # of pages, encoded
-    "sage2": lambda: {"quantize": tw.Sage2()},
-    "sage1": lambda: {"mask": tw.causal, "quantize": tw.Sage1()},
-    "sage2 int4": lambda: {"mask": tw.causal, "quantize": tw.Sage2("int4")},
-    "sage2 sums": lambda: {"quantize": tw.Sage2()},  # of weights as they are, for a gradient
-    "sage2 causal": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},
-    "sage2 softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0), "quantize": tw.Sage2()},
-    "sage2 packed": lambda: {"mask": tw.causal, "layout": _packed(), "quantize": tw.Sage2()},
-    "fp8 scores": lambda: {"quantize": tw.Sage("fp8", smooth=("k", "v"))},
-    "fa3": lambda: {"mask": tw.causal, "quantize": tw.FP8(v_scale="channel")},
     "channels4": dict,  # of pages that tiles divide, beside values of 8 bits
     "channels2": dict,
+    **CODED,
 }
 PAGES, PAGE_SIZE = 64, 16
 CHANNELS = {"channels4": (4, 64), "channels2": (2, PAGE_SIZE)}  # bits and page size of keys by channel
@@ -215,7 +218,8 @@ def variants() -> Iterator[Variant]:
         portable = tuple(
             formula
             for formula in FORMULAS
-            if formula not in ("slopes", "repeats", "pages", "small pages", "invariant", "shared", *KINDS, *CHANNELS)
+            if formula
+            not in ("slopes", "repeats", "pages", "small pages", "invariant", "shared", *KINDS, *CHANNELS, *CODED)
         )  # kernels of others
         by_dtype = {"bf16": portable, "fp16": ("plain",), "fp32": ("causal", "alibi")}
         for dtype, formulas in by_dtype.items():
@@ -269,12 +273,11 @@ def variants() -> Iterator[Variant]:
         for kind in KINDS:
             yield Variant(90, "hopper_decode", "bf16", head_dim, kind, head_dim == 128)
         yield Variant(90, "hopper_mixed", "bf16", head_dim, "pages", head_dim == 128)
-    coded = ("sage2", "sage2 causal", "sage2 softcap", "sage2 packed", "fp8 scores", "fa3")
     for head_dim in (64, 128):
-        for formula in (*coded, "sage2 sums"):
+        for formula in (formula for formula in CODED if formula not in ("sage1", "sage2 int4")):
             yield Variant(90, "hopper_codes", "bf16", head_dim, formula, head_dim == 128)
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256)):
-        for formula in (*coded, "sage1", "sage2 int4"):
+        for formula in (formula for formula in CODED if formula != "sage2 sums"):
             yield Variant(sm, "triton_codes", "bf16", head_dim, formula, head_dim == 128 and formula == "sage2 causal")
 
 

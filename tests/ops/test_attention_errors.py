@@ -371,7 +371,7 @@ def test_what_is_remembered_of_a_choice_is_the_choice(monkeypatch: pytest.Monkey
     q, k, v = (tensors(2, 16, heads, 8) for heads in (4, 2, 2))
     slopes = torch.ones(4, requires_grad=True)
     changes: list[dict[str, Any]] = [{}, {"sink": tensors(4)}, {"dropout": 0.5}, {"deterministic": True}]
-    changes.append({"batch_invariant": True})
+    changes += [{"batch_invariant": True}, {"quantize": tw.Sage2()}]
     pages = torch.tensor([[0], [1]], dtype=torch.int32)  # k and v are a pool of two
     changes.append({"layout": tw.Paged(pages, torch.tensor([16, 9], dtype=torch.int32))})
     chosen = set()
@@ -390,5 +390,5 @@ def test_what_is_remembered_of_a_choice_is_the_choice(monkeypatch: pytest.Monkey
                 found.append(str(error))
         assert found[0] == found[1]
         chosen.add(found[0])
-    without = {"hopper", "hopper_decode", "hopper_mixed"}  # which nothing stands for without such a GPU
+    without = {"hopper", "hopper_codes", "hopper_decode", "hopper_mixed"}  # which nothing stands for without such a GPU
     assert {row.name for row in ROWS} - without <= chosen
