@@ -11,15 +11,19 @@ from tools.kernel_resources import Variant, read_table, variants
 
 VARIANTS = [variant for variant in variants() if variant.row == "hopper_codes"]
 A_THREADS = 64  # weights of a tile that each thread has
+PINNED = 8  # of them, where nothing sums them
+SAME_TRITON = read_table()["triton"] == triton.__version__
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.quick], ids=str)
 def test_exponentials_run_beside_products(variant: Variant) -> None:
-    """All of them where weights are summed before they are codes; else what is pinned, and what comes before that."""
+    """All of them where weights are summed before they are codes; else what is pinned, and what comes before that, which
+    is up to Triton's assembler.
+    """
     call = variant.call()
     with compiling_for(90) as kernels:
         gluon_codes.forward(call)
-    least = A_THREADS if variant.formula == "sage2 sums" else A_THREADS // 4
+    least = A_THREADS if variant.formula == "sage2 sums" else A_THREADS // 4 if SAME_TRITON else PINNED
     beside = [count for count in exponentials_in_flight(kernels[-1]) if count >= least]
     assert len(beside) >= 2, "two warpgroups compute"
     ptx = kernels[-1].asm["ptx"]
@@ -38,7 +42,7 @@ def test_the_portable_kernel_multiplies_bytes(sm: int, of_int8: str, of_fp8: str
     assert of_fp8 is None or of_fp8 in ptx
 
 
-@pytest.mark.skipif(read_table()["triton"] != triton.__version__, reason="what spills is up to Triton's assembler")
+@pytest.mark.skipif(not SAME_TRITON, reason="what spills is up to Triton's assembler")
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_loops_over_tiles_spill_nothing(variant: Variant) -> None:
     call = variant.call()
