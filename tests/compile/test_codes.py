@@ -17,8 +17,8 @@ SAME_TRITON = read_table()["triton"] == triton.__version__
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.quick], ids=str)
 def test_exponentials_run_beside_products(variant: Variant) -> None:
-    """All of them where weights are summed before they are codes; else what is pinned, and what comes before that, which
-    is up to Triton's assembler.
+    """All of them where weights are summed before they are codes; else what is pinned, and before that what the
+    assembler leaves there.
     """
     call = variant.call()
     with compiling_for(90) as kernels:
