@@ -1,7 +1,7 @@
 """Fail where a file or a signature has grown past what one reader can hold: `python -m tools.size_gate`.
 
 A kernel file (triton_*.py, gluon_*.py, anything in tiles/) may have 600 lines, any other file 400; a public function
-or method may have 14 parameters, `self` and `cls` not counted; in adapters/ the signatures are other libraries' own.
+or method may have 15 parameters, `self` and `cls` not counted; in adapters/ the signatures are other libraries' own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src", "tests", "tools", "benchmarks", "examples")
-KERNEL_LINES, OTHER_LINES, PARAMETERS = 600, 400, 14
+KERNEL_LINES, OTHER_LINES, PARAMETERS = 600, 400, 15
 
 
 def is_kernel_file(path: Path) -> bool:

@@ -24,7 +24,9 @@ from tilewise.formula.library import (
 from tilewise.frequencies import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, rope_tables
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why
+from tilewise.ops.attention.choice import Selected
 from tilewise.ops.attention.planned import AttentionPlan
+from tilewise.ops.attention.selected import select_tiles
 from tilewise.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from tilewise.ops.glu import geglu, reglu, swiglu
 from tilewise.ops.kv_write import copy_pages, kv_write
@@ -35,6 +37,7 @@ from tilewise.ops.rope import rope, rope_qkv
 from tilewise.ops.softmax import log_softmax, softmax
 from tilewise.quant import FA3FP8, FP8, Sage, Sage1, Sage2, Sage2pp
 from tilewise.rotary import Rope
+from tilewise.schedule.selection import Select, Sparge, Threshold, TopK
 
 __version__ = "0.1.0"
 
@@ -56,6 +59,11 @@ __all__ = [
     "Sage2",
     "Sage2pp",
     "Score",
+    "Select",
+    "Selected",
+    "Sparge",
+    "Threshold",
+    "TopK",
     "YarnScaling",
     "alibi",
     "attention",
@@ -89,6 +97,7 @@ __all__ = [
     "rope_qkv",
     "rope_tables",
     "score",
+    "select_tiles",
     "sigmoid_score",
     "softcap",
     "softmax",

@@ -144,15 +144,15 @@ class Select:
                 )
         if not parts:
             raise InputError("Select parts", got="none", expected="one or more", hint="Select(tilewise.Sparge())")
-        pair = (block, block) if isinstance(block, numbers.Integral) else tuple(block)
-        if len(pair) != 2 or not all(isinstance(n, numbers.Integral) and n >= 1 for n in pair):
+        pair = tuple(block) if isinstance(block, Sequence) else (block, block)
+        if len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
             hint = "128, or (128, 64) for tiles of 128 queries and 64 keys"
             raise InputError("Select block", got=repr(block), expected="one or two integers >= 1", hint=hint)
         if far not in FAR:
             hint = "a summary stands for the keys of a tile that is not computed"
             raise InputError("Select far", got=repr(far), expected=f"one of {', '.join(map(repr, FAR))}", hint=hint)
         _keep(self, "parts", parts)
-        _keep(self, "block", (int(pair[0]), int(pair[1])))
+        _keep(self, "block", pair)
         _keep(self, "far", far)
         _keep(self, "share_group", bool(share_group))
 

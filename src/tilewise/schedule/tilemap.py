@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -183,3 +183,65 @@ def classify(
                 )
                 classes[b, h, start : start + rows] = maybe.to(torch.int8) + (sure & maybe).to(torch.int8)
     return classes
+
+
+class Tiles(NamedTuple):
+    """Tiles of one axis: the sequence of each, and its first and last position, int64 (tiles,); of a slot that no tile
+    has, the last one is before the first.
+    """
+
+    b: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
+
+    @staticmethod
+    def of_one(seqlen: int, block: int, device: torch.device) -> Tiles:
+        """Those of one sequence."""
+        first = torch.arange(0, seqlen, block, device=device)
+        return Tiles(torch.zeros_like(first), first, (first + block).clamp(max=seqlen) - 1)
+
+    @staticmethod
+    def of_packed(cu_seqlens: torch.Tensor, total: int, block: int) -> Tiles:
+        """Slots of packed sequences: those of sequence b begin at cu_seqlens[b] // block + b."""
+        batch = cu_seqlens.shape[0] - 1
+        slots = torch.arange(total // block + batch, device=cu_seqlens.device)
+        starts = cu_seqlens[:-1] // block + torch.arange(batch, device=cu_seqlens.device)
+        b = torch.searchsorted(starts, slots, right=True) - 1
+        first = (slots - starts[b]) * block
+        return Tiles(b, first, torch.minimum(first + block, cu_seqlens.diff()[b]) - 1)
+
+    def moved(self, by: torch.Tensor | int) -> Tiles:
+        """Their positions, so many further."""
+        return Tiles(self.b, self.first + by, self.last + by)
+
+    @property
+    def middle(self) -> torch.Tensor:
+        return self.first + (self.last - self.first).clamp(min=0) // 2
+
+
+def classify_pairs(
+    mask: Bound | None, queries: Tiles, keys: Tiles, heads: int, block_m: int, block_n: int
+) -> torch.Tensor:
+    """The int8 classes of a mask's tiles of packed sequences, (1, heads or 1, slots_q, slots_k); pairs of different
+    sequences are EMPTY.
+    """
+    exist = (queries.last >= queries.first)[:, None] & (keys.last >= keys.first)
+    same = exist & (queries.b[:, None] == keys.b)
+    if mask is None:
+        return same.to(torch.int8)[None, None] * FULL
+    rule = tile_rule(mask.text)
+    device = keys.first.device
+    symbols = {
+        "b": queries.b[:, None],
+        "h": torch.arange(heads if rule.by_head else 1, device=device)[:, None, None],
+        "i0": queries.first[:, None],
+        "i1": torch.maximum(queries.first, queries.last)[:, None],
+        "j0": keys.first,
+        "j1": torch.maximum(keys.first, keys.last),
+        "block_i": torch.tensor(block_m, device=device),
+        "block_j": torch.tensor(block_n, device=device),
+    }
+    tables = build_tables(rule.tables, mask.tensors, block_m, block_n)
+    sure, maybe = evaluate([rule.sure, rule.maybe], symbols, mask.tensors, mask.numbers, torch.float32, tables)
+    classes = (maybe & same).to(torch.int8) + (sure & maybe & same).to(torch.int8)
+    return classes.expand(1, symbols["h"].shape[0], *same.shape).contiguous()

@@ -15,16 +15,20 @@ import torch
 from tilewise.core.readback import being_traced
 from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
+from tilewise.ops.attention.choice import Selected
 from tilewise.ops.attention.planned import AttentionPlan, refuse_gradients
 from tilewise.ops.attention.problem import make_call
+from tilewise.ops.attention.selected import attend, narrowed
 from tilewise.ops.attention.sharing import remark
 from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
 from tilewise.quant import ByChannel, Encoded
 from tilewise.quant.schemes import Scheme
+from tilewise.schedule.selection import Prediction, Select
 
 MaskLike = Mask | Callable[..., Any] | None
 ScoreLike = Score | Callable[..., Any] | None
+SelectLike = Select | Selected | Prediction | Mask | None
 
 
 def attention_with_lse(
@@ -42,6 +46,7 @@ def attention_with_lse(
     deterministic: bool = False,
     batch_invariant: bool = False,
     quantize: Scheme | None = None,
+    select: SelectLike = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attention`, with the log-sum-exp of each row's scores.
@@ -50,6 +55,12 @@ def attention_with_lse(
         o as `attention` gives it, and lse: float32 (float64 for float64 input), natural logarithm, (batch,
         num_heads_q, seqlen_q), packed (num_heads_q, total_q); -inf for a row that sees no key. Both are differentiable.
     """
+    if select is not None:
+        return attend(
+            attention_with_lse, q, k, v, select, mask=mask, score=score, sink=sink, layout=layout, scale=scale,
+            dropout=dropout, seed=seed, deterministic=deterministic, batch_invariant=batch_invariant, quantize=quantize,
+            impl=impl,
+        )  # fmt: skip
     call = make_call(
         q,
         k,
@@ -85,6 +96,7 @@ def attention(
     deterministic: bool = False,
     batch_invariant: bool = False,
     quantize: Scheme | None = None,
+    select: SelectLike = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """softmax(score(scale * q k^T) where mask) v, forward and backward, without a seqlen_q x seqlen_k tensor.
@@ -121,6 +133,10 @@ def attention(
             float64, dense or packed, under any mask, score and sink. Weights become codes, too, relative to the largest
             of their row so far; without a gradient to come, implementations may sum these, and lse has their rounding.
             Gradients go straight through the rounding: those of exact attention over the numbers that codes stand for.
+        select: which tiles of keys are computed: a `tilewise.Select` or one of its parts (`tilewise.Sparge(...)`, a
+            Mask), or what `tilewise.select_tiles` has found, for dense and packed tensors. A mask says which pairs may
+            meet, a selection which of those matter, by tiles; `far=` of a Select says what stands for the rest.
+            Gradients are those of what is computed: which tiles are taken is a constant.
         impl: name of an implementation (`tilewise.why` lists them); None picks the first that can.
 
     Returns:
@@ -135,7 +151,7 @@ def attention(
     """
     return attention_with_lse(
         q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout, seed=seed,
-        deterministic=deterministic, batch_invariant=batch_invariant, quantize=quantize, impl=impl,
+        deterministic=deterministic, batch_invariant=batch_invariant, quantize=quantize, select=select, impl=impl,
     )[0]  # fmt: skip
 
 
@@ -204,6 +220,9 @@ def why(
 
     Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.
     """
+    select = arguments.pop("select", None)
+    if select is not None:
+        arguments = narrowed(q, k, v, select, arguments)
     call = make_call(q, k, v, **arguments)
     if impl is not None:
         named(impl)

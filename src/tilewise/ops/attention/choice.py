@@ -1,0 +1,299 @@
+"""Which tiles of keys a call takes by a selection, and the masks that say so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError
+from tilewise.core.readback import once_per_version
+from tilewise.formula import expr as e
+from tilewise.formula.evaluate import evaluate
+from tilewise.formula.expr import Expr
+from tilewise.formula.formula import Mask, mask
+from tilewise.formula.structure import Bound
+from tilewise.layouts import Packed
+from tilewise.ops.attention.problem import Call
+from tilewise.ops.select.problem import Call as Rows
+from tilewise.ops.select.table import TAKE
+from tilewise.ops.tile_means import tile_means
+from tilewise.schedule.selection import Prediction, Select, Sparge, TopK
+from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, Tiles, classify, classify_pairs
+
+
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """The tiles of keys that tiles of queries take, of one call: what `tilewise.select_tiles` gives, and
+    `attention(select=...)` takes as it takes a selection, for calls of the same sizes.
+
+    Args:
+        kept: bool (1 or batch, 1, num_heads_kv or num_heads_q, tiles_q, tiles_k), True where a tile is taken. Of packed
+            sequences tiles stand in slots, (1, heads, slots_q, slots_k): those of sequence b from cu_seqlens[b] //
+            block + b on.
+        classes: int8, likewise, what the mask makes of a tile: 0 hides all of it, 1 a part, 2 nothing.
+        block: queries and keys of a tile; queries are counted from the first, whatever their place on the key axis.
+        seqlen_q, seqlen_k: sequence lengths, or the totals of packed sequences.
+        far: what stands for tiles that are not taken.
+        layout: of packed sequences.
+    """
+
+    kept: torch.Tensor
+    classes: torch.Tensor
+    block: tuple[int, int]
+    seqlen_q: int
+    seqlen_k: int
+    far: str
+    layout: Packed | None = None
+
+    def density(self) -> torch.Tensor:
+        """Of the tiles that the mask does not hide, the share that is taken: a tensor of one number."""
+        seen = (self.classes != EMPTY) | torch.zeros_like(self.kept)
+        share: torch.Tensor = (seen & self.kept).sum() / seen.sum().clamp(min=1)
+        return share
+
+    def near(self, num_heads_q: int) -> Mask:
+        """The pairs inside tiles that are taken."""
+        places, (rows, columns) = self.places(), self.block
+
+        def taken(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
+            row = i - (places.seqlen_k(b) - places.seqlen_q(b))
+            return self._read(self.kept, num_heads_q, b, h, row // rows, j // columns)
+
+        return mask(taken, "taken tiles")
+
+    def rest(self, num_heads_q: int) -> Mask:
+        """The tiles that are not taken and of which nothing is hidden; j is a tile, and the last query at the last."""
+        places, rows = self.places(), self.block[0]
+        far = ~self.kept & (self.classes == FULL)
+
+        def left(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
+            row = i - (places.tiles_k(b) - places.seqlen_q(b))
+            return self._read(far, num_heads_q, b, h, row // rows, j)
+
+        return mask(left, "tiles not taken")
+
+    def layout_of_rest(self) -> Packed | None:
+        """Where one key for each tile lies."""
+        if self.layout is None:
+            return None
+        return Packed(self.layout.cu_seqlens_q, _first_slots(self.block[1])(self.layout.keys))
+
+    def places(self) -> Places:
+        return Places(self)
+
+    def check(self, call: Call) -> None:
+        """Raise InputError unless it was made for calls of these sizes."""
+        packed, (batch, heads) = self.layout is not None, self.kept.shape[:2]
+        same = (self.seqlen_q, self.seqlen_k, packed) == (call.rows_q, call.rows_k, call.packed)
+        if not same or heads not in (1, call.num_heads_kv, call.num_heads_q) or batch not in (1, call.batch):
+            of = f"{'packed ' * packed}{self.seqlen_q} queries and {self.seqlen_k} keys, {heads} heads, batch {batch}"
+            raise InputError(
+                "select",
+                got=f"tiles of {of}",
+                expected="tiles of a call of the sizes of this one",
+                hint="select_tiles once for each size",
+            )
+
+    def _read(self, table: torch.Tensor, heads: int, b: Expr, h: Expr, row: Expr, column: Expr) -> Expr:
+        """Whether a tile's entry of a map is set."""
+        batches, of_heads, *tiles = table.shape
+        head = e.lit(0) if of_heads == 1 else h if of_heads == heads else h // (heads // of_heads)
+        if self.layout is not None:
+            first = (
+                _first_slots(self.block[0])(self.layout.cu_seqlens_q),
+                _first_slots(self.block[1])(self.layout.keys),
+            )
+            # the clamps change no slot: they prove that none lies outside
+            row, column = (
+                (slots[b] + x).clamp(0, size - 1) for slots, x, size in zip(first, (row, column), tiles, strict=True)
+            )
+        return e.cast(e.load(table, (b if batches > 1 else e.lit(0), head, row, column)), bool)
+
+
+class Places:
+    """Lengths of sequences and how many tiles of keys they have, as formulas read them."""
+
+    def __init__(self, selected: Selected) -> None:
+        self._selected = selected
+
+    def seqlen_q(self, b: Expr) -> Any:
+        layout = self._selected.layout
+        return self._selected.seqlen_q if layout is None else _lengths(layout.cu_seqlens_q)[b]
+
+    def seqlen_k(self, b: Expr) -> Any:
+        layout = self._selected.layout
+        return self._selected.seqlen_k if layout is None else _lengths(layout.keys)[b]
+
+    def tiles_k(self, b: Expr) -> Any:
+        """Of packed sequences, slots."""
+        layout = self._selected.layout
+        if layout is None:
+            return int(self._selected.kept.shape[-1])
+        return _lengths(_first_slots(self._selected.block[1])(layout.keys))[b]
+
+
+@functools.cache
+def _first_slots(block: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From cumulative lengths, where tiles of sequences begin, (batch + 1,): remembered, so that their values, which
+    checks read, are read once.
+    """
+
+    def slots(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        steps = torch.arange(cu_seqlens.shape[0], dtype=torch.int32, device=cu_seqlens.device)
+        return cu_seqlens // block + steps
+
+    known = once_per_version(slots)
+
+    def found(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        remembered = known(cu_seqlens)
+        return slots(cu_seqlens) if remembered is None else remembered
+
+    return found
+
+
+def _lengths(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    remembered = _known_lengths(cu_seqlens)
+    return cu_seqlens.diff() if remembered is None else remembered
+
+
+_known_lengths = once_per_version(torch.diff)
+
+
+# the choice ----------------------------------------------------------------------------------------------------------
+
+
+def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
+    """The tiles that a call, dense or packed, takes by a selection; `impl` is of the prediction."""
+    rows, columns = select.block
+    classes = _classes(call.mask, call, select.block)
+    kept = torch.zeros((1, 1, *classes.shape[2:]), dtype=torch.bool, device=call.q.device)
+    for seen in select.masks:
+        kept = kept | (_classes(seen.bound, call, select.block) != EMPTY)
+    if select.predictions and kept.numel():
+        alike = any(max(_values(part.theta)) >= 0.0 for part in select.predictions)
+        of_q = tile_means(call.q.detach(), rows, cu_seqlens=call.cu_seqlens_q, similarity=alike)
+        of_k = tile_means(call.k.detach(), columns, cu_seqlens=call.cu_seqlens_k, similarity=alike)
+        if call.packed:
+            of_q, of_k = tuple(x[None] for x in of_q), tuple(x[None] for x in of_k)
+        scores = _scores(call, of_q[0], of_k[0], select.block)
+        of_rows, of_columns = (of_q[1], of_k[1]) if alike else (None, None)
+        for part in select.predictions:
+            least, amount = _amounts(part, call)
+            kept = kept | TAKE(Rows(scores, classes, of_rows, of_columns, least, amount, _kind(part)), impl)[0]
+    kept = kept & (classes != EMPTY)
+    if select.far != "drop":
+        kept = kept | (classes == PARTIAL)
+    if select.share_group and kept.shape[1] > call.num_heads_kv:
+        kept = kept.view(kept.shape[0], call.num_heads_kv, call.group, *kept.shape[2:]).any(2)
+    layout = None
+    if call.packed:
+        assert call.cu_seqlens_q is not None
+        layout = Packed(call.cu_seqlens_q, call.cu_seqlens_k)
+    return Selected(kept, classes, select.block, call.rows_q, call.rows_k, select.far, layout)
+
+
+def _classes(bound: Bound | None, call: Call, block: tuple[int, int]) -> torch.Tensor:
+    """The classes of a mask's tiles."""
+    if call.packed:
+        return classify_pairs(bound, *_tiles(call, block), call.num_heads_q, *block)
+    sizes = (call.rows_q, call.rows_k, call.batch, call.num_heads_q, *block, call.q.device)
+    if bound is None or (not bound.tensors and call.signature is not None):
+        return _known_classes(*(("", ()) if bound is None else (bound.text, bound.numbers)), *sizes)
+    return _dense_classes(bound, *sizes)
+
+
+@functools.lru_cache(maxsize=64)
+def _known_classes(text: str, numbers: tuple[Any, ...], *sizes: Any) -> torch.Tensor:
+    """The classes of a mask that captures nothing, or of none."""
+    seqlen_q, seqlen_k, _, _, rows, columns, device = sizes
+    if not text:
+        return torch.full((1, 1, -(-seqlen_q // rows), -(-seqlen_k // columns)), FULL, dtype=torch.int8, device=device)
+    return _dense_classes(Bound(text, (), numbers), *sizes)
+
+
+def _dense_classes(
+    bound: Bound, seqlen_q: int, seqlen_k: int, batch: int, heads: int, rows: int, columns: int, device: torch.device
+) -> torch.Tensor:
+    return classify(
+        bound,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=batch,
+        heads=heads,
+        block_m=rows,
+        block_n=columns,
+        device=device,
+    )
+
+
+def _tiles(call: Call, block: tuple[int, int]) -> tuple[Tiles, Tiles]:
+    """Tiles of queries, at their places on the key axis, and of keys, of dense or packed sequences."""
+    if not call.packed:
+        of_q, of_k = (
+            Tiles.of_one(call.rows_q, block[0], call.q.device),
+            Tiles.of_one(call.rows_k, block[1], call.q.device),
+        )
+        return of_q.moved(call.rows_k - call.rows_q), of_k
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
+    of_q, of_k = (
+        Tiles.of_packed(call.cu_seqlens_q, call.rows_q, block[0]),
+        Tiles.of_packed(call.cu_seqlens_k, call.rows_k, block[1]),
+    )
+    return of_q.moved((_lengths(call.cu_seqlens_k) - _lengths(call.cu_seqlens_q))[of_q.b]), of_k
+
+
+def _scores(call: Call, of_q: torch.Tensor, of_k: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """(batch, heads, tiles_q, tiles_k) of means of queries and keys."""
+    batch = of_q.shape[0]
+    grouped = of_q.reshape(batch, call.num_heads_kv, -1, call.head_dim)
+    with torch.autocast(call.q.device.type, enabled=False):
+        s = torch.matmul(grouped * call.scale, of_k.transpose(-1, -2))
+    s = s.view(*of_q.shape[:3], of_k.shape[2])
+    if call.score is None:
+        return s
+    queries, keys = _tiles(call, block)
+    sequences = queries.b[:, None] if call.packed else torch.arange(batch, device=s.device).view(-1, 1, 1, 1)
+    symbols = {
+        "s": s,
+        "b": sequences,
+        "h": torch.arange(call.num_heads_q, device=s.device).view(-1, 1, 1),
+        "i": queries.middle[:, None],
+        "j": keys.middle,
+    }
+    tensors = [x.detach() for x in call.score.tensors]
+    scored = evaluate([call.score.structure.root], symbols, tensors, call.score.numbers, s.dtype)[0]
+    return scored.expand_as(s).contiguous()
+
+
+def _amounts(part: Prediction, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(theta, how much) for each query head."""
+    name = "tau" if isinstance(part, Sparge) else "k" if isinstance(part, TopK) else "weight"
+    given = (("theta", part.theta), (name, getattr(part, name)))
+    least, how_much = (
+        _by_head(f"{type(part).__name__} {name}", _values(x), call.num_heads_q, call.q.device) for name, x in given
+    )
+    return least, how_much
+
+
+def _kind(part: Prediction) -> str:
+    if isinstance(part, TopK):
+        return "count" if part.counts else "share"
+    return "mass" if isinstance(part, Sparge) else "weight"
+
+
+def _values(x: float | tuple[float, ...]) -> tuple[float, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+@functools.lru_cache(maxsize=256)
+def _by_head(name: str, values: tuple[float, ...], heads: int, device: torch.device) -> torch.Tensor:
+    if len(values) not in (1, heads):
+        raise InputError(
+            name, got=f"{len(values)} numbers", expected=f"1, or {heads}", hint="one number for each query head"
+        )
+    return torch.tensor(values * (heads // len(values)), dtype=torch.float32, device=device)

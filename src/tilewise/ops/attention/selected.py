@@ -1,0 +1,169 @@
+"""Attention over tiles of keys that a selection takes, and over one key for each of the rest.
+
+A selection becomes a mask that reads a map of tiles (`choice`), so every kernel and its backward run it as any other
+mask: what is not taken is not visited. What stands for the rest is a second call, over means of tiles, whose result is
+merged.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from tilewise.core.errors import InputError
+from tilewise.formula import expr as e
+from tilewise.formula.expr import Expr
+from tilewise.formula.formula import Mask, Score, as_mask, as_score, score
+from tilewise.formula.walk import transform
+from tilewise.layouts import Paged
+from tilewise.ops.attention.choice import Selected, choose_tiles
+from tilewise.ops.attention.problem import Call, make_call
+from tilewise.ops.attention.variant import formula_kind
+from tilewise.ops.merge import merge
+from tilewise.ops.tile_means import tile_means
+from tilewise.schedule.selection import Prediction, Select, as_select
+
+State = tuple[torch.Tensor, torch.Tensor]
+
+
+def select_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    select: Select | Prediction | Mask,
+    *,
+    mask: Any = None,
+    score: Any = None,
+    layout: Any = None,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> Selected:
+    """The tiles of keys that `attention(q, k, v, select=select, ...)` computes: to look at, or to use in other calls,
+    such as the next steps of a diffusion model, which then predict nothing.
+
+    A pair of tiles has the score of the means of its queries and keys: their product times scale, through the score
+    formula at the tiles' middles. Nothing is read on the host.
+
+    Args:
+        q, k, mask, score, layout, scale: as `attention` takes them, dense or packed.
+        select: which tiles.
+        impl: of the prediction, "triton", "cpu" or "reference"; None picks the first that can.
+
+    Raises:
+        InputError, FormulaError: an argument is wrong.
+        UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+    """
+    arguments = {"mask": mask, "score": score, "layout": layout, "scale": scale}
+    _check(as_select(select), arguments)
+    return _made(q, k, k, select, arguments, impl)[1]
+
+
+def attend(attention: Any, q: torch.Tensor, k: Any, v: Any, select: Any, **arguments: Any) -> State:
+    """(o, lse) by `attention`, which is `attention_with_lse` without a selection."""
+    call, selected, arguments = _narrowed(q, k, v, select, arguments)
+    found = attention(q, k, v, **arguments)
+    if selected.far == "drop":
+        return cast(State, found)
+    return merge(found, _of_the_rest(attention, q, k, v, call, selected, arguments))
+
+
+def narrowed(q: torch.Tensor, k: Any, v: Any, select: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call over the tiles that a selection takes."""
+    return _narrowed(q, k, v, select, arguments)[2]
+
+
+def _narrowed(
+    q: torch.Tensor, k: Any, v: Any, select: Any, arguments: dict[str, Any]
+) -> tuple[Call, Selected, dict[str, Any]]:
+    """(The call without the selection, the selection made, the arguments of the call with it)"""
+    select = select if isinstance(select, Selected) else as_select(select)
+    _check(select, arguments)
+    traced = {"mask": arguments.get("mask"), "score": arguments.get("score")}
+    arguments = arguments | {
+        "mask": None if traced["mask"] is None else as_mask(traced["mask"]),
+        "score": None if traced["score"] is None else as_score(traced["score"]),
+    }
+    call, selected = _made(q, k, v, select, arguments)
+    near = selected.near(call.num_heads_q)
+    return call, selected, arguments | {"mask": near if arguments["mask"] is None else arguments["mask"] & near}
+
+
+def _made(
+    q: torch.Tensor, k: Any, v: Any, select: Any, arguments: dict[str, Any], impl: str | None = None
+) -> tuple[Call, Selected]:
+    """The call without a selection, and the selection made."""
+    formulas: dict[str, Any] = {name: arguments.get(name) for name in ("mask", "score", "layout", "scale")}
+    with torch.no_grad():
+        call = make_call(q, k, v, **formulas)
+        if not isinstance(select, Selected):
+            return call, choose_tiles(call, as_select(select), impl)
+    select.check(call)
+    return call, select
+
+
+def _check(select: Select | Selected, arguments: dict[str, Any]) -> None:
+    """Raise InputError unless a selection can be made for these arguments."""
+    if isinstance(arguments.get("layout"), Paged):
+        raise InputError(
+            "select",
+            got=f"{select!r}, for keys in pages",
+            expected="dense or packed tensors",
+            hint="tiles are of keys that lie one after another",
+        )
+    if select.far != "drop" and arguments.get("dropout"):
+        hint = "a summary stands for many keys, of which some would be dropped"
+        got = f"{arguments['dropout']}, with far={select.far!r}"
+        raise InputError("dropout", got=got, expected="0", hint=hint)
+    scored = None if arguments.get("score") is None else as_score(arguments["score"])
+    if select.far == "summary2" and scored is not None and formula_kind(None, scored.text) == "curved":
+        raise InputError(
+            "select far",
+            got="'summary2', with a score formula that is not linear in the score",
+            expected="a score that only adds to it",
+            hint="far='summary' goes with any score",
+        )
+
+
+# what stands for the rest --------------------------------------------------------------------------------------------
+
+
+def _of_the_rest(
+    attention: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, selected: Selected,
+    arguments: dict[str, Any],
+) -> State:  # fmt: skip
+    """(o, lse) over one key for each tile that is not taken."""
+    spread, cu_seqlens = selected.far == "summary2", call.cu_seqlens_k
+    of_k = tile_means(k, selected.block[1], cu_seqlens=cu_seqlens, variance=spread)
+    (of_v,) = tile_means(v, selected.block[1], cu_seqlens=cu_seqlens)
+    keys, values = (x.transpose(-3, -2).to(q.dtype) for x in (of_k[0], of_v))
+    if spread:  # the product of squares with variances, times scale, is half the variance of scores
+        q = torch.cat([q, q * q], -1)
+        keys = torch.cat([keys, (0.5 * call.scale) * of_k[1].transpose(-3, -2).to(q.dtype)], -1)
+    arguments = arguments | {
+        "mask": selected.rest(call.num_heads_q),
+        "score": _score_of_rest(arguments["score"], selected),
+        "layout": selected.layout_of_rest(),
+        "scale": call.scale,
+        "sink": None,
+        "quantize": None,
+        "seed": None,
+    }
+    return cast(State, attention(q, keys, values, **arguments))
+
+
+def _score_of_rest(scored: Score | None, selected: Selected) -> Score:
+    """The formula at the middle of a tile j, plus the logarithm of how many keys it has."""
+    columns, places = selected.block[1], selected.places()
+
+    def summed(s: Expr, b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
+        start = j * columns
+        count = (places.seqlen_k(b) - start).clamp(1, columns)
+        moves = {"i": i + (places.seqlen_k(b) - places.tiles_k(b)), "j": start + (count - 1) // 2}
+
+        def moved(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+            return moves.get(str(node.value)) if node.op == "sym" else None
+
+        base = s if scored is None else transform(scored.expr, moved)
+        return base + e.unary("log", count.float())
+
+    return score(summed)
