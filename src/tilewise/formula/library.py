@@ -70,6 +70,14 @@ def lengths(seqlens: torch.Tensor) -> Mask:
     return mask(lambda b, h, i, j: j < seqlens[b], "lengths(seqlens)")
 
 
+def sinks(count: int) -> Mask:
+    """The first `count` keys; with a window, `window(1024) | sinks(4)`, the attention sinks of Xiao et al., "Efficient
+    Streaming Language Models with Attention Sinks".
+    """
+    _integer("sinks count", count, "how many keys from the first on every query sees, such as 4")
+    return mask(lambda b, h, i, j: j < count, lambda: f"sinks({count})")
+
+
 def document(ids: torch.Tensor) -> Mask:
     """Queries see keys of their own document. `ids` is an integer tensor (seqlen_k,) or (batch, seqlen_k).
 
