@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import once_per_version
+from tilewise.core.readback import being_traced, once_per_version
 from tilewise.formula import expr as e
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr
@@ -80,7 +80,7 @@ class Selected:
         """Where one key for each tile lies."""
         if self.layout is None:
             return None
-        return Packed(self.layout.cu_seqlens_q, _first_slots(self.block[1])(self.layout.keys))
+        return Packed(self.layout.cu_seqlens_q, _first_slots(self.layout.keys, self.block[1]))
 
     def places(self) -> Places:
         return Places(self)
@@ -104,8 +104,8 @@ class Selected:
         head = e.lit(0) if of_heads == 1 else h if of_heads == heads else h // (heads // of_heads)
         if self.layout is not None:
             first = (
-                _first_slots(self.block[0])(self.layout.cu_seqlens_q),
-                _first_slots(self.block[1])(self.layout.keys),
+                _first_slots(self.layout.cu_seqlens_q, self.block[0]),
+                _first_slots(self.layout.keys, self.block[1]),
             )
             # the clamps change no slot: they prove that none lies outside
             row, column = (
@@ -133,34 +133,31 @@ class Places:
         layout = self._selected.layout
         if layout is None:
             return int(self._selected.kept.shape[-1])
-        return _lengths(_first_slots(self._selected.block[1])(layout.keys))[b]
+        return _lengths(_first_slots(layout.keys, self._selected.block[1]))[b]
 
 
-@functools.cache
-def _first_slots(block: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From cumulative lengths, where tiles of sequences begin, (batch + 1,): remembered, so that their values, which
-    checks read, are read once.
-    """
-
-    def slots(cu_seqlens: torch.Tensor) -> torch.Tensor:
-        steps = torch.arange(cu_seqlens.shape[0], dtype=torch.int32, device=cu_seqlens.device)
-        return cu_seqlens // block + steps
-
-    known = once_per_version(slots)
-
-    def found(cu_seqlens: torch.Tensor) -> torch.Tensor:
-        remembered = known(cu_seqlens)
-        return slots(cu_seqlens) if remembered is None else remembered
-
-    return found
+def _first_slots(cu_seqlens: torch.Tensor, block: int) -> torch.Tensor:
+    """Where tiles of sequences begin, int32 (batch + 1,)."""
+    found = None if being_traced() else _known_slots(block)(cu_seqlens)
+    return _slots(cu_seqlens, block) if found is None else found
 
 
 def _lengths(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    remembered = _known_lengths(cu_seqlens)
-    return cu_seqlens.diff() if remembered is None else remembered
+    found = None if being_traced() else _known_lengths(cu_seqlens)
+    return cu_seqlens.diff() if found is None else found
 
 
+def _slots(cu_seqlens: torch.Tensor, block: int) -> torch.Tensor:
+    return cu_seqlens // block + torch.arange(len(cu_seqlens), dtype=torch.int32, device=cu_seqlens.device)
+
+
+# made once for each tensor, so that the values of these, which checks read, are read once, too
 _known_lengths = once_per_version(torch.diff)
+
+
+@functools.cache
+def _known_slots(block: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    return once_per_version(functools.partial(_slots, block=block))
 
 
 # the choice ----------------------------------------------------------------------------------------------------------

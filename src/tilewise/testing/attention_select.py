@@ -1,4 +1,4 @@
-"""Cases of attention over selected tiles, an oracle that knows no tiles but by loops, and what must hold on any device."""
+"""Cases of attention over selected tiles, an oracle that knows no tiles but by loops, and what must hold anywhere."""
 
 from __future__ import annotations
 

@@ -1,0 +1,249 @@
+"""`attention(select=)` on the CPU: tiles that are taken, summaries of the rest, the published choice, errors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.core.errors import InputError, TilewiseError
+from tilewise.testing import attention_select as cases
+from tilewise.testing.attention_select import CASES, SelectCase
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_results_and_gradients(case: SelectCase, dtype: torch.dtype) -> None:
+    cases.check(case, dtype, "cpu_tiled")
+
+
+@pytest.mark.parametrize("name", ["mass_causal", "packed", "summary2"])
+def test_the_specification_as_an_implementation(name: str) -> None:
+    cases.check(BY_NAME[name], torch.float32, "reference", backward=False)
+
+
+# which tiles ---------------------------------------------------------------------------------------------------------
+
+
+def published(q: torch.Tensor, k: torch.Tensor, tau: float, theta: float, rows: int, columns: int) -> torch.Tensor:
+    """SpargeAttention's first stage as its paper has it, for one head under a causal mask, in float64 by loops."""
+    tiles_q, tiles_k = q.double().split(rows), k.double().split(columns)
+
+    def alike(tile: torch.Tensor) -> float:
+        unit = tile / tile.norm(dim=-1, keepdim=True)
+        return float((unit @ unit.T).mean())
+
+    found = torch.zeros(len(tiles_q), len(tiles_k), dtype=torch.bool)
+    for m, queries in enumerate(tiles_q):
+        last = m * rows + len(queries) - 1 + len(k) - len(q)
+        seen = [n for n in range(len(tiles_k)) if n * columns <= last]
+        if alike(queries) <= theta:
+            found[m, seen] = True
+            continue
+        judged = [n for n in seen if alike(tiles_k[n]) > theta]
+        found[m, [n for n in seen if n not in judged]] = True
+        if not judged:
+            continue
+        scores = torch.stack([queries.mean(0) @ tiles_k[n].mean(0) for n in judged]) / math.sqrt(q.shape[1])
+        p = torch.softmax(scores, 0)
+        total = 0.0
+        for at in torch.argsort(p, descending=True).tolist():
+            found[m, judged[at]] = True
+            total += float(p[at])
+            if total >= tau:
+                break
+    return found
+
+
+@pytest.mark.parametrize(("tau", "theta"), [(0.5, -1.0), (0.9, 0.05), (0.3, 0.08), (1.0, 0.5)])
+@pytest.mark.parametrize("lengths", [(150, 150), (70, 131)])
+def test_the_published_choice(tau: float, theta: float, lengths: tuple[int, int]) -> None:
+    case = SelectCase("choice", tw.Select(tw.Sparge(tau, theta), block=(32, 16)), lengths=(lengths,) * 2)
+    q, k, _ = cases.make_inputs(case, torch.float32)
+    kept = tw.select_tiles(q, k, case.select, mask=tw.causal).kept
+    assert 0.1 < float(kept.float().mean()) < 1.0
+    for b in range(2):
+        for h in range(4):
+            want = published(q.detach()[b, :, h], k.detach()[b, :, h // 2], tau, theta, 32, 16)
+            assert torch.equal(kept[b, h], want), (b, h)
+
+
+def test_packed_sequences_choose_as_they_would_alone() -> None:
+    case = BY_NAME["packed_mass"]
+    q, k, _ = cases.make_inputs(case, torch.float32)
+    arguments = cases.arguments_of(case)
+    maps = cases.kept_of(case, tw.select_tiles(q, k, case.select, **arguments))
+    del arguments["layout"]
+    start_q = start_k = 0
+    for (length_q, length_k), kept in zip(case.lengths, maps, strict=True):
+        alone = (q[None, start_q : start_q + length_q], k[None, start_k : start_k + length_k])
+        if length_q and length_k:
+            want = tw.select_tiles(*alone, case.select, **arguments).kept[0]
+            assert torch.equal(kept, want.expand_as(kept))
+        start_q, start_k = start_q + length_q, start_k + length_k
+
+
+def test_a_group_shares_its_tiles() -> None:
+    q, k, _ = cases.make_inputs(BY_NAME["share"], torch.float32)
+    apart = tw.select_tiles(q, k, tw.TopK(2)).kept
+    shared = tw.select_tiles(q, k, tw.Select(tw.TopK(2), share_group=True)).kept
+    assert torch.equal(shared, apart.view(2, 2, 2, *apart.shape[2:]).any(2))
+
+
+def test_density() -> None:
+    q, k, _ = cases.make_inputs(BY_NAME["count"], torch.float32)
+    selected = tw.select_tiles(q, k, tw.Select(tw.TopK(1), block=50), mask=tw.causal)
+    assert float(selected.density()) == 3 / 6  # one of one, of two and of three
+    assert float(tw.select_tiles(q, k, tw.Sparge(1.0)).density()) == 1.0
+
+
+def test_what_comes_later_does_not_matter() -> None:
+    """Keys and queries behind a tile change nothing in it."""
+    for select in (tw.Sparge(0.4, 0.05), tw.Select(tw.TopK(0.3), far="summary2")):
+        case = SelectCase("future", tw.Select(*_parts(select), block=32, far=_far(select)), lengths=((160, 160),))
+        q, k, v = (x.detach() for x in cases.make_inputs(case, torch.float32))
+        o = tw.attention(q, k, v, mask=tw.causal, select=case.select)
+        for x in (q, k, v):
+            x[:, 96:] = torch.randn(x[:, 96:].shape, generator=torch.Generator().manual_seed(2)) * 3
+        again = tw.attention(q, k, v, mask=tw.causal, select=case.select)
+        assert torch.equal(o[:, :96], again[:, :96])
+        assert not torch.equal(o[:, 96:], again[:, 96:])
+
+
+def _parts(select: Any) -> tuple[Any, ...]:
+    return select.parts if isinstance(select, tw.Select) else (select,)
+
+
+def _far(select: Any) -> str:
+    return select.far if isinstance(select, tw.Select) else "drop"
+
+
+# what stands for the rest --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("far", ["drop", "summary", "summary2"])
+def test_with_every_tile_taken_it_is_plain_attention(far: str) -> None:
+    q, k, v = cases.make_inputs(BY_NAME["mass"], torch.float32)
+    o, lse = tw.attention_with_lse(q, k, v, mask=tw.causal, select=tw.Select(tw.Sparge(1.0), block=32, far=far))
+    want, want_lse = tw.attention_with_lse(q, k, v, mask=tw.causal, impl="cpu_tiled")
+    assert torch.equal(o, want)
+    torch.testing.assert_close(lse, want_lse, rtol=2.0**-23, atol=2.0**-22)
+
+
+def drifting(alpha: float, noise: float) -> tuple[torch.Tensor, ...]:
+    """64 tiles of 48 tokens around centres of a random walk; queries near theirs by alpha."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    centres = (draw(64, 1, 128) * 0.5).cumsum(0)
+    centres = (centres - centres.mean(0)) / centres.std()
+    k = centres + noise * draw(64, 48, 128)
+    v = (draw(64, 1, 128) * 0.3).cumsum(0) + noise * draw(64, 48, 128)
+    q = draw(64, 48, 128) + alpha * centres
+    return tuple(x.reshape(1, -1, 1, 128) for x in (q, k, v))
+
+
+@pytest.mark.parametrize("alpha", [0.6, 0.4, 0.25])
+def test_summaries_of_tiles_that_are_alike(alpha: float) -> None:
+    """Where near tiles hold 20 to 45 % of the weights, dropping the rest is off by a fifth or so, and one key for each
+    tile by at most 0.03.
+    """
+    q, k, v = drifting(alpha, 0.5)
+    near = tw.mask(lambda b, h, i, j: abs(i // 48 - j // 48) <= 3)
+    full, lse = tw.attention_with_lse(q, k, v)
+    mass = float(torch.exp(tw.attention_with_lse(q, k, v, mask=near)[1] - lse).mean())
+    assert 0.2 <= mass <= 0.45
+    off = {}
+    for far in ("drop", "summary", "summary2"):
+        o = tw.attention(q, k, v, select=tw.Select(near, block=48, far=far))
+        off[far] = float((o - full).abs().sum() / full.abs().sum())
+    assert off["drop"] >= 0.18
+    assert off["summary"] <= 0.03
+    assert off["summary2"] <= 0.5 * off["summary"]
+
+
+# what it goes with ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.Sage1(), tw.FA3FP8()], ids=str)
+def test_in_few_bits(scheme: Any) -> None:
+    """The codes of all keys, and of these the tiles that are taken."""
+    q, k, v = (x.detach() for x in cases.make_inputs(BY_NAME["mass"], torch.float32))
+    selected = tw.select_tiles(q, k, tw.Select(tw.TopK(2), block=32))
+    o = tw.attention(q, k, v, quantize=scheme, select=selected)
+    assert torch.equal(o, tw.attention(q, k, v, quantize=scheme, mask=tw.blocks(selected.kept, 32)))
+    far = tw.attention(q, k, v, quantize=scheme, select=tw.Select(tw.TopK(2), block=32, far="summary"))
+    exact = tw.attention(q, k, v, select=tw.Select(tw.TopK(2), block=32, far="summary"))
+    assert float((far - exact).norm()) < 0.1 * float(exact.norm())
+
+
+def test_a_selection_made_before_serves_other_queries() -> None:
+    q, k, v = cases.make_inputs(BY_NAME["mass"], torch.float32)
+    selected = tw.select_tiles(q, k, tw.Select(tw.TopK(2), block=32))
+    other = torch.randn(q.shape, generator=torch.Generator().manual_seed(9))
+    o = tw.attention(other, k, v, select=selected)
+    assert torch.equal(o, tw.attention(other, k, v, mask=tw.blocks(selected.kept, 32)))
+
+
+@pytest.mark.parametrize("name", ["mass_causal", "packed", "summary2", "weight"])
+def test_compiled_whole(name: str) -> None:
+    case = BY_NAME[name]
+    q, k, v = cases.make_inputs(case, torch.float32)
+    arguments = cases.arguments_of(case)
+
+    def double(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return tw.attention(q, k, v, select=case.select, **arguments) * 2
+
+    found = torch.compile(double, fullgraph=True, backend="aot_eager")(q, k, v)
+    want = double(q, k, v)
+    torch.testing.assert_close(found, want)
+    for got, right in zip(
+        torch.autograd.grad(found.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(got, right)
+
+
+def test_why_knows_the_selection() -> None:
+    q, k, v = (x.detach() for x in cases.make_inputs(BY_NAME["mass"], torch.float32))
+    assert tw.why(q, k, v).chosen == "cpu_sdpa"
+    assert tw.why(q, k, v, select=tw.TopK(2)).chosen == "cpu_tiled"
+
+
+@pytest.mark.parametrize("lengths", [(0, 9), (9, 0), (0, 0)])
+@pytest.mark.parametrize("far", ["drop", "summary"])
+def test_nothing_to_do(lengths: tuple[int, int], far: str) -> None:
+    q, k = torch.randn(2, lengths[0], 4, 16), torch.randn(2, lengths[1], 2, 16)
+    o, lse = tw.attention_with_lse(q, k, k, select=tw.Select(tw.Sparge(), far=far))
+    assert torch.equal(o, torch.zeros_like(q))
+    assert bool((lse == -torch.inf).all())
+
+
+def test_errors() -> None:
+    q, k, v = (x.detach() for x in cases.make_inputs(BY_NAME["mass"], torch.float32))
+    table, seqlens = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    far, far2 = (tw.Select(tw.TopK(1), far=far) for far in ("summary", "summary2"))
+    short = tw.select_tiles(q[:, :50], k, tw.TopK(1))
+    for changes, name in (
+        ({"select": "sparge"}, "select"),
+        ({"select": tw.TopK(1), "layout": tw.Paged(table, seqlens)}, "select"),
+        ({"select": far, "dropout": 0.1}, "dropout"),
+        ({"select": far2, "score": tw.softcap(3.0)}, "select far"),
+        ({"select": short}, "select"),
+        ({"select": tw.Sparge((0.5, 0.6))}, "Sparge tau"),
+        ({"select": tw.TopK(1, theta=(0.1, 0.2, 0.3))}, "TopK theta"),
+        ({"select": tw.TopK(1), "mask": torch.ones(2, 2)}, "mask"),
+        ({"select": tw.TopK(1), "scale": "big"}, "scale"),
+    ):
+        with pytest.raises(TilewiseError, match=f"^{name}: got"):
+            tw.attention(q, k, v, **changes)
+    with pytest.raises(InputError, match=r"^select: got"):
+        tw.select_tiles(q, k, None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^k: got"):
+        tw.attention(q, k[..., :8], v, select=tw.TopK(1))
