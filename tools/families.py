@@ -117,6 +117,12 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
     "cross_entropy": (),
     "glu": (),
     "rope": ("src/tilewise/rotary.py", "src/tilewise/ops/rope/torch_op.py", _ROTARY),
+    "tile_means": ("src/tilewise/tiles/visit.py",),
+    "select": (
+        "src/tilewise/schedule/*.py",
+        "src/tilewise/ops/tile_means/*.py",
+        *(_ATTENTION + name for name in ("choice.py", "selected.py")),
+    ),
     "quantize": (
         "src/tilewise/layouts.py",
         "src/tilewise/quant/*.py",
@@ -141,7 +147,9 @@ def _neighbour(name: str) -> tuple[Family, Family]:
         *(folder + part for part in ("__init__.py", "problem.py", "table.py")),
     )
     kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
-    tests = (f"tests/gpu/test_{name}.py", *(["tests/gpu/test_fused.py"] if name in _FUSED else ()))
+    more = ["tests/gpu/test_fused.py"] if name in _FUSED else []
+    more += ["tests/gpu/test_attention_select.py"] if name == "select" else []
+    tests = (f"tests/gpu/test_{name}.py", *more)
     return (
         Family(f"{name}_triton", kernels, tests, ("triton",), _CI, name),
         Family(f"{name}_cpu", (*shared, folder + "cpu.py"), (f"tests/ops/{name}/*.py",), ("cpu",), "", name),

@@ -25,18 +25,18 @@ def test_line_limit_is_the_last_allowed_line(tmp_path: Path, name: str, limit: i
 
 
 def test_a_public_signature_is_limited_a_private_or_device_one_is_not(tmp_path: Path) -> None:
-    fourteen = ", ".join(f"a{i}" for i in range(14))
+    fifteen = ", ".join(f"a{i}" for i in range(15))
     source = "\n".join(
         [
-            f"def fits({fourteen}): ...",
-            f"def too_many({fourteen}, *, more): ...",
-            f"def _private({fourteen}, more): ...",
-            f"@triton.jit\ndef kernel({fourteen}, more): ...",
+            f"def fits({fifteen}): ...",
+            f"def too_many({fifteen}, *, more): ...",
+            f"def _private({fifteen}, more): ...",
+            f"@triton.jit\ndef kernel({fifteen}, more): ...",
             "class Public:",
-            f"    def fits(self, {fourteen}): ...",
-            f"    def __init__(self, {fourteen}, **more): ...",
+            f"    def fits(self, {fifteen}): ...",
+            f"    def __init__(self, {fifteen}, **more): ...",
             "class _Private:",
-            f"    def run(self, {fourteen}, more): ...",
+            f"    def run(self, {fifteen}, more): ...",
         ]
     )
     found = list(size_gate.violations(_write(tmp_path, "signatures.py", source)))

@@ -166,14 +166,14 @@ def classify(
     symbols = {
         "j0": j0,
         "j1": (j0 + block_n - 1).clamp(max=seqlen_k - 1),
-        "block_i": torch.tensor(block_m, device=device),
-        "block_j": torch.tensor(block_n, device=device),
+        "block_i": torch.full((), block_m, device=device),
+        "block_j": torch.full((), block_n, device=device),
     }
     rows = max(1, _CHUNK // tiles_k)
     for b in range(sizes[0]):
         for h in range(sizes[1]):
-            symbols["b"] = torch.tensor(first_batch + b, device=device)
-            symbols["h"] = torch.tensor(h, device=device)
+            symbols["b"] = torch.full((), first_batch + b, device=device)
+            symbols["h"] = torch.full((), h, device=device)
             for start in range(0, tiles_q, rows):
                 i0 = torch.arange(start, min(start + rows, tiles_q), device=device)[:, None] * block_m
                 symbols["i0"] = i0 + shift
@@ -238,8 +238,8 @@ def classify_pairs(
         "i1": torch.maximum(queries.first, queries.last)[:, None],
         "j0": keys.first,
         "j1": torch.maximum(keys.first, keys.last),
-        "block_i": torch.tensor(block_m, device=device),
-        "block_j": torch.tensor(block_n, device=device),
+        "block_i": torch.full((), block_m, device=device),
+        "block_j": torch.full((), block_n, device=device),
     }
     tables = build_tables(rule.tables, mask.tensors, block_m, block_n)
     sure, maybe = evaluate([rule.sure, rule.maybe], symbols, mask.tensors, mask.numbers, torch.float32, tables)

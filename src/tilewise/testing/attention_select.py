@@ -146,7 +146,7 @@ def sequences(case: SelectCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     if not case.packed:
         return [tuple(x[b].transpose(0, 1) for x in (q, k, v)) for b in range(len(case.lengths))]
     of_q, of_k = ([both[n] for both in case.lengths] for n in (0, 1))
-    split = (q.split(of_q), k.split(of_k), v.split(of_k))
+    split = (torch.split(q, of_q), torch.split(k, of_k), torch.split(v, of_k))
     return [tuple(x.transpose(0, 1) for x in parts) for parts in zip(*split, strict=True)]
 
 
@@ -220,7 +220,7 @@ def check(case: SelectCase, dtype: torch.dtype, impl: str | None, device: str = 
     results: dict[torch.dtype, list[torch.Tensor]] = {}
     for compute in (torch.float64, dtype):
         leaves = [x.detach().to(compute).requires_grad_() for x in (q, k, v)]
-        want = oracle(case, *leaves, kept, compute)
+        want = oracle(case, leaves[0], leaves[1], leaves[2], kept, compute)
         results[compute] = [want, *torch.autograd.grad(want, leaves, do.to(compute))]
     found = [o, *(torch.autograd.grad(o, (q, k, v), do) if backward else ())]
     largest = float(torch.cat([x.detach().float().abs().flatten() for x in (q, k, v, do)]).max())

@@ -62,9 +62,9 @@ def make_call(case: RowsCase, device: str = "cpu") -> Call:
     alike_q, alike_k = (
         torch.rand(shape, generator=generator) for shape in (case.shape[:3], (batch, case.heads_kv, tiles))
     )
-    tensors = (scores, classes, *((alike_q, alike_k) if case.alike else (None, None)))
-    least, amount = torch.linspace(0.2, 0.5, heads), torch.tensor(case.amounts)
-    return Call(*(None if x is None else x.to(device) for x in (*tensors, least, amount)), case.kind)  # type: ignore[arg-type]
+    of_q, of_k = (alike_q.to(device), alike_k.to(device)) if case.alike else (None, None)
+    least, amount = (x.to(device) for x in (torch.linspace(0.2, 0.5, heads), torch.tensor(case.amounts)))
+    return Call(scores.to(device), classes.to(device), of_q, of_k, least, amount, case.kind)
 
 
 def check(case: RowsCase, impl: str | None, device: str = "cpu") -> None:
@@ -89,8 +89,8 @@ def _variant(kind: str, alike: bool) -> Callable[[int, torch.dtype], tuple[Opera
         """Rows of 1,024 tiles, of 100, or as many as there may be."""
         tiles = {4096: 1024, 1000: 100}.get(width, 16384)
         scores, classes = torch.zeros(2, 4, 3, tiles), torch.zeros(1, 1, 3, tiles, dtype=torch.int8)
-        similar = (torch.zeros(2, 4, 3), torch.zeros(2, 2, tiles)) if alike else (None, None)
-        return TAKE, Call(scores, classes, *similar, torch.zeros(4), torch.zeros(4), kind)
+        of_q, of_k = (torch.zeros(2, 4, 3), torch.zeros(2, 2, tiles)) if alike else (None, None)
+        return TAKE, Call(scores, classes, of_q, of_k, torch.zeros(4), torch.zeros(4), kind)
 
     return make
 

@@ -1,0 +1,31 @@
+"""`attention(select=)` by the Triton kernels: tiles that are taken, and summaries of the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.testing import attention_select as cases
+from tilewise.testing.attention_select import CASES, SelectCase
+
+SMALL = [
+    case if case.packed else replace(case, lengths=tuple((min(q, 50), min(k, 50)) for q, k in case.lengths[:1]))
+    for case in CASES
+    if case.name not in ("mass_by_head", "share", "short")
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=repr)
+def test_results_and_gradients(case: SelectCase) -> None:
+    cases.check(case, torch.float32, "triton")
+
+
+def test_in_few_bits() -> None:
+    q, k, v = (x.detach() for x in cases.make_inputs(SMALL[0], torch.float32))
+    selected = tw.select_tiles(q, k, tw.Select(tw.TopK(2), block=16))
+    o = tw.attention(q, k, v, quantize=tw.Sage2(), select=selected, impl="triton_codes")
+    want = tw.attention(q, k, v, quantize=tw.Sage2(), mask=tw.blocks(selected.kept, 16), impl="cpu_codes")
+    assert float((o - want).norm()) <= 2.0**-4 * float(want.norm())  # each rounds its weights
