@@ -10,7 +10,7 @@ somewhere in the tile, an end is NaN or missing, and such a comparison is undeci
 A captured tensor enters through tables of minima and maxima (`Extremum`), which `Bounds.tables` lists and the caller
 builds. A dimension indexed by i or j, plus or minus something exact, is reduced in blocks of `block_i` or `block_j`
 elements (a tile then meets two at most); one whose index moves in another way is read at the index's two ends where
-they are neighbours, and reduced as a whole where not.
+they are neighbours, and reduced as a whole where not (a boolean one counts as both then).
 """
 
 from __future__ import annotations
@@ -109,13 +109,15 @@ class Bounds:
         close = Interval(*(self._extreme(node, kept, choices, kind) for kind in ("min", "max")))
         if "ends" not in dims:
             return close
+        if node.kind == "bool":  # over many entries it is nearly always both
+            return Interval(where(narrow, close.low, FALSE), where(narrow, close.high, TRUE))
         whole = ["all" if dim == "ends" else dim for dim in dims]
         anywhere = [[lit(0)] if dim == "ends" else choice for dim, choice in zip(dims, choices, strict=True)]
         wide = [self._extreme(node, whole, anywhere, kind) for kind in ("min", "max")]
         return Interval(where(narrow, close.low, wide[0]), where(narrow, close.high, wide[1]))
 
     def _extreme(self, node: Expr, dims: list[str], choices: list[list[Expr]], kind: str) -> Expr:
-        table = Extremum(node.value, kind, tuple(dims))
+        table = Extremum(node.value, "min" if set(dims) <= {"keep"} else kind, tuple(dims))  # an entry alone is both
         if table not in self.tables:
             self.tables.append(table)
         slot = self.tables.index(table)

@@ -87,6 +87,8 @@ def build_tables(
 
 def _extrema(tensor: torch.Tensor, spec: Sequence[tuple[str, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     values = tensor.detach()
+    if all(mode == "keep" for mode, _ in spec):
+        return values, values
     low = high = values.to(torch.uint8) if values.dtype == torch.bool else values
     for dim, (mode, block) in enumerate(spec):
         if mode == "all":

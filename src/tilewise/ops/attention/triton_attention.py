@@ -181,11 +181,16 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
 
 
 def _tables(rule: TileRule, tensors: Sequence[torch.Tensor], cfg: Config) -> tuple[torch.Tensor, ...]:
-    """The rule's block extrema: by one kernel where only the last dimension is blocked, else by PyTorch."""
+    """The rule's block extrema: tensors as they are where nothing is blocked, by one kernel where only the last dimension
+    is, else by PyTorch.
+    """
     done: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
     result = []
     for table in rule.tables:
         tensor = tensors[table.slot]
+        if set(table.dims) <= {"keep"}:
+            result.append(tensor.contiguous())
+            continue
         block = {"i": cfg.block_m, "j": cfg.block_n}.get(table.dims[-1] if table.dims else "")
         simple = set(table.dims[:-1]) <= {"keep"} and tensor.is_contiguous()
         if block is None or not simple or tensor.dtype not in (torch.int32, torch.int64):
