@@ -147,6 +147,7 @@ def _of_the_rest(
         "sink": None,
         "quantize": None,
         "seed": None,
+        "impl": None if arguments.get("quantize") is not None else arguments.get("impl"),  # which is of few bits then
     }
     return cast(State, attention(q, keys, values, **arguments))
 

@@ -181,8 +181,8 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
 
 
 def _tables(rule: TileRule, tensors: Sequence[torch.Tensor], cfg: Config) -> tuple[torch.Tensor, ...]:
-    """The rule's block extrema: tensors as they are where nothing is blocked, by one kernel where only the last dimension
-    is, else by PyTorch.
+    """The rule's block extrema: tensors as they are where nothing is blocked, by one kernel where only the last
+    dimension is, else by PyTorch.
     """
     done: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
     result = []

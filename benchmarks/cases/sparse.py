@@ -1,0 +1,235 @@
+"""Questions `sparse_forward`, `sparse_backward`, `sparse_choice` and `sparse_whole`: attention over selected tiles.
+
+bf16, heads times head_dim 2048, head_dim 128, one sequence.
+
+Part map: 32,768 tokens, maps of tiles of 128 drawn at random for each head, 5 to 100 % of them taken, beside the same
+kernel over all tiles; forward and backward. Errors are to float64 under the same map. TFLOP/s count what is taken.
+
+Part choice: what `select_tiles` takes by means of tiles, 16,384 tokens of sequences of 8,192 and one of 131,072, beside
+exact attention over all tiles.
+
+Part local: queries and keys that follow a random walk, 32,768 and 131,072 tokens, `Sparge` with and without summaries,
+exact and in FP8, choice and codes included, beside the same over all tiles. TFLOP/s count all tiles; errors are to
+exact attention over all of them, and the density is in the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from benchmarks.cases import Options
+from benchmarks.contenders import HEAD, inputs, sources_of
+from benchmarks.environment import current
+from benchmarks.records import Writer
+from benchmarks.reference import Slice, head_slice, relative_error
+from benchmarks.timing import Call, ceilings, interleaved, method
+
+FORWARD, BACKWARD, CHOICE, WHOLE = QUESTIONS = ("sparse_forward", "sparse_backward", "sparse_choice", "sparse_whole")
+DENSITIES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+ROUNDS = 20
+HEADS, HEAD_DIM, TILE = 16, 128, 128
+EXACT = "relative l2 to float64 under the same map, one head"
+ALL = "relative l2 to exact attention over all tiles"
+FP8 = tw.Sage("fp8")
+TAKEN = tw.Sparge(tau=0.9, theta=-1.0)
+CHOSEN = {"selected": tw.Select(TAKEN), "summary": tw.Select(TAKEN, far="summary")}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What all parts share."""
+
+    writer: Writer
+    device: str
+    rounds: int
+    quick: bool
+
+    @property
+    def row(self) -> str:
+        return "hopper" if self.device == "cuda" else "cpu_tiled"
+
+    @property
+    def coded(self) -> str:
+        return "hopper_codes" if self.device == "cuda" else "cpu_codes"
+
+    @property
+    def tile(self) -> int:
+        return 16 if self.quick else TILE
+
+    def shape(self, seqlen: int, batch: int = 1) -> tuple[int, int, int, int]:
+        return (batch, 160, 4, 16) if self.quick else (batch, seqlen, HEADS, HEAD_DIM)
+
+    def inputs(self, shape: tuple[int, int, int, int]) -> list[torch.Tensor]:
+        return inputs(shape, torch.bfloat16 if self.device == "cuda" else torch.float32, self.device)
+
+    def write(
+        self, question: str, problem: dict[str, Any], calls: Mapping[str, Call], operations: Mapping[str, float],
+        errors: Mapping[str, float], metric: str, includes: str,
+    ) -> None:  # fmt: skip
+        """Time the calls, taking turns, and write a record of each."""
+        for name, result in interleaved(calls, device=self.device, rounds=self.rounds).items():
+            times = result.quantiles
+            outcome: dict[str, Any] = {"metric": "failure", "message": result.failure}
+            if times:
+                outcome = {"metric": metric, "value": float(f"{errors[name]:.3g}")} if name in errors else {}
+            rate = operations[name] / times[1] / 1e9 if times and name in operations else None
+            operation = "select" if name.split(".")[-1] == "choice" else "attention"
+            self.writer.write(
+                question, problem, name, times_ms=times, tflops=rate, error=outcome or None, includes=includes,
+                sources=sources_of(name, operation),
+            )  # fmt: skip
+
+
+def run(options: Options) -> None:
+    """Measure what is wanted: parts map, choice and local."""
+    device, rounds = options.device, min(options.rounds, ROUNDS)
+    ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
+    writer = Writer(current(device), method=method(device, rounds), ceilings=ceiling, results=options.out)
+    what = _Run(writer, device, rounds, options.quick)
+    parts: dict[str, Callable[[_Run], None]] = {"map": _map, "choice": _choice, "local": _local}
+    for name, part in parts.items():
+        if options.wants(name):
+            part(what)
+
+
+def _problem(what: str, shape: tuple[int, int, int, int], dtype: torch.dtype, **more: Any) -> dict[str, Any]:
+    batch, seqlen, heads, head_dim = shape
+    return {
+        "operation": what, "seqlen_q": seqlen, "seqlen_k": seqlen, "batch": batch, "num_heads_q": heads,
+        "num_heads_kv": heads, "head_dim": head_dim, "dtype": str(dtype)[6:], **more,
+    }  # fmt: skip
+
+
+def _operations(shape: tuple[int, int, int, int], share: float = 1.0) -> float:
+    batch, seqlen, heads, head_dim = shape
+    return 4.0 * batch * heads * head_dim * seqlen**2 * share
+
+
+# random maps ---------------------------------------------------------------------------------------------------------
+
+
+def _map(what: _Run) -> None:
+    shape = what.shape(32_768)
+    q, k, v, do = what.inputs(shape)
+    all_tiles = tw.select_tiles(q, k, tw.Select(tw.TopK(1.0), block=what.tile))
+    generator = torch.Generator(q.device).manual_seed(0)
+    order = torch.rand((1, shape[2], *all_tiles.kept.shape[2:]), generator=generator, device=q.device)
+    dense = f"tilewise.{what.row}.dense"
+    for density in DENSITIES if not what.quick else (0.1, 1.0):
+        count = max(1, round(density * order.shape[-1]))
+        kept = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order.topk(count).indices, True)
+        selected, share = replace(all_tiles, kept=kept), count / order.shape[-1]
+        want = _under(q, k, v, do, kept, what.tile)
+        attention = {
+            f"tilewise.{what.row}.selected": _attention(what.row, select=selected),
+            dense: _attention(what.row),
+        }
+        problem = _problem("map", shape, q.dtype, formula=f"{share:.0%} of the tiles")
+        outputs = {name: attend(q, k, v) for name, attend in attention.items()}
+        grads = {name: torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for name, o in outputs.items()}
+        ours = f"tilewise.{what.row}.selected"
+        off = relative_error(outputs[ours].detach()[HEAD[0], :, HEAD[1]], want.o)
+        off_back = max(
+            relative_error(x[HEAD[0], :, HEAD[1]], right)
+            for x, right in zip(grads[ours], (want.dq, want.dk, want.dv), strict=True)
+        )
+        operations = {ours: _operations(shape, share), dense: _operations(shape)}
+        forward = {name: _bound(attend, q, k, v) for name, attend in attention.items()}
+        what.write(FORWARD, problem, forward, operations, {ours: off}, EXACT, "the whole call; the map is there")
+        backward = {name: _gradient(o, (q, k, v), do) for name, o in outputs.items()}
+        operations = {name: 2.5 * n for name, n in operations.items()}
+        includes = "torch.autograd.grad of q, k, v from a saved forward; the map is there"
+        what.write(BACKWARD, problem, backward, operations, {ours: off_back}, EXACT, includes)
+
+
+def _under(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, kept: torch.Tensor, tile: int) -> Slice:
+    """One head in float64 under a map."""
+
+    def taken(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return kept[0, h, i // tile, j // tile]
+
+    head = HEAD[1]
+    return head_slice(q, k, v, do, mask=taken, score=None, batch=HEAD[0], head=head)
+
+
+def _attention(row: str, **arguments: Any) -> Callable[..., torch.Tensor]:
+    return lambda q, k, v: tw.attention(q, k, v, impl=row, **arguments)
+
+
+def _bound(attend: Callable[..., Any], *tensors: torch.Tensor) -> Call:
+    return lambda: attend(*tensors)
+
+
+def _gradient(o: torch.Tensor, leaves: tuple[torch.Tensor, ...], do: torch.Tensor) -> Call:
+    return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+
+# the choice ----------------------------------------------------------------------------------------------------------
+
+
+def _choice(what: _Run) -> None:
+    for seqlen, batch in ((8192, 2), (131_072, 1)):
+        shape = what.shape(seqlen, batch)
+        q, k, v = (x.detach() for x in what.inputs(shape)[:3])
+        dense, choice = f"tilewise.{what.row}.dense", f"tilewise.{'triton' if what.device == 'cuda' else 'cpu'}.choice"
+        for name, mask in (("full", None), ("causal", tw.causal)):
+            calls = {
+                choice: _selecting(q, k, tw.Select(tw.Sparge(0.9, 0.3), block=what.tile), mask),
+                dense: _bound(_attention(what.row, mask=mask), q, k, v),
+            }
+            problem = _problem("choice", shape, q.dtype, formula=name)
+            what.write(CHOICE, problem, calls, {}, {}, "", "select_tiles; attention over all tiles")
+
+
+def _selecting(q: torch.Tensor, k: torch.Tensor, select: tw.Select, mask: Any) -> Call:
+    return lambda: tw.select_tiles(q, k, select, mask=mask)
+
+
+# from beginning to end -----------------------------------------------------------------------------------------------
+
+
+def drifting(
+    shape: tuple[int, int, int, int], tile: int, dtype: torch.dtype, device: str, near: float = 3.0
+) -> list[torch.Tensor]:
+    """q, k, v whose tiles lie around centres of a random walk, queries near theirs: most weights are near by, in as
+    many tiles for each head as the walk is slow.
+    """
+    batch, seqlen, heads, head_dim = shape
+    tiles = -(-seqlen // tile)
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.randn(tiles, heads, head_dim, generator=generator) * torch.linspace(0.2, 0.6, heads)[:, None]
+    centres = steps.cumsum(0)
+    centres = (centres - centres.mean(0)) / centres.std(dim=(0, 2), keepdim=True)
+    centres = centres.to(device).repeat_interleave(tile, 0)[:seqlen]
+    on_device = torch.Generator(device).manual_seed(0)
+
+    def noise() -> torch.Tensor:
+        return torch.randn(batch, seqlen, heads, head_dim, generator=on_device, device=device)
+
+    q, k, v = noise() + near * centres, 0.5 * noise() + centres, 0.5 * noise() + centres
+    return [x.to(dtype) for x in (q, k, v)]
+
+
+def _local(what: _Run) -> None:
+    for seqlen in (32_768, 131_072):
+        shape = what.shape(seqlen)
+        q, k, v = drifting(shape, what.tile, torch.bfloat16 if what.device == "cuda" else torch.float32, what.device)
+        want = tw.attention(q, k, v, impl=what.row)
+        density = float(tw.select_tiles(q, k, tw.Select(TAKEN, block=what.tile)).density())
+        calls: dict[str, Call] = {f"tilewise.{what.row}.dense": _bound(_attention(what.row), q, k, v)}
+        calls[f"tilewise.{what.coded}.dense"] = _bound(_attention(what.coded, quantize=FP8), q, k, v)
+        for name, made in CHOSEN.items():
+            select = tw.Select(*made.parts, block=what.tile, far=made.far)
+            calls[f"tilewise.{what.row}.{name}"] = _bound(_attention(what.row, select=select), q, k, v)
+            if made.far == "drop":
+                attend = _attention(what.coded, select=select, quantize=FP8)
+                calls[f"tilewise.{what.coded}.{name}"] = _bound(attend, q, k, v)
+        errors = {name: relative_error(call(), want) for name, call in calls.items()}  # type: ignore[arg-type]
+        problem = _problem("local", shape, q.dtype, formula=f"{density:.0%} of the tiles")
+        operations = dict.fromkeys(calls, _operations(shape))
+        what.write(WHOLE, problem, calls, operations, errors, ALL, "the whole call; choice and codes are made")

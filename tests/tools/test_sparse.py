@@ -1,0 +1,45 @@
+"""The benchmark of selected tiles, at sizes that a CPU has done with in a moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import sparse
+from tests.tools.running import quick
+from tools.families import FAMILIES
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
+
+
+def test_every_part_is_measured_beside_all_tiles(tmp_path: Path) -> None:
+    found = quick("sparse", tmp_path)
+    assert {record.question for record in found} == set(sparse.QUESTIONS)
+    assert not any(record.failed for record in found)
+    for question, impls in (
+        (sparse.FORWARD, {"tilewise.cpu_tiled.selected", "tilewise.cpu_tiled.dense"}),
+        (sparse.BACKWARD, {"tilewise.cpu_tiled.selected", "tilewise.cpu_tiled.dense"}),
+        (sparse.CHOICE, {"tilewise.cpu.choice", "tilewise.cpu_tiled.dense"}),
+        (sparse.WHOLE, {
+            *(f"tilewise.{row}.{what}" for row in ("cpu_tiled", "cpu_codes") for what in ("dense", "selected")),
+            "tilewise.cpu_tiled.summary",
+        }),
+    ):  # fmt: skip
+        assert {record.impl for record in found if record.question == question} == impls
+    for record in found:
+        family = "attention_codes_cpu" if "codes" in record.impl else "attention_cpu"
+        assert record.sources == FAMILIES["select_cpu" if record.impl.endswith("choice") else family].hash()
+        if record.question in (sparse.FORWARD, sparse.BACKWARD) and record.impl.endswith("selected"):
+            assert record.error is not None
+            assert record.error["value"] < 1e-5
+    rates = {record.problem["formula"]: record for record in found if record.question == sparse.FORWARD}
+    assert set(rates) == {"10% of the tiles", "100% of the tiles"}
+
+
+def test_summaries_are_nearer_than_nothing(tmp_path: Path) -> None:
+    found = {record.impl: record.error for record in quick("sparse", tmp_path, "local")}
+    summary, dropped = (found[f"tilewise.cpu_tiled.{name}"] for name in ("summary", "selected"))
+    assert summary is not None
+    assert dropped is not None
+    assert summary["value"] < 0.5 * dropped["value"]
