@@ -32,6 +32,7 @@ from tools.families import NEIGHBOURS
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "compile" / "resources.json"
 ARCHITECTURES = (80, 90, 100)
 SEQLEN, HEADS, HEADS_KV = 256, 4, 2
+LEFT_OUT = 15.0  # how far below the largest scores are that count for nothing
 LONG = 1024  # tokens of Hopper's variants: shorter ones have a backward of their own, that of "repeats"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -62,6 +63,7 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "packed": lambda: {"mask": tw.causal, "layout": _packed()},
     "dropout": lambda: {"mask": tw.causal, "dropout": 0.1, "seed": 0},
     "repeats": lambda: {"mask": tw.causal, "deterministic": True},
+    "left out": lambda: {"mask": tw.causal},  # tiles of small weights
     "pages": lambda: {"mask": tw.causal, "layout": _packed()},
     "small pages": lambda: {"mask": tw.causal, "layout": _packed()},  # which no boxes reach
     "invariant": lambda: {"mask": tw.causal, "batch_invariant": True},
@@ -157,10 +159,13 @@ class Variant:
             return self._paged(arguments)
         lead = (SEQLEN,) if "layout" in arguments else (2, LONG if self.row in ("hopper", "hopper_codes") else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
-        grad = self.row not in ("triton_decode", "hopper_codes", "triton_codes") or self.formula == "sage2 sums"
+        forward = self.row in ("triton_decode", "hopper_codes", "triton_codes") or self.formula == "left out"
+        grad = not forward or self.formula == "sage2 sums"
         q = torch.zeros(*rows, HEADS, self.head_dim, dtype=DTYPES[self.dtype], requires_grad=grad)
         k, v = (torch.zeros(*lead, HEADS_KV, self.head_dim, dtype=q.dtype, requires_grad=grad) for _ in range(2))
-        return make_call(q, k, v, **arguments)
+        call = make_call(q, k, v, **arguments)
+        call.skip = LEFT_OUT if self.formula == "left out" else call.skip
+        return call
 
     def _paged(self, arguments: dict[str, Any]) -> Call:
         """Two requests of four queries, sixteen where they share prefixes, or of a packed prefill, over pages."""
@@ -261,6 +266,7 @@ def variants() -> Iterator[Variant]:
             "packed",
             "dropout",
             "repeats",
+            "left out",
             "pages",
             "small pages",
         ):

@@ -17,7 +17,7 @@ from tools.kernel_resources import FORMULAS, Variant, read_table, variants
 
 VARIANTS = [variant for variant in variants() if variant.row == "hopper" and variant.quick]
 BACKWARD = [
-    v for v in VARIANTS if v.formula not in ("dropout", "pages", "small pages")
+    v for v in VARIANTS if v.formula not in ("dropout", "left out", "pages", "small pages")
 ]  # which have the portable backward, or none
 COLUMNS = 128  # keys of a tile: each of 128 threads has 64 * COLUMNS / 128 probabilities of it
 FORWARD, PREPARE = "attention_fwd_sm90", "prepare"
@@ -34,7 +34,7 @@ def _backward(variant: Variant) -> dict[str, Any]:
     return {kernel.metadata.name: kernel for kernel in kernels}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.formula != "left out"], ids=str)
 def test_exponentials_run_beside_products(variant: Variant) -> None:
     with torch.no_grad(), compiling_for(90) as kernels:
         gluon_attention.forward(variant.call())

@@ -69,3 +69,9 @@ def test_gradients_repeat() -> None:
         o = tw.attention(q, k, v, mask=tw.causal, select=case.select, deterministic=True)
         found.append(torch.autograd.grad(o.float().square().sum(), (q, k, v)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_small_weights_are_left_out(row: str, dtype: torch.dtype) -> None:
+    cases.check_left_out(dtype, row, DEVICE)

@@ -29,3 +29,7 @@ def test_in_few_bits() -> None:
     o = tw.attention(q, k, v, quantize=tw.Sage2(), select=selected, impl="triton_codes")
     want = tw.attention(q, k, v, quantize=tw.Sage2(), mask=tw.blocks(selected.kept, 16), impl="cpu_codes")
     assert float((o - want).norm()) <= 2.0**-4 * float(want.norm())  # each rounds its weights
+
+
+def test_small_weights_are_left_out() -> None:
+    cases.check_left_out(torch.float32, "triton")

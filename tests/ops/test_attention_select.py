@@ -249,3 +249,16 @@ def test_errors() -> None:
         tw.select_tiles(q, k, None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"^k: got"):
         tw.attention(q, k[..., :8], v, select=tw.TopK(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_small_weights_are_left_out(dtype: torch.dtype) -> None:
+    cases.check_left_out(dtype, "cpu_tiled")
+
+
+def test_who_leaves_nothing_out_says_so() -> None:
+    q, k, v = (x.detach() for x in cases.make_inputs(BY_NAME["mass"], torch.float32))
+    with pytest.raises(TilewiseError, match="no tile left out for small weights"):
+        tw.attention(q, k, v, select=tw.Sparge(lam=5.0), impl="reference")
+    assert tw.select_tiles(q, k, tw.Select(tw.Sparge(lam=5.0), tw.window(9))).skip == 5.0
+    assert tw.select_tiles(q, k, tw.Select(tw.Sparge(lam=5.0), tw.TopK(1))).skip == math.inf

@@ -23,11 +23,17 @@ class Sparge:
     A tile of queries and one of keys meet by the product of their means. Of the keys' tiles in the order of their
     softmax weights, the first ones are taken until their weights sum to `tau`. A mean says little where a tile's rows
     differ: a tile of keys whose self-similarity, the mean of all cosines between its rows, is not above `theta` is
-    taken by all, and such a tile of queries takes all.
+    taken by all, and such a tile of queries takes all. Of the tiles that are taken, those whose weights turn out to be
+    small once their scores are there may be left out of the sums, too (`lam`).
 
     Args:
         tau: in (0, 1]; 1 takes every tile. One number, or one for each query head.
         theta: in [-1, 1]; 1 takes every tile, -1 goes by means alone. One number, or one for each query head.
+        lam: a tile of scores that are all more than `lam` below the largest of their rows so far counts for nothing:
+            its weights are below exp(-lam) of that one's. How much that is in all grows with the sequence: with
+            log(seqlen) + 7 at most a thousandth of a row's sum is left out. Which tiles these are depends on the order
+            in which an implementation visits tiles, and on their size there; NaN among such scores may be left out,
+            too. Nothing is where gradients are wanted. None, the default, leaves out nothing.
 
     Raises:
         InputError: another value.
@@ -35,10 +41,14 @@ class Sparge:
 
     tau: PerHead = 0.98
     theta: PerHead = 0.6
+    lam: float | None = None
 
     def __post_init__(self) -> None:
         _by_head(self, "Sparge tau", "tau", 0.0, 1.0, open_below=True)
         _by_head(self, "Sparge theta", "theta", -1.0, 1.0)
+        if self.lam is not None and not _within(self.lam, 0.0, math.inf):
+            hint = "a difference of scores, such as 15; None leaves nothing out"
+            raise InputError("Sparge lam", got=repr(self.lam), expected="a number > 0, or None", hint=hint)
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,12 @@ class Select:
     @property
     def predictions(self) -> tuple[Prediction, ...]:
         return tuple(part for part in self.parts if not isinstance(part, Mask))
+
+    @property
+    def skip(self) -> float:
+        """The largest `lam` of its parts; infinite where a prediction has none."""
+        lams = [part.lam if isinstance(part, Sparge) else None for part in self.predictions]
+        return max((math.inf if lam is None else lam for lam in lams), default=math.inf)
 
     @property
     def masks(self) -> tuple[Mask, ...]:

@@ -234,3 +234,32 @@ def check(case: SelectCase, dtype: torch.dtype, impl: str | None, device: str = 
         allowed = FACTOR * float((by_hand.double() - exact).abs().max()) + floor
         off = float((got.double() - exact).abs().max())
         assert off <= allowed, f"{name} off by {off}, allowed {allowed}"
+
+
+def check_left_out(dtype: torch.dtype, impl: str | None, device: str = "cpu") -> None:
+    """Small weights that are left out change a result by no more than they are in all, and none of them is where `lam`
+    is large.
+    """
+    queries, keys, dim = 128, 4000, 64
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, n, 2, dim, generator=generator) / 4 for n in (queries, keys, keys))
+    q[..., 0] = 4.0
+    k[..., 0] = -torch.arange(keys)[:, None] / keys * 20 * dim**0.5 / 4  # scores fall by 20 from the first to the last
+    q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    arguments: dict[str, Any] = {"impl": impl}
+    want, want_lse = tw.attention_with_lse(q, k, v, select=tw.Sparge(1.0, -1.0), **arguments)
+    same, same_lse = tw.attention_with_lse(q, k, v, select=tw.Sparge(1.0, -1.0, lam=1e4), **arguments)
+    unit = torch.finfo(dtype).eps
+    assert float((same - want).abs().max()) <= 4 * unit * float(v.abs().max())
+    torch.testing.assert_close(same_lse, want_lse, rtol=0.0, atol=2.0**-20 * 64)
+    for lam in (4.0, 9.0):
+        o, lse = tw.attention_with_lse(q, k, v, select=tw.Sparge(1.0, -1.0, lam=lam), **arguments)
+        most = min(1.0, keys * math.exp(-lam))  # of a row's sum
+        lost = -torch.expm1((lse - want_lse).double())
+        assert float(lost.max()) > 1e-6, "nothing was left out"
+        assert float(lost.max()) <= most + 2.0**-16
+        off = float((o.double() - want.double()).abs().max())
+        assert off <= (2 * most + 8 * unit) * float(v.abs().max())
+    grad = q.clone().requires_grad_()
+    o = tw.attention(grad, k, v, select=tw.Sparge(1.0, -1.0, lam=4.0), **arguments)
+    assert torch.equal(o, want)  # whoever wants gradients has all

@@ -17,7 +17,7 @@ from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.choice import Selected
 from tilewise.ops.attention.planned import AttentionPlan, refuse_gradients
-from tilewise.ops.attention.problem import make_call
+from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.selected import attend, narrowed
 from tilewise.ops.attention.sharing import remark
 from tilewise.ops.attention.table import ROWS, choose, named
@@ -57,9 +57,8 @@ def attention_with_lse(
     """
     if select is not None:
         return attend(
-            attention_with_lse, q, k, v, select, mask=mask, score=score, sink=sink, layout=layout, scale=scale,
-            dropout=dropout, seed=seed, deterministic=deterministic, batch_invariant=batch_invariant, quantize=quantize,
-            impl=impl,
+            _run, q, k, v, select, impl, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout,
+            seed=seed, deterministic=deterministic, batch_invariant=batch_invariant, quantize=quantize,
         )  # fmt: skip
     call = make_call(
         q,
@@ -76,6 +75,10 @@ def attention_with_lse(
         batch_invariant=batch_invariant,
         quantize=quantize,
     )
+    return _run(call, impl)
+
+
+def _run(call: Call, impl: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     row = choose(call, impl)
     traced = call.signature is None and being_traced()
     return compiled(row, call) if traced else eager(row, call)
@@ -221,9 +224,7 @@ def why(
     Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.
     """
     select = arguments.pop("select", None)
-    if select is not None:
-        arguments = narrowed(q, k, v, select, arguments)
-    call = make_call(q, k, v, **arguments)
+    call = make_call(q, k, v, **arguments) if select is None else narrowed(q, k, v, select, arguments)
     if impl is not None:
         named(impl)
     chosen = None

@@ -38,6 +38,7 @@ class Selected:
         block: queries and keys of a tile; queries are counted from the first, whatever their place on the key axis.
         seqlen_q, seqlen_k: sequence lengths, or the totals of packed sequences.
         far: what stands for tiles that are not taken.
+        skip: how far below the largest of their rows so far scores of a tile are that counts for nothing.
         layout: of packed sequences.
     """
 
@@ -47,6 +48,7 @@ class Selected:
     seqlen_q: int
     seqlen_k: int
     far: str
+    skip: float
     layout: Packed | None = None
 
     def density(self) -> torch.Tensor:
@@ -190,7 +192,7 @@ def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
     if call.packed:
         assert call.cu_seqlens_q is not None
         layout = Packed(call.cu_seqlens_q, call.cu_seqlens_k)
-    return Selected(kept, classes, select.block, call.rows_q, call.rows_k, select.far, layout)
+    return Selected(kept, classes, select.block, call.rows_q, call.rows_k, select.far, select.skip, layout)
 
 
 def _classes(bound: Bound | None, call: Call, block: tuple[int, int]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +116,7 @@ class Fixed(NamedTuple):
     biased: bool | None = None  # whether centred keys left queries a bias,
     centred: bool | None = None  # and values are centred
     exact_sums: bool | None = None  # weights are summed before they are codes
+    skips: bool | None = None  # tiles of small weights count for nothing
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
     slope: Any = None  # the score's derivative
@@ -212,6 +214,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
         boxes |= {1: _box_of_pages(call.k, cfg.block_n), 2: _box_of_pages(call.v, cfg.block_n)}
     if gathered:
         del boxes[1], boxes[2]
+    skips = call.skip < math.inf
     used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
     return Plan(
         attention_fwd_sm90,
@@ -228,6 +231,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
                 sinks=call.sink is not None,
                 limited=limited,
                 dropout=call.dropout > 0.0,
+                skips=skips,
                 in_boxes=boxed,
                 gathered=gathered,
                 head_dim=call.head_dim if gathered else None,
@@ -238,7 +242,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
                 few=few,
                 dealt=dealt(call, mask, slots),
                 apart=used <= SHARED,
-                ahead=2 if used + 2 * cfg.block_m * d <= SHARED else 1,
+                ahead=2 if used + 2 * cfg.block_m * d <= SHARED and not skips else 1,
                 registers=_GATHER[0] if gathered else _REGISTERS[consumers],
                 registers_of_fetch=_GATHER[1] if gathered else None,
             ),
@@ -428,13 +432,16 @@ def _columns(call: Call) -> int:
 
 
 def linear_of(call: Call, score: ScoreFunctions | None) -> Any:
-    """The function of a linear score, which is folded into the scaling; None for other scores."""
-    return score.linear if score is not None and call.scale > 0.0 and not any(call.grad_captured) else None
+    """The function of a linear score, which is folded into the scaling; None for other scores, and where scores
+    themselves are compared.
+    """
+    folded = score is not None and call.scale > 0.0 and not any(call.grad_captured) and call.skip == math.inf
+    return score.linear if score is not None and folded else None
 
 
 def is_limited(call: Call) -> bool:
     """Whether a formula keeps scores so near 0 that their exponentials, which bfloat16 holds too, need no maximum."""
-    return call.q.dtype == torch.bfloat16 and stays_near_zero(call.score)
+    return call.q.dtype == torch.bfloat16 and call.skip == math.inf and stays_near_zero(call.score)
 
 
 def _scale_first(call: Call, score: ScoreFunctions | None) -> bool:

@@ -85,14 +85,10 @@ def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
 
 
 @gluon.jit
-def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
-    """(probabilities of the running maximum, that maximum, factor for what came before), the latter [64, 4], alike in
-    a quad's threads. m is in units of s, or of base 2 where scores are. It moves only by factors above 2**8: nothing
-    overflows meanwhile, and what came before is seldom multiplied (Zadouri et al., "FlashAttention-4"). For scores that
-    a formula keeps near 0 (`gluon_attention.is_limited`) m is 0, and there is no factor.
-    """
+def final_scores(s, n, masked, rows, c, scale, formula, fixed):
+    """What the softmax sees of the products with key tile n."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-    offs_i, tilt = rows[2], rows[7]
+    tilt = rows[7]
     if fixed.linear is not None:
         s = s * c + (tilt[1] * gl.arange(0, fixed.block_n, layout=COLUMNS).to(gl.float32))[None, :]
     if fixed.scale_first and fixed.score is None:
@@ -101,6 +97,17 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
         s = scored(s, n, rows, formula, fixed)
     if fixed.guard and masked:
         s = with_hidden(s, n, rows, formula, fixed)
+    return s
+
+
+@gluon.jit
+def softmax_of(s, n, m_old, rows, c, fixed):
+    """(probabilities of the running maximum, that maximum, factor for what came before), the latter [64, 4], alike in
+    a quad's threads. m is in units of s, or of base 2 where scores are. It moves only by factors above 2**8: nothing
+    overflows meanwhile, and what came before is seldom multiplied (Zadouri et al., "FlashAttention-4"). For scores that
+    a formula keeps near 0 (`gluon_attention.is_limited`) m is 0, and there is no factor.
+    """
+    offs_i, tilt = rows[2], rows[7]
     if fixed.limited:
         p, m_new, alpha = gl.exp2(s if fixed.in_base_2 else s * c), m_old, m_old
     else:
@@ -128,11 +135,45 @@ def softmax_of(s, n, m_old, masked, rows, c, scale, formula, fixed):
 @gluon.jit
 def dropped(p, n, rows, scalars, fixed):
     """Probabilities of key tile n without those that dropout takes."""
-    _, _, dropout, _, seed = scalars
+    _, _, dropout, _, seed, _ = scalars
     if fixed.dropout:
         keep = keep_scores(seed, rows[0] * fixed.heads + rows[1], rows[2], n * fixed.block_n, dropout, p)
         p = gl.where(keep, p, 0.0)
     return p
+
+
+@gluon.jit
+def over_tiles(q, done, run, tiles, rows, memory, bars, scalars, formula, fixed):
+    """(output before it is divided, sums, maxima) of an item's tiles, one after another: values of a tile whose scores
+    are all more than `skip` below the maxima are not multiplied, and neither are its exponentials taken.
+    """
+    num_partial, count = run[6], run[7]
+    scale, c, _, _, _, skip = scalars
+    _, k_ring, v_ring, _, _ = memory
+    _, _, k_full, k_empty, v_full, v_empty = bars
+    HEAD_DIM_V: gl.constexpr = v_ring.shape[-1]
+    OUT: gl.constexpr = product_layout(HEAD_DIM_V)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    dtype: gl.constexpr = v_ring.dtype
+    acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
+    l_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=product_layout(fixed.block_n)))
+    m_i = l_i + float("-inf")
+    for t in range(count):
+        n = visit_any(t, tiles, fixed.lists)
+        stage, k = tile_of(done + t, k_ring, k_full, fixed)
+        s = warpgroup_mma_wait(0, deps=(scores_of(q, k),))
+        mbarrier.arrive(k_empty.index(stage))
+        s = final_scores(s, n, t < num_partial, rows, c, scale, formula, fixed)
+        above = gl.max(gl.max(thread_max(s) - m_i, 1), 0)
+        stage_v, v = tile_of(done + t, v_ring, v_full, fixed)
+        if above * (1.0 if fixed.in_base_2 else c) >= -skip:
+            p32, m_i, alpha = softmax_of(s, n, m_i, rows, c, fixed)
+            l_i = l_i * alpha + thread_sums(p32)
+            p = gl.convert_layout(dropped(p32, n, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
+            acc = rescaled(acc, alpha)
+            acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(p, v, acc, is_async=True),))
+        mbarrier.arrive(v_empty.index(stage_v))
+    return acc, l_i, m_i
 
 
 @gluon.jit
@@ -145,9 +186,9 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     sizes, formula, _, _ = grid
     rows_q = sizes[3]
     mask_args, mask_nums, score_args, score_nums = formula
-    scale, c, _, keep_scale, _ = scalars
+    scale, c, _, keep_scale, _, _ = scalars
     q_ring, k_ring, v_ring, o_ring, board = memory
-    _, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     HEAD_DIM_V: gl.constexpr = v_ring.shape[-1]
     SCORES: gl.constexpr = product_layout(fixed.block_n)
     OUT: gl.constexpr = product_layout(HEAD_DIM_V)
@@ -156,7 +197,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     ROW_OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
     EARLY: gl.constexpr = fixed.ahead == 2
     dtype: gl.constexpr = v_ring.dtype
-    if fixed.consumers - 1 == C:
+    if fixed.consumers - 1 == C and not fixed.skips:
         give_turn(0)
     done = 0
     at = 0
@@ -179,50 +220,58 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         rows = (b, h, offs_i, seqlen_k, last_key, ends, (mask_once, score_once), tilt)
 
         # the first tile
-        n = visit_any(0, tiles, fixed.lists)
-        if not EARLY:
-            s = warpgroup_mma_wait(0, deps=(first_scores(done, at, memory, bars, fixed, C, True),))
         spot = at % fixed.ahead * fixed.consumers + C
         q = matrix(q_ring.index(spot))
-        mbarrier.arrive(k_empty.index(done % fixed.stages))
-        m_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES))
-        if not fixed.limited:
-            m_i += float("-inf")
-        p32, m_i, alpha = softmax_of(s, n, m_i, num_partial > 0, rows, c, scale, formula, fixed)
-        l_i = thread_sums(p32)
-        p = gl.convert_layout(dropped(p32, n, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
-        acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
-
-        # the others: scores of tile t and output of tile t - 1 at the same time
-        ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
-        for t in range(1, count):
-            n = ahead
-            ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
-            stage, k = tile_of(done + t, k_ring, k_full, fixed)
-            wait_turn(C)
-            coming = scores_of(q, k)
-            stage_v, v = tile_of(done + t - 1, v_ring, v_full, fixed)
-            acc = warpgroup_mma(p, v, acc, is_async=True)
-            give_turn((C + 1) % fixed.consumers)
-            s = warpgroup_mma_wait(1, deps=(coming,))
-            mbarrier.arrive(k_empty.index(stage))
-            p32, m_i, alpha = softmax_of(s, n, m_i, t < num_partial, rows, c, scale, formula, fixed)
-            sums = thread_sums(p32)
-            l_i = l_i + sums if fixed.limited else l_i * alpha + sums
-            keep_before_wait(sums)
-            p32 = dropped(p32, n, rows, scalars, fixed)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(stage_v))
-            p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)
+        if fixed.skips:
+            mbarrier.wait(q_full.index(spot), ring_turn(at, fixed.ahead)[1])
+            acc, l_i, m_i = over_tiles(q, done, run, tiles, rows, memory, bars, scalars, formula, fixed)
+            done += count
+        else:
+            n = visit_any(0, tiles, fixed.lists)
+            if not EARLY:
+                s = warpgroup_mma_wait(0, deps=(first_scores(done, at, memory, bars, fixed, C, True),))
+            mbarrier.arrive(k_empty.index(done % fixed.stages))
+            m_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES))
             if not fixed.limited:
-                acc = rescaled(acc, alpha)
-        done += count
+                m_i += float("-inf")
+            s = final_scores(s, n, num_partial > 0, rows, c, scale, formula, fixed)
+            p32, m_i, alpha = softmax_of(s, n, m_i, rows, c, fixed)
+            l_i = thread_sums(p32)
+            p = gl.convert_layout(dropped(p32, n, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
+            acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
+
+            # the others: scores of tile t and output of tile t - 1 at the same time
+            ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
+            for t in range(1, count):
+                n = ahead
+                ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
+                stage, k = tile_of(done + t, k_ring, k_full, fixed)
+                wait_turn(C)
+                coming = scores_of(q, k)
+                stage_v, v = tile_of(done + t - 1, v_ring, v_full, fixed)
+                acc = warpgroup_mma(p, v, acc, is_async=True)
+                give_turn((C + 1) % fixed.consumers)
+                s = warpgroup_mma_wait(1, deps=(coming,))
+                mbarrier.arrive(k_empty.index(stage))
+                s = final_scores(s, n, t < num_partial, rows, c, scale, formula, fixed)
+                p32, m_i, alpha = softmax_of(s, n, m_i, rows, c, fixed)
+                sums = thread_sums(p32)
+                l_i = l_i + sums if fixed.limited else l_i * alpha + sums
+                keep_before_wait(sums)
+                p32 = dropped(p32, n, rows, scalars, fixed)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_empty.index(stage_v))
+                p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)
+                if not fixed.limited:
+                    acc = rescaled(acc, alpha)
+            done += count
 
         # the last output; the next item, and its first scores, meanwhile
         if fixed.apart:
             mbarrier.arrive(q_empty.index(spot))
-        stage_v, v = tile_of(done - 1, v_ring, v_full, fixed)
-        acc = warpgroup_mma(p, v, acc, is_async=True)
+        if not fixed.skips:
+            stage_v, v = tile_of(done - 1, v_ring, v_full, fixed)
+            acc = warpgroup_mma(p, v, acc, is_async=True)
         after = posted(at + 1, board, 4)
         if EARLY:
             s = first_scores(done, at + 1, memory, bars, fixed, C, after[7] > 0)
@@ -246,8 +295,9 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         offs_m = start + 64 * C + gl.arange(0, 64, layout=ROW)
         row = h.to(gl.int64) * rows_q + row0 if fixed.packed else (b * fixed.heads + h).to(gl.int64) * rows_q
         gl.store(LSE + row + offs_m, lse, mask=offs_m < seqlen_q)
-        acc = warpgroup_mma_wait(1 if EARLY else 0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(stage_v))
+        if not fixed.skips:
+            acc = warpgroup_mma_wait(1 if EARLY else 0, deps=(acc,))
+            mbarrier.arrive(v_empty.index(stage_v))
         o = (acc * (factor / l_safe)[:, None]).to(dtype)
         if fixed.apart:
             tma.store_wait(0)  # of the item before
@@ -282,12 +332,13 @@ def ring_of_keys(like, fixed):
     do_not_specialize=[
         "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "items", "list_stride_b", "list_stride_h",
         "list_stride_r", "stride_t", "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
+        "skip",
     ]
 )  # fmt: skip
 def attention_fwd_sm90(
     Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, LISTED, list_stride_b, list_stride_h, list_stride_r,
     NEXT, TABLE, FIRST, stride_t, STRIDES, mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, fixed,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, skip, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`). Where requests of few queries are
     another launch's, that may start, and NEXT are the shares of the multiprocessors (`triton_work.write_shares`).
@@ -342,7 +393,7 @@ def attention_fwd_sm90(
     outputs = (O, LSE, SINK if fixed.sinks else LSE)
     seed = gl.load(SEED) if fixed.dropout else 0
     c = LOG2E if fixed.scale_first else scale * LOG2E
-    scalars = (scale, c, dropout, keep_scale, seed)
+    scalars = (scale, c, dropout, keep_scale, seed, skip)
     # (a tuple that holds functions has no name of its own in Gluon: the roles are listed once for each number of them)
     R: gl.constexpr = fixed.registers
     gl.static_assert(fixed.consumers == 2 or not fixed.paged, "over pages two warpgroups compute")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,6 +74,7 @@ class Call:
     scales: tuple[torch.Tensor, ...] | None = None
     share_prefixes: bool = False  # whether keys that requests have in common may be read once
     scheme: Scheme | None = None  # the codes that q, k and v are to become
+    skip: float = math.inf  # scores of a tile all so far below the largest of their rows so far count for nothing
 
     @property
     def packed(self) -> bool:

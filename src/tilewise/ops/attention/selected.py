@@ -7,7 +7,8 @@ merged.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -58,18 +59,31 @@ def select_tiles(
     return _made(q, k, k, select, arguments, impl)[1]
 
 
-def attend(attention: Any, q: torch.Tensor, k: Any, v: Any, select: Any, **arguments: Any) -> State:
-    """(o, lse) by `attention`, which is `attention_with_lse` without a selection."""
-    call, selected, arguments = _narrowed(q, k, v, select, arguments)
-    found = attention(q, k, v, **arguments)
+def attend(
+    run: Callable[[Call, str | None], State], q: torch.Tensor, k: Any, v: Any, select: Any, impl: str | None,
+    **arguments: Any,
+) -> State:  # fmt: skip
+    """(o, lse), where `run` gives those of a call without a selection."""
+    whole, selected, arguments = _narrowed(q, k, v, select, arguments)
+    near = _near(q, k, v, selected, arguments)
+    found = run(near, impl)
     if selected.far == "drop":
-        return cast(State, found)
-    return merge(found, _of_the_rest(attention, q, k, v, call, selected, arguments))
+        return found
+    rest = _of_the_rest(q, k, v, whole, selected, arguments)
+    return merge(found, run(rest, None if near.scheme is not None else impl))  # a row in few bits has no exact keys
 
 
-def narrowed(q: torch.Tensor, k: Any, v: Any, select: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call over the tiles that a selection takes."""
-    return _narrowed(q, k, v, select, arguments)[2]
+def narrowed(q: torch.Tensor, k: Any, v: Any, select: Any, arguments: dict[str, Any]) -> Call:
+    """The call over the tiles that a selection takes."""
+    _, selected, arguments = _narrowed(q, k, v, select, arguments)
+    return _near(q, k, v, selected, arguments)
+
+
+def _near(q: torch.Tensor, k: Any, v: Any, selected: Selected, arguments: dict[str, Any]) -> Call:
+    call = make_call(q, k, v, **arguments)
+    if not call.wants_grad:  # a backward would not know what was left out
+        call.skip = selected.skip
+    return call
 
 
 def _narrowed(
@@ -78,10 +92,10 @@ def _narrowed(
     """(The call without the selection, the selection made, the arguments of the call with it)"""
     select = select if isinstance(select, Selected) else as_select(select)
     _check(select, arguments)
-    traced = {"mask": arguments.get("mask"), "score": arguments.get("score")}
+    mask, score = (arguments.get(name) for name in ("mask", "score"))
     arguments = arguments | {
-        "mask": None if traced["mask"] is None else as_mask(traced["mask"]),
-        "score": None if traced["score"] is None else as_score(traced["score"]),
+        "mask": None if mask is None else as_mask(mask),
+        "score": None if score is None else as_score(score),
     }
     call, selected = _made(q, k, v, select, arguments)
     near = selected.near(call.num_heads_q)
@@ -128,10 +142,9 @@ def _check(select: Select | Selected, arguments: dict[str, Any]) -> None:
 
 
 def _of_the_rest(
-    attention: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, selected: Selected,
-    arguments: dict[str, Any],
-) -> State:  # fmt: skip
-    """(o, lse) over one key for each tile that is not taken."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, selected: Selected, arguments: dict[str, Any]
+) -> Call:
+    """The call over one key for each tile that is not taken."""
     spread, cu_seqlens = selected.far == "summary2", call.cu_seqlens_k
     of_k = tile_means(k, selected.block[1], cu_seqlens=cu_seqlens, variance=spread)
     (of_v,) = tile_means(v, selected.block[1], cu_seqlens=cu_seqlens)
@@ -147,9 +160,8 @@ def _of_the_rest(
         "sink": None,
         "quantize": None,
         "seed": None,
-        "impl": None if arguments.get("quantize") is not None else arguments.get("impl"),  # which is of few bits then
     }
-    return cast(State, attention(q, keys, values, **arguments))
+    return make_call(q, keys, values, **arguments)
 
 
 def _score_of_rest(scored: Score | None, selected: Selected) -> Score:

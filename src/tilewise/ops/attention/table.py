@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,8 @@ def choose(call: Call, impl: str | None) -> Row[Call]:
         return _choose(call, impl)
     key = (
         call.signature, impl, call.scheme, call.sink is None, call.dropout == 0.0, call.deterministic,
-        call.batch_invariant, call.wants_grad, call.grad_captured, call.q.device.type != "cuda" and interpreting(),
+        call.batch_invariant, call.wants_grad, call.grad_captured, call.skip < math.inf,
+        call.q.device.type != "cuda" and interpreting(),
     )  # fmt: skip
     row = _chosen.get(key)
     if row is None:

@@ -147,6 +147,7 @@ def _call(
     dropout: float,
     flags: str,
     scheme: str,
+    skip: float,
     impl: str,
     *,
     symbolic: bool = False,
@@ -180,13 +181,14 @@ def _call(
         scales=scales,
         share_prefixes=share_prefixes,
         scheme=parse_scheme(scheme) if scheme else None,
+        skip=skip,
     )
 
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, str mask_text, Tensor[] mask_tensors, float[] mask_numbers, "
     "str score_text, Tensor[] score_tensors, float[] score_numbers, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor[] pages, Tensor? seed, float scale, float dropout, str flags, str scheme, str impl"
+    "Tensor[] pages, Tensor? seed, float scale, float dropout, str flags, str scheme, float skip, str impl"
 )
 
 
@@ -243,12 +245,12 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     q, k, v, sink, cu_q, cu_k, seed, o, lse, *captured = ctx.saved_tensors
     mask_tensors, captured = captured[: ctx.num_mask], captured[ctx.num_mask :]
     score_tensors, pages = captured[: ctx.num_score], captured[ctx.num_score :]
-    mask_text, score_text, scale, dropout, flags, scheme, impl = ctx.plain
+    mask_text, score_text, scale, dropout, flags, scheme, skip, impl = ctx.plain
     do = torch.zeros_like(o) if do is None else do
     found = list(
         attention_backward(
             do, dlse, o, lse, q, k, v, sink, mask_text, mask_tensors, ctx.numbers[0], score_text, score_tensors,
-            ctx.numbers[1], cu_q, cu_k, pages, seed, scale, dropout, flags, scheme, impl,
+            ctx.numbers[1], cu_q, cu_k, pages, seed, scale, dropout, flags, scheme, skip, impl,
         )
     )  # fmt: skip
     dq, dk, dv, *rest = found
@@ -258,7 +260,7 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     # PyTorch takes an empty list of numbers for a list of no tensors and wants one back
     no_numbers: list[list[Any] | None] = [None if numbers else [] for numbers in ctx.numbers]
     formulas = (None, none_mask, no_numbers[0], None, dscore, no_numbers[1])
-    return dq, dk, dv, dsink, *formulas, None, None, [None] * len(pages), None, None, None, None, None, None
+    return dq, dk, dv, dsink, *formulas, None, None, [None] * len(pages), None, None, None, None, None, None, None
 
 
 attention_forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -276,7 +278,7 @@ def operator_arguments(row: Row[Call], call: Call) -> tuple[Any, ...]:
         call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), [float(n) for n in mask.numbers], score.text,
         list(score.tensors), [float(n) for n in score.numbers], call.cu_seqlens_q, call.cu_seqlens_k,
         [x for x in (*pages, *(call.scales or ())) if x is not None], call.seed, call.scale, call.dropout,
-        "".join("1" if flag else "0" for flag in flags), call.scheme.text if call.scheme else "", row.name,
+        "".join("1" if flag else "0" for flag in flags), call.scheme.text if call.scheme else "", call.skip, row.name,
     )  # fmt: skip
 
 

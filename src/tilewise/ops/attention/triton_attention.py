@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
 
 NO_LISTS = (None, 0, 0, 0)
+LOG2E = math.log2(math.e)
 _PLANS = Plans()
 Reached = Callable[..., bool]  # whether a kernel's loads reach these tensors
 More = Callable[[Call, Plan], tuple[Any, ...]]  # what a kernel is given beside what all are
@@ -77,7 +79,8 @@ def launch_forward(
     """Launch a forward of a plan whose `lists` of tiles are known; `more` stand behind all other pointers."""
     keys = call.cu_seqlens_k if call.pages is None else call.pages.seqlens
     pointers = (call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, keys, call.seed)
-    plan.launch((*pointers, *lists, *more), formula_arguments(call), scalars_of(call))
+    scalars = (*scalars_of(call), call.skip * LOG2E)
+    plan.launch((*pointers, *lists, *more), formula_arguments(call), scalars)
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:

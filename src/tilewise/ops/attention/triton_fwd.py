@@ -14,12 +14,14 @@ from tilewise.tiles.visit import call_once, locate, row_ends, take_turns, visit,
 @triton.jit
 def fold_tile(
     acc, l_i, m_i, q, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
-    c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
+    c, scale, dropout, skip, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, VISIBLE: tl.constexpr, SCORE: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, SKIPS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Fold key tile n into the online softmax state; m_i is in units of s, and p = exp2((s - m) * c)."""
+    """Fold key tile n into the online softmax state; m_i is in units of s, and p = exp2((s - m) * c). If it SKIPS, a
+    tile that is more than `skip`, in base 2, below all maxima changes nothing.
+    """
     start_n = n * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
     in_k = offs_n < seqlen_k
@@ -38,7 +40,31 @@ def fold_tile(
         else:
             seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
         s = tl.where(seen, s, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(s, 1))
+    largest = tl.max(s, 1)
+    if SKIPS:
+        above = tl.where(m_i == float("-inf"), float("inf"), largest - m_i)
+        # (in a layout of its own: in that of rows Triton 3.6 does not compile the largest of them for sm_100)
+        if tl.max(tl.ravel(above, can_reorder=True), 0) * c >= -skip:
+            acc, l_i, m_i = fold_scores(
+                acc, l_i, m_i, s, largest, start_n, V_rows, stride_vs, in_k, offs_i, c, dropout, seed, row,
+                HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, SCORE, DROPOUT, PRECISION, TMA,
+            )  # fmt: skip
+    else:
+        acc, l_i, m_i = fold_scores(
+            acc, l_i, m_i, s, largest, start_n, V_rows, stride_vs, in_k, offs_i, c, dropout, seed, row,
+            HEAD_DIM_V, BLOCK_N, BLOCK_DV, MASKED, SCORE, DROPOUT, PRECISION, TMA,
+        )  # fmt: skip
+    return acc, l_i, m_i
+
+
+@triton.jit
+def fold_scores(
+    acc, l_i, m_i, s, largest, start_n, V_rows, stride_vs, in_k, offs_i, c, dropout, seed, row,
+    HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr,
+    SCORE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Fold the scores of the tile of keys from start_n on, and its values."""
+    m_new = tl.maximum(m_i, largest)
     m_use = m_new
     if MASKED or SCORE is not None:
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
@@ -56,7 +82,7 @@ def fold_tile(
 @triton.jit(
     do_not_specialize=[
         "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "list_stride_b", "list_stride_h",
-        "list_stride_r", "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
+        "list_stride_r", "mask_nums", "score_nums", "scale", "dropout", "keep_scale", "skip",
     ]
 )  # fmt: skip
 def attention_fwd(
@@ -64,12 +90,12 @@ def attention_fwd(
     list_stride_r,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, together, scale, dropout, keep_scale,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, scale, dropout, keep_scale, skip,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, SKIPS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # who am I: the last queries, which see most under a causal mask, go first
     pair, turn = take_turns(tl.program_id(0), slots, HEADS if PACKED else batch * HEADS, together)
@@ -130,9 +156,9 @@ def attention_fwd(
             n, ahead = visit_ahead(t, ahead, count, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
             acc, l_i, m_i = fold_tile(
                 acc, l_i, m_i, q, n, K_rows, V_rows, stride_ks, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j,
-                c, scale, dropout, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
+                c, scale, dropout, skip, seed, row, mask_once, mask_args, mask_nums, score_once, score_args, score_nums,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED, VISIBLE, SCORE, SCALE_FIRST, DROPOUT,
-                PRECISION, TMA,
+                PRECISION, SKIPS, TMA,
             )  # fmt: skip
 
     # epilogue

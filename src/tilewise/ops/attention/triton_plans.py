@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,15 @@ def forward_plan(call: Call) -> Plan:
     mask, score = functions(call)
     side = score and score.queries
     strides = (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *strides_of(call.new_output()))
-    return _plan(attention_fwd, "forward", call, strides, mask, (side and side.once, side and side.apply))
+    return _plan(
+        attention_fwd,
+        "forward",
+        call,
+        strides,
+        mask,
+        (side and side.once, side and side.apply),
+        (call.skip < math.inf,),
+    )
 
 
 def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan]:
@@ -46,7 +55,7 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
     side = score and score.queries
     strides = (*inputs, *strides_of(o), *_contiguous(call.q))
     scoring = (side and side.once, side and side.apply, side and side.slope, side and side.accumulate)
-    queries = _plan(attention_bwd_queries, "queries", call, strides, mask, scoring, do)
+    queries = _plan(attention_bwd_queries, "queries", call, strides, mask, scoring, (), do)
     side = score and score.keys
     strides = (*inputs, *_contiguous(call.k), *_contiguous(call.v))
     keys = _plan(
@@ -56,6 +65,7 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
         strides,
         mask,
         (side and side.once, side and side.apply, side and side.slope),
+        (),
         do,
     )
     return queries, keys
@@ -63,9 +73,11 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
 
 def _plan(
     kernel: Any, name: str, call: Call, strides: tuple[int, ...], mask: MaskFunctions | None, scoring: tuple[Any, ...],
-    *fetched: torch.Tensor,
+    own: tuple[bool, ...] = (), *fetched: torch.Tensor,
 ) -> Plan:  # fmt: skip
-    """`scoring` is the score's functions; `fetched`, what the kernel walks besides q, k and v."""
+    """`scoring` is the score's functions, `own` what only this kernel is told; `fetched`, what it walks besides q, k
+    and v.
+    """
     of_keys = name == "keys"
     cfg = config_of(name, call)
     tma = _tma(call, cfg, *fetched)
@@ -77,7 +89,7 @@ def _plan(
         grid=slots * pairs,
         strides=strides,
         sizes=(*lengths_of(call), slots, together(call, mask, slots, pairs)),
-        constants=(*_sizes(call), *blocks, *visibility(mask, of_keys), *scoring, *_modes(call), tma.value),
+        constants=(*_sizes(call), *blocks, *visibility(mask, of_keys), *scoring, *_modes(call), *own, tma.value),
         warps=cfg.warps,
         stages=cfg.stages,
         extra=(cfg, mask),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import Need, Row
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ANY_BATCH, CPU, DENSE, NO_DROPOUT, NO_GRAD_OF_PAGES
+from tilewise.ops.attention.rows.needs import ALL_VALUES, ANY_BATCH, CPU, DENSE, NO_DROPOUT, NO_GRAD_OF_PAGES
 from tilewise.ops.attention.variant import CAUSAL
 
 
@@ -23,6 +23,7 @@ SDPA: Row[Call] = Row(
     "tilewise.ops.attention.cpu",
     (
         CPU,
+        ALL_VALUES,
         DENSE,
         Need("no sink", lambda c: None if c.sink is None else "a sink"),
         NO_DROPOUT,

@@ -8,7 +8,7 @@ from tilewise.core.dispatch import TRITON, Need, Row, untraced
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import symbols
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ANY_BATCH, HALF, HOPPER, NO_DROPOUT, NO_GRAD
+from tilewise.ops.attention.rows.needs import ALL_VALUES, ANY_BATCH, HALF, HOPPER, NO_DROPOUT, NO_GRAD
 from tilewise.ops.attention.sharing import requests_of_tile
 from tilewise.quant.codes import KINDS
 
@@ -59,6 +59,7 @@ ROW: Row[Call] = Row(
         Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
         Need("no score formula, or one that reads the score", _other_scores),
         NO_DROPOUT,
+        ALL_VALUES,
         NO_GRAD,
         ANY_BATCH,
     ),

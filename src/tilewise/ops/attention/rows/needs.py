@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tilewise.core import dispatch
@@ -27,6 +29,9 @@ NO_DROPOUT: Need[Call] = Need("no dropout", lambda c: None if c.dropout == 0.0 e
 ATOMICS: Need[Call] = Need(
     "deterministic=False, or no captured tensor that takes a gradient (atomics)",
     lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
+)
+ALL_VALUES: Need[Call] = Need(
+    "no tile left out for small weights (Sparge without lam)", lambda c: None if c.skip == math.inf else f"lam={c.skip}"
 )
 ANY_BATCH: Need[Call] = Need("batch_invariant=False", lambda c: "batch_invariant=True" if c.batch_invariant else None)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import TRITON, Row
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import GPU, NO_DROPOUT, NO_GRAD, PAGED, UP_TO_FLOAT32
+from tilewise.ops.attention.rows.needs import ALL_VALUES, GPU, NO_DROPOUT, NO_GRAD, PAGED, UP_TO_FLOAT32
 
 ROW: Row[Call] = Row(
     "triton_paged",
     "tilewise.ops.attention.triton_paged",
-    (TRITON, GPU, UP_TO_FLOAT32, PAGED, NO_DROPOUT, NO_GRAD),
+    (TRITON, GPU, UP_TO_FLOAT32, PAGED, NO_DROPOUT, NO_GRAD, ALL_VALUES),
     "all requests' tiles divided evenly among programs, gathered through the block table",
     plan="plan",
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from tilewise.core.dispatch import NAMED, Need, Row
 from tilewise.core.readback import being_traced
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ANY_BATCH, NO_DROPOUT, SCHEME
+from tilewise.ops.attention.rows.needs import ALL_VALUES, ANY_BATCH, NO_DROPOUT, SCHEME
 
 ROW: Row[Call] = Row(
     "reference",
     "tilewise.ops.attention.reference",
     (
         Need("no gradient inside torch.compile", lambda c: "one" if c.wants_grad and being_traced() else None),
+        ALL_VALUES,
         Need("no gradient wanted of encoded keys", lambda c: "one wanted" if c.wants_grad and c.scales else None),
     ),
     "float64, every score materialised: the specification",
@@ -22,7 +23,7 @@ ROW: Row[Call] = Row(
 CODES: Row[Call] = Row(
     "reference_codes",
     "tilewise.ops.attention.reference_codes",
-    (SCHEME, NO_DROPOUT, ANY_BATCH),
+    (SCHEME, ALL_VALUES, NO_DROPOUT, ANY_BATCH),
     "float64 over the codes, every score materialised: the specification in few bits",
     prefers=(NAMED,),
     backward="backward",

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import TRITON, Need, Row
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ANY_BATCH, ATOMICS, DENSE, GPU, NO_DROPOUT, NO_GRAD, UP_TO_FLOAT32
+from tilewise.ops.attention.rows.needs import (
+    ALL_VALUES,
+    ANY_BATCH,
+    ATOMICS,
+    DENSE,
+    GPU,
+    NO_DROPOUT,
+    NO_GRAD,
+    UP_TO_FLOAT32,
+)
 
 
 def _few_queries(call: Call) -> str | None:
@@ -23,6 +32,7 @@ DECODE: Row[Call] = Row(
         Need("at most 64 rows of queries for each key/value head", _few_queries),
         NO_DROPOUT,
         NO_GRAD,
+        ALL_VALUES,
         ANY_BATCH,
     ),
     "keys split over the GPU, partial results merged by log-sum-exp",
