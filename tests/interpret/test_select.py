@@ -19,7 +19,7 @@ from tilewise.testing.select import RowsCase
 from tilewise.testing.tile_means import MeansCase
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where numbers are NaN
-STEPS = MeansCase("steps", 40, (90,), 1, 64)  # of fewer rows than a tile, where _ELEMENTS is small
+STEPS = MeansCase("steps", 40, (90,), 1, 64)  # of fewer rows than a tile, where a thread has few elements
 ROWS = [case for case in select.CASES if case.shape[-1] <= 37]
 
 
@@ -30,7 +30,7 @@ def test_means_of_tiles(case: MeansCase, dtype: torch.dtype) -> None:
 
 
 def test_tiles_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_tile_means, "_ELEMENTS", 1024)
+    monkeypatch.setattr(triton_tile_means, "_EACH", 8)
     tile_means.check(STEPS, torch.float32, "triton")
 
 

@@ -174,7 +174,8 @@ class Select:
     def skip(self) -> float:
         """The largest `lam` of its parts; infinite where a prediction has none."""
         lams = [part.lam if isinstance(part, Sparge) else None for part in self.predictions]
-        return max((math.inf if lam is None else lam for lam in lams), default=math.inf)
+        known = [lam for lam in lams if lam is not None]
+        return max(known) if known and len(known) == len(lams) else math.inf
 
     @property
     def masks(self) -> tuple[Mask, ...]:

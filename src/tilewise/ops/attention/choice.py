@@ -169,10 +169,9 @@ def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
     """The tiles that a call, dense or packed, takes by a selection; `impl` is of the prediction."""
     rows, columns = select.block
     classes = _classes(call.mask, call, select.block)
-    kept = torch.zeros((1, 1, *classes.shape[2:]), dtype=torch.bool, device=call.q.device)
-    for seen in select.masks:
-        kept = kept | (_classes(seen.bound, call, select.block) != EMPTY)
-    if select.predictions and kept.numel():
+    seen = classes != EMPTY
+    taken = [seen & (_classes(part.bound, call, select.block) != EMPTY) for part in select.masks]
+    if select.predictions and classes.numel():
         alike = any(max(_values(part.theta)) >= 0.0 for part in select.predictions)
         of_q = tile_means(call.q.detach(), rows, cu_seqlens=call.cu_seqlens_q, similarity=alike)
         of_k = tile_means(call.k.detach(), columns, cu_seqlens=call.cu_seqlens_k, similarity=alike)
@@ -182,10 +181,12 @@ def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
         of_rows, of_columns = (of_q[1], of_k[1]) if alike else (None, None)
         for part in select.predictions:
             least, amount = _amounts(part, call)
-            kept = kept | TAKE(Rows(scores, classes, of_rows, of_columns, least, amount, _kind(part)), impl)[0]
-    kept = kept & (classes != EMPTY)
+            taken.append(TAKE(Rows(scores, classes, of_rows, of_columns, least, amount, _kind(part)), impl)[0])
     if select.far != "drop":
-        kept = kept | (classes == PARTIAL)
+        taken.append(classes == PARTIAL)
+    kept = taken[0] if taken else torch.zeros_like(seen)
+    for more in taken[1:]:
+        kept = kept | more
     if select.share_group and kept.shape[1] > call.num_heads_kv:
         kept = kept.view(kept.shape[0], call.num_heads_kv, call.group, *kept.shape[2:]).any(2)
     layout = None

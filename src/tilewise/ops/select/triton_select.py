@@ -1,7 +1,7 @@
 """Tiles taken on a GPU: a program holds a row of scores, and finds the least score that it takes bit by bit.
 
 Floats become integers of the same order. The largest integer such that what is at or above it is still enough is found
-from its highest bit down, a sum over the row each; no row is sorted.
+from its highest bit down, a sum over the row each, until one key is left that has the bits so far; no row is sorted.
 """
 
 import torch
@@ -13,7 +13,8 @@ from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.arithmetic import LOG2E
 
 SHARE = tl.constexpr(SLACK)
-_EACH = 8  # elements of a thread
+AT_ONCE = tl.constexpr(4)  # bits between looks whether one key is left
+_EACH = 32  # elements of a thread: a row in one warp is summed without waiting for others
 _PLANS = Plans()
 
 
@@ -25,7 +26,7 @@ def ordered(s):
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles"])
+@triton.jit(do_not_specialize=["rows"])
 def take_tiles(
     SCORES, CLASSES, SIMILAR_Q, SIMILAR_K, LEAST, AMOUNT, KEPT, classes_b, classes_h, rows, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
@@ -71,9 +72,16 @@ def take_tiles(
     # the least key that is taken: the largest at and above which there is enough
     key = tl.where(judged, ordered(s), 0)
     last = tl.full([], 0, tl.uint32)
-    for bit in tl.static_range(31, -1, -1):
-        higher = last | (1 << bit)
-        last = tl.where(tl.sum(tl.where(key >= higher, each, 0.0), 0) >= enough, higher, last)
+    bit = 32
+    undecided = 2
+    while undecided > 1:
+        for _ in tl.static_range(AT_ONCE):
+            bit -= 1
+            higher = last | (tl.full([], 1, tl.uint32) << bit)
+            last = tl.where(tl.sum(tl.where(key >= higher, each, 0.0), 0) >= enough, higher, last)
+        near = judged & ((key >> bit) == (last >> bit))
+        undecided = tl.where(bit == 0, 0, tl.sum(near.to(tl.int32), 0))
+    last = tl.max(tl.where(judged & ((key >> bit) == (last >> bit)), key, last), 0)  # the only one, or all are equal
 
     # of those with this key, the first ones that are needed, at least one of all
     above = judged & (key > last)

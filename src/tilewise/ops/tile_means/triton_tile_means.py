@@ -1,4 +1,7 @@
-"""Means of tiles on a GPU: a program has a tile of one head, and reads it once, or twice where it spreads."""
+"""Means of tiles on a GPU: a program has a tile of one head, and reads it once, or twice where it spreads.
+
+A thread adds up what it has of a step's rows: threads put their sums together once, at the end.
+"""
 
 import torch
 import triton
@@ -8,8 +11,8 @@ from tilewise.ops.tile_means.problem import Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.visit import locate
 
-_ELEMENTS = 8192  # of a step through a tile
-_EACH = 32  # elements of a thread
+_EACH = 64  # elements of a thread in a step through a tile
+_WARPS = 4
 _PLANS = Plans()
 
 
@@ -43,7 +46,8 @@ def place_of(pid, CU, batch, seqlen, tiles, HEADS: tl.constexpr, BLOCK: tl.const
 @triton.jit(do_not_specialize=["batch", "seqlen", "tiles"])
 def tile_means_fwd(
     X, CU, MEAN, SIMILARITY, VARIANCE, stride_b, stride_t, stride_h, batch, seqlen, tiles,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # who am I
     b, h, first, count, cell = place_of(tl.program_id(0), CU, batch, seqlen, tiles, HEADS, BLOCK)
@@ -51,23 +55,24 @@ def tile_means_fwd(
     offs = tl.arange(0, STEP)
     x_rows = X + b * stride_b + h.to(tl.int64) * stride_h + first * stride_t + d[None, :]
 
-    total = tl.zeros([BLOCK_D], tl.float32)
-    of_units = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, BLOCK, STEP):
+    total = tl.zeros([AT_ONCE, BLOCK_D], tl.float32)
+    of_units = tl.zeros([AT_ONCE, BLOCK_D], tl.float32)
+    for start in tl.range(0, BLOCK, STEP, loop_unroll_factor=4):
         row = start + offs
         inside = (row < count)[:, None] & (d < DIM)[None, :]
         x = tl.load(x_rows + (row.to(tl.int64) * stride_t)[:, None], mask=inside, other=0.0).to(tl.float32)
-        total += tl.sum(x, 0)
+        total += tl.sum(x.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
         if SIMILARITY is not None:
             size = tl.sum(x * x, 1)
-            of_units += tl.sum(x * tl.where(size == 0.0, 0.0, 1.0 / tl.sqrt_rn(size))[:, None], 0)
+            units = x * tl.where(size == 0.0, 0.0, 1.0 / tl.sqrt_rn(size))[:, None]
+            of_units += tl.sum(units.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
 
     # epilogue: a slot that no tile has gives 0
     inv = 1.0 / tl.maximum(count, 1).to(tl.float32)
-    mean = total * inv
+    mean = tl.sum(total, 0) * inv
     tl.store(MEAN + cell * DIM + d, mean, mask=d < DIM)
     if SIMILARITY is not None:
-        alike = of_units * inv
+        alike = tl.sum(of_units, 0) * inv
         tl.store(SIMILARITY + cell, tl.sum(alike * alike, 0))
     if VARIANCE is not None:
         squares = tl.zeros([BLOCK_D], tl.float32)
@@ -145,10 +150,13 @@ def _plan(kernel, call: Call, x: torch.Tensor, strides: tuple[int, ...]) -> Plan
     batch = call.cu_seqlens.shape[0] - 1 if packed else x.shape[0]
     tiles = x.shape[0] // call.block + batch if packed else -(-x.shape[1] // call.block)
     block_d = max(16, triton.next_power_of_2(dim))
-    step = min(triton.next_power_of_2(call.block), max(1, _ELEMENTS // block_d))
-    warps = min(8, max(1, step * block_d // (32 * _EACH)))
+    step = min(triton.next_power_of_2(call.block), max(1, _WARPS * 32 * _EACH // block_d))
+    warps = max(1, step * block_d // (32 * _EACH))
+    lines = max(1, 32 * warps * 16 // (x.element_size() * block_d))  # rows that threads of 16 bytes reach
+    at_once = (min(step, lines),) if kernel is tile_means_fwd else ()
     grid = tiles * heads * (1 if packed else batch)
-    return Plan(kernel, grid, strides, (batch, x.shape[-3], tiles), (heads, dim, call.block, step, block_d), warps, 1)
+    constants = (heads, dim, call.block, step, *at_once, block_d)
+    return Plan(kernel, grid, strides, (batch, x.shape[-3], tiles), constants, warps, 1)
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
