@@ -55,7 +55,7 @@ def neighborhood(
         window: keys seen along each axis; window * dilation is at most the extent.
         stride: queries in groups of so many share the window of one, the group's middle (the later of two), or its
             last where `causal`; at most `window`. With stride and window multiples of a tile it is `sliding_tile`.
-        dilation: a query sees every so manieth key: positions of equal remainder form a grid of their own, to which
+        dilation: a query sees keys so many places apart: places of equal remainder form a grid of their own, to which
             window, stride and border apply.
         causal: along this axis a window ends at its query and is cut, not shifted, at the beginning.
 
