@@ -299,7 +299,7 @@ CASES: dict[str, Case] = _named(
     neighborhood_3d=Case(_, seqlen_q=60, seqlen_k=60, mask=neighborhood((3, 4, 5), (3, 3, 1))),
     neighborhood_even=Case(_, seqlen_q=54, seqlen_k=54, mask=neighborhood((6, 9), (4, 6), stride=(3, 2))),
     neighborhood_steps=Case(_, mask=neighborhood((5, 13), (2, 4), dilation=(2, 3), causal=(True, False))),
-    sliding_tile=Case(_, 1, 96, 96, mask=sliding_tile((2, 8, 6), (1, 2, 2), (1, 3, (1, 0)))),
+    sliding_tile=Case(_, 1, 100, 100, mask=sliding_tile((2, 8, 6), (1, 2, 2), (1, 3, (1, 0)), text=4, text_first=True)),
     sliding_tile_heads=Case(_, mask=sliding_tile((3, 5, 4), (2, 2, 3), [(1, 1, 2), (2, 3, 1)], text=5)),
     sliding_tile_curve=Case(_, mask=sliding_tile((7, 8), (3, 2), (2, 3), order="hilbert", text=9, text_first=True)),
     sliding_tile_causal=Case(_, mask=sliding_tile((13, 5), (2, 3), (3, 1), causal=True)),
