@@ -74,7 +74,7 @@ def sinks(count: int) -> Mask:
     """The first `count` keys; with a window, `window(1024) | sinks(4)`, the attention sinks of Xiao et al., "Efficient
     Streaming Language Models with Attention Sinks".
     """
-    _integer("sinks count", count, "how many keys from the first on every query sees, such as 4")
+    check_integer("sinks count", count, "how many keys from the first on every query sees, such as 4")
     return mask(lambda b, h, i, j: j < count, lambda: f"sinks({count})")
 
 
