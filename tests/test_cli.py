@@ -17,7 +17,7 @@ from tilewise.cli.app import build
 from tilewise.cli.expression import MAX_TEXT, NAMES, read_mask, read_score
 from tilewise.core.errors import FormulaError, InputError
 from tilewise.demo import TOLERANCE
-from tilewise.formula import library
+from tilewise.formula import grids, library
 
 COMMANDS = ("demo", "why", "explain", "bench", "roofline", "tune-quant")
 
@@ -82,6 +82,8 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
         ("causal & window(1024)", tilewise.causal & tilewise.window(1024)),
         ("~causal | window(left=None, right=3)", ~tilewise.causal | tilewise.window(None, 3)),
         ("neighborhood((4, 4), [3, 3])", tilewise.neighborhood((4, 4), (3, 3))),
+        ("neighborhood((9, 8), 4, stride=2, causal=True)", tilewise.neighborhood((9, 8), 4, stride=2, causal=True)),
+        ('sliding_tile((6, 8), 2, (3, 1), order="raster")', tilewise.sliding_tile((6, 8), 2, (3, 1), order="raster")),
     ],
 )
 def test_masks_are_read(text: str, expected: tilewise.Mask) -> None:
@@ -98,8 +100,14 @@ def test_lists_become_tensors_where_a_tensor_is_wanted() -> None:
 
 
 def test_every_name_of_the_library_is_known() -> None:
-    masks_and_scores = set(vars(library)) & set(tilewise.__all__) - {"Mask", "Score", "mask", "score", "tree_times"}
+    helpers = {"Mask", "Score", "mask", "score", "tree_times", "TokenOrder"}
+    masks_and_scores = {*vars(library), *vars(grids)} & set(tilewise.__all__) - helpers
     assert masks_and_scores == set(NAMES)
+
+
+def test_captured_tensors_of_a_mask_are_made_where_the_call_is() -> None:
+    (places,) = read_mask('sliding_tile((5, 5), 2, 1, order="hilbert")', "meta").tensors
+    assert places.device.type == "meta"
 
 
 @pytest.mark.parametrize(

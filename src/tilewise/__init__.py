@@ -1,6 +1,7 @@
 """tilewise: write attention as a formula; it runs at the speed of the machine."""
 
 from tilewise.formula.formula import Mask, Score, mask, score
+from tilewise.formula.grids import neighborhood, sliding_tile
 from tilewise.formula.library import (
     alibi,
     bias,
@@ -11,7 +12,6 @@ from tilewise.formula.library import (
     document,
     explicit,
     lengths,
-    neighborhood,
     prefix,
     relative_bias,
     sigmoid_score,
@@ -22,6 +22,7 @@ from tilewise.formula.library import (
     tree_times,
     window,
 )
+from tilewise.formula.order import TokenOrder
 from tilewise.frequencies import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, rope_tables
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why
@@ -64,6 +65,7 @@ __all__ = [
     "Selected",
     "Sparge",
     "Threshold",
+    "TokenOrder",
     "TopK",
     "YarnScaling",
     "alibi",
@@ -101,6 +103,7 @@ __all__ = [
     "select_tiles",
     "sigmoid_score",
     "sinks",
+    "sliding_tile",
     "softcap",
     "softmax",
     "swiglu",

@@ -57,8 +57,9 @@ def arguments(formula: Formula) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("sm", [90, 100])
-@pytest.mark.parametrize("name", ["window", "document_window", "neighborhood_3d", "alibi_causal", "softcap_causal",
-                                  "relative_bias", "many_operations", "bias", "head_blocks"])  # fmt: skip
+@pytest.mark.parametrize("name", ["window", "document_window", "neighborhood_3d", "sliding_tile_heads",
+                                  "sliding_tile_curve", "alibi_causal", "softcap_causal", "relative_bias",
+                                  "many_operations", "bias", "head_blocks"])  # fmt: skip
 def test_a_formula_compiles_as_gluon(name: str, sm: int) -> None:
     inputs = make_inputs(CASES[name], torch.float32)
     mask = score = (None, None, None)
@@ -76,7 +77,7 @@ def test_a_formula_compiles_as_gluon(name: str, sm: int) -> None:
         apply[(1,)](
             s, torch.zeros_like(s), 2, 3, *mask_arguments, *score_arguments, *mask, *score, 64, 64,
         )  # fmt: skip
-    assert (mask[1] is not None) == (name in ("document_window", "neighborhood_3d", "head_blocks"))
+    assert (mask[1] is not None) == name.startswith(("document", "neighborhood", "sliding_tile", "head_blocks"))
     assert resources(kernels[0]).spill_bytes <= 32  # what sine keeps in memory for large arguments
     if name == "softcap_causal":
         assert "tanh.approx.f32" in kernels[0].asm["ptx"]

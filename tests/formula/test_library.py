@@ -56,7 +56,6 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "softcap_nan": (lambda: tw.softcap(float("nan")), "softcap cap: got nan"),
     "bias_rank": (lambda: tw.bias(torch.ones(3)), "bias: got torch.float32 of shape (3,)"),
     "bias_integer": (lambda: tw.bias(torch.ones(3, 3).long()), "bias: got torch.int64"),
-    "neighborhood_4d": (lambda: tw.neighborhood((3,) * 4, (3,) * 4), "neighborhood shape: got (3, 3, 3, 3)"),
     "relative_bias_small": (lambda: tw.relative_bias(torch.ones(2, 4)), "relative_bias: got 2 buckets"),
     "window_bool": (lambda: tw.window(True), "window left: got True; expected None or an integer >= 1"),
     "window_float": (lambda: tw.window(4, 0.5), "window right: got 0.5; expected None or an integer >= 0"),
@@ -67,11 +66,6 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "softcap_zero": (lambda: tw.softcap(0), "softcap cap: got 0; expected a finite number > 0"),
     "softcap_infinite": (lambda: tw.softcap(float("inf")), "softcap cap: got inf"),
     "softcap_none": (lambda: tw.softcap(None), "softcap cap: got None"),
-    "neighborhood_numbers": (lambda: tw.neighborhood(8, 3), "neighborhood shape: got 8; expected 1 to 3 extents"),
-    "neighborhood_ranks": (lambda: tw.neighborhood((8, 8), (3,)), "neighborhood window: got (3,); expected 2 extents"),
-    "neighborhood_even": (lambda: tw.neighborhood((8,), (4,)), "neighborhood window: got (4,); expected odd extents"),
-    "neighborhood_wide": (lambda: tw.neighborhood((8,), (9,)), "neighborhood window: got (9,)"),
-    "neighborhood_float": (lambda: tw.neighborhood((8.0,), (3,)), "neighborhood shape: got 8.0; expected extents"),
     "tree_times": (lambda: tw.tree_times("ab"), "tree parents: got parent 'a' of node 0"),
     "tree_times_number": (lambda: tw.tree_times(3), "tree parents: got int; expected a sequence of integers"),
     "tree_times_cycle": (lambda: tw.tree_times([1, 0]), "tree parents: got a cycle"),
@@ -120,14 +114,3 @@ def test_tree_times_nest() -> None:
     i, j = torch.arange(8)[:, None], torch.arange(8)
     assert torch.equal(nested, plain.tree(parents, torch.device("cpu"))(0, 0, i, j))
     assert sorted([*entry.tolist(), *exit_.tolist()]) == list(range(16))
-
-
-@pytest.mark.parametrize(("shape", "window"), [((20,), (7,)), ((6, 8), (3, 5)), ((3, 4, 5), (3, 1, 5))], ids=str)
-def test_every_query_of_a_neighborhood_sees_as_many_keys(shape: tuple[int, ...], window: tuple[int, ...]) -> None:
-    total, count = torch.Size(shape).numel(), torch.Size(window).numel()
-    zero = torch.tensor(0)
-    seen = tw.neighborhood(shape, window).evaluate(
-        b=zero, h=zero, i=torch.arange(total)[:, None], j=torch.arange(total)
-    )
-    assert bool((seen.sum(-1) == count).all())
-    assert bool(seen.diagonal().all())

@@ -30,6 +30,8 @@ SAME: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "softcap": (lambda: tw.softcap(np.float32(20)), lambda: tw.softcap(20.0)),
     "neighborhood": (lambda: tw.neighborhood(tuple(np.array([4, 6])), (3, np.int64(3))),
                      lambda: tw.neighborhood((4, 6), (3, 3))),
+    "sliding_tile": (lambda: tw.sliding_tile(tuple(np.array([4, 6])), np.int32(2), (np.int64(1), (np.int64(0), 1))),
+                     lambda: tw.sliding_tile((4, 6), 2, (1, (0, 1)))),
 }  # fmt: skip
 
 

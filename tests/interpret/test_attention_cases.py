@@ -29,7 +29,7 @@ MATRIX = [*runnable(IMPLS, SMALL, (torch.float32,)),
           *runnable(IMPLS, [case for case in SMALL if case.name in HALF], (torch.float16,))]  # fmt: skip
 RESHAPED = [
     *(("narrow", name) for name in ("window_two_sided", "causal_more_keys", "explicit", "bias", "gqa_3",
-                                    "packed_cross_causal", "packed_document")),
+                                    "packed_cross_causal", "packed_document", "sliding_tile_curve")),
     *(("tall", name) for name in ("window", "document_window", "alibi_causal", "dropout_causal", "packed_window_sink")),
     *(("described", name) for name in ("causal", "window_two_sided", "neighborhood_1d", "head_dim_40", "sliced",
                                        "packed_causal")),

@@ -26,7 +26,8 @@ from tilewise.tiles.load import row_values
 from tilewise.tiles.visit import locate, take_turns, visit, visits
 
 LISTED = [CASES[name] for name in ("document", "document_window", "tree", "dilated_window", "neighborhood_2d",
-          "neighborhood_3d", "head_blocks", "explicit", "packed_document")]  # fmt: skip
+          "neighborhood_3d", "neighborhood_steps", "sliding_tile_heads", "sliding_tile_curve", "head_blocks",
+          "explicit", "packed_document")]  # fmt: skip
 UNEQUAL = [CASES["document"].with_(name="document_cross", batch=2, seqlen_q=33, seqlen_k=65),
            CASES["explicit"].with_(name="explicit_wide", seqlen_q=70, seqlen_k=19)]  # fmt: skip
 

@@ -99,6 +99,11 @@ check(lambda q, k, v: tw.attention(q, k, v, mask=tw.causal & tw.window(7) & tw.d
 check(lambda q, k, v: tw.attention(q, k, v, mask=tw.causal | tw.prefix(prefix), score=tw.softcap(5.0)))
 mask = tw.neighborhood((5, 8), (3, 3))  # made outside
 check(lambda q, k, v: tw.attention(q, k, v, mask=mask, score=tw.alibi(slopes), sink=sink), slopes, sink)
+windows = [(3, 1), (1, (0, 2)), (2, 2), (1, 1)]
+check(lambda q, k, v: tw.attention(q, k, v, mask=tw.sliding_tile((5, 8), (2, 3), windows)))
+order = tw.TokenOrder((5, 7), (2, 3), "hilbert", text=5)
+sliding = tw.sliding_tile((5, 7), (2, 3), (1, 3), order="hilbert", text=5)
+check(lambda q, k, v: order.undo(tw.attention(*map(order.apply, (q, k, v)), mask=sliding)))
 """
 LAMBDAS = """
 check(lambda q, k, v: tw.attention(q, k, v, mask=lambda b, h, i, j: (i >= j) | (j < prefix[b])))

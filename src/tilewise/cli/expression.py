@@ -1,8 +1,8 @@
 """Masks and scores written on the command line: a small grammar of the library's own names, never evaluated as Python.
 
-Allowed: the names of `tilewise.formula.library`; calls of them with numbers, None, True, False, lists and tuples; `&`,
-`|` and `~` on masks; `>>` between scores; a minus sign; `+` and `*` to build lists (`[0] * 512 + [1] * 512`). A list
-stands for a tensor where the function wants one.
+Allowed: the names of `tilewise.formula.library` and `tilewise.formula.grids`; calls of them with numbers, words in
+quotes, None, True, False, lists and tuples; `&`, `|` and `~` on masks; `>>` between scores; a minus sign; `+` and `*`
+to build lists (`[0] * 512 + [1] * 512`). A list stands for a tensor where the function wants one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import FormulaError
-from tilewise.formula import library
+from tilewise.formula import grids, library
 from tilewise.formula.formula import Mask, Score
 
 MAX_TEXT = 10_000
@@ -32,11 +32,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 def _library() -> dict[str, Any]:
     """Public masks, scores and the functions that make them."""
     names: dict[str, Any] = {}
-    for name, value in vars(library).items():
-        made_here = inspect.isfunction(value) and value.__module__ == library.__name__
-        if not name.startswith("_") and (isinstance(value, Mask | Score) or made_here):
-            names[name] = value
-    del names["tree_times"]  # makes tensors, not a mask
+    for module in (library, grids):
+        for name, value in vars(module).items():
+            made_here = inspect.isfunction(value) and value.__module__ == module.__name__
+            if not name.startswith("_") and (isinstance(value, Mask | Score) or made_here):
+                names[name] = value
+    del names["tree_times"], names["check_integer"]  # make no mask
     return names
 
 
@@ -70,7 +71,7 @@ class Reader:
             if node.id not in NAMES:
                 raise self.refuse(node, f"one of {', '.join(sorted(NAMES))}")
             return NAMES[node.id]
-        if isinstance(node, ast.Constant) and (node.value is None or type(node.value) in (int, float, bool)):
+        if isinstance(node, ast.Constant) and (node.value is None or type(node.value) in (int, float, bool, str)):
             return node.value
         if isinstance(node, ast.List | ast.Tuple):
             items = [self.value(item) for item in node.elts]
@@ -125,6 +126,8 @@ class Reader:
         for name, value in bound.arguments.items():
             if isinstance(value, list) and "Tensor" in str(signature.parameters[name].annotation):
                 bound.arguments[name] = self.tensor(node, value)
+        if "device" in signature.parameters:
+            bound.arguments.setdefault("device", self.device)
         return function(*bound.args, **bound.kwargs)
 
     def tensor(self, node: ast.expr, value: list[Any]) -> torch.Tensor:

@@ -36,7 +36,7 @@ def window(left: int | None, right: int | None = 0) -> Mask:
     for name, value, least in (("left", left, 1), ("right", right, 0)):
         if value is not None:
             hint = "None lifts the limit; left counts the query's own key, right does not"
-            _integer(f"window {name}", value, hint, least, "None or an integer")
+            check_integer(f"window {name}", value, hint, least, "None or an integer")
     i, j = e.sym("i"), e.sym("j")
     # compare(), not <: under torch.compile a changing int is symbolic, and dynamo mistakes object < symbolic int
     parts = [] if left is None else [e.compare("lt", i - j, left)]
@@ -49,7 +49,7 @@ def window(left: int | None, right: int | None = 0) -> Mask:
 
 def chunked(size: int) -> Mask:
     """Only keys of the query's own chunk of `size` positions (Llama 4's chunked attention, without causality)."""
-    _integer("chunked size", size, "the number of positions that share a chunk")
+    check_integer("chunked size", size, "the number of positions that share a chunk")
     return mask(lambda b, h, i, j: i // size == j // size, lambda: f"chunked({size})")
 
 
@@ -74,7 +74,7 @@ def sinks(count: int) -> Mask:
     """The first `count` keys; with a window, `window(1024) | sinks(4)`, the attention sinks of Xiao et al., "Efficient
     Streaming Language Models with Attention Sinks".
     """
-    _integer("sinks count", count, "how many keys from the first on every query sees, such as 4")
+    check_integer("sinks count", count, "how many keys from the first on every query sees, such as 4")
     return mask(lambda b, h, i, j: j < count, lambda: f"sinks({count})")
 
 
@@ -135,37 +135,8 @@ def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dilated(step: int) -> Mask:
     """Every `step`-th key, counted from the query; with a window, that of Beltagy et al., "Longformer", dilated."""
-    _integer("dilated step", step, "a step of 1 sees every key")
+    check_integer("dilated step", step, "a step of 1 sees every key")
     return mask(lambda b, h, i, j: i % step == j % step, lambda: f"dilated({step})")
-
-
-def neighborhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
-    """Neighborhood attention (NATTEN) on a 1-D, 2-D or 3-D grid stored row-major.
-
-    A query sees the `window` (odd extents) around it; at the border the window is shifted inside, so every query sees
-    the same number of keys (Hassani et al., "Neighborhood Attention Transformer").
-    """
-    shape, window = _extents("neighborhood shape", shape), _extents("neighborhood window", window)
-    if len(shape) != len(window):
-        expected = f"{len(shape)} extents, as shape {shape}"
-        raise InputError("neighborhood window", got=window, expected=expected, hint="one extent for each of the grid's")
-    for size, width in zip(shape, window, strict=True):
-        if width % 2 == 0 or width > size:
-            expected = f"odd extents at most {shape}"
-            hint = "a query stands in the middle of its window"
-            raise InputError("neighborhood window", got=window, expected=expected, hint=hint)
-
-    def visible(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
-        result, stride = e.TRUE, math.prod(shape)
-        for size, width in zip(shape, window, strict=True):
-            outer, stride = stride, stride // size
-            x = i // stride if outer == math.prod(shape) else i % outer // stride
-            y = j // stride if outer == math.prod(shape) else j % outer // stride
-            center = x.clamp(width // 2, size - 1 - width // 2)
-            result = e.logic("and", result, e.compare("le", abs(center - y), width // 2))
-        return result
-
-    return mask(visible, lambda: f"neighborhood({shape}, {window})")
 
 
 def blocks(visible: torch.Tensor, block_size: int) -> Mask:
@@ -176,7 +147,7 @@ def blocks(visible: torch.Tensor, block_size: int) -> Mask:
             Its rows are blocks of positions on the key axis: both extents are ceil(seqlen_k / block_size).
     """
     _tensor("blocks map", visible, (2, 3, 4), "boolean", "True where a block of queries sees a block of keys; map > 0")
-    _integer("blocks block_size", block_size, "the positions that one entry of the map stands for, such as 64")
+    check_integer("blocks block_size", block_size, "the positions that one entry of the map stands for, such as 64")
     lead = visible.ndim - 2
 
     def body(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
@@ -231,7 +202,7 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
         max_distance: distance from which on the last bucket is used.
     """
     _tensor("relative_bias table", table, (2,), "floating-point", "a row for each bucket, a column for each head")
-    _integer("relative_bias max_distance", max_distance, "T5 has 128")
+    check_integer("relative_bias max_distance", max_distance, "T5 has 128")
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
@@ -285,20 +256,11 @@ def _lead(table: torch.Tensor, b: Expr, h: Expr) -> tuple[Expr, Expr]:
     return (b if table.shape[0] > 1 else e.lit(0)), (h if table.shape[1] > 1 else e.lit(0))
 
 
-def _integer(name: str, value: Any, hint: str, least: int = 1, kind: str = "an integer") -> None:
+def check_integer(name: str, value: Any, hint: str, least: int = 1, kind: str = "an integer") -> None:
     """Symbolic integers of torch.compile pass."""
     whole = isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)
     if not isinstance(value, torch.SymInt) and not (whole and value >= least):
         raise InputError(name, got=repr(value), expected=f"{kind} >= {least}", hint=hint)
-
-
-def _extents(name: str, value: Any) -> tuple[int, ...]:
-    hint = "one integer for each side of the grid, (n,) for a line of n"
-    if not isinstance(value, Sequence) or not 1 <= len(value) <= 3:
-        raise InputError(name, got=repr(value), expected="1 to 3 extents, for example (32, 32)", hint=hint)
-    for size in value:
-        _integer(name, size, hint, kind="extents that are integers")
-    return tuple(size if isinstance(size, int) else int(size) for size in value)
 
 
 def _tensor(name: str, value: Any, ranks: tuple[int, ...], kind: str, hint: str) -> None:

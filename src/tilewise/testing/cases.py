@@ -12,6 +12,7 @@ import tilewise as tw
 from tilewise.formula.library import tree_times
 from tilewise.testing import plain
 from tilewise.testing.case import Builder, Case, Maker, Spelled
+from tilewise.testing.grid_masks import neighborhood, sliding_tile
 
 # masks -------------------------------------------------------------------------------------------------------------
 
@@ -54,10 +55,6 @@ def tree(case: Case, make: Maker) -> Spelled:
 
 def dilated_window(case: Case, make: Maker) -> Spelled:
     return Spelled(tw.window(24) & tw.dilated(3), plain.both(plain.window(24), plain.dilated(3)))
-
-
-def neighborhood(shape: tuple[int, ...], width: tuple[int, ...]) -> Builder:
-    return lambda case, make: Spelled(tw.neighborhood(shape, width), plain.neighborhood(shape, width, make.device))
 
 
 def head_blocks(case: Case, make: Maker) -> Spelled:
@@ -300,6 +297,12 @@ CASES: dict[str, Case] = _named(
     neighborhood_1d=Case(_, seqlen_q=40, seqlen_k=40, mask=neighborhood((40,), (7,))),
     neighborhood_2d=Case(_, seqlen_q=63, seqlen_k=63, mask=neighborhood((7, 9), (3, 5))),
     neighborhood_3d=Case(_, seqlen_q=60, seqlen_k=60, mask=neighborhood((3, 4, 5), (3, 3, 1))),
+    neighborhood_even=Case(_, seqlen_q=54, seqlen_k=54, mask=neighborhood((6, 9), (4, 6), stride=(3, 2))),
+    neighborhood_steps=Case(_, mask=neighborhood((5, 13), (2, 4), dilation=(2, 3), causal=(True, False))),
+    sliding_tile=Case(_, 1, 100, 100, mask=sliding_tile((2, 8, 6), (1, 2, 2), (1, 3, (1, 0)), text=4, text_first=True)),
+    sliding_tile_heads=Case(_, mask=sliding_tile((3, 5, 4), (2, 2, 3), [(1, 1, 2), (2, 3, 1)], text=5)),
+    sliding_tile_curve=Case(_, mask=sliding_tile((7, 8), (3, 2), (2, 3), order="hilbert", text=9, text_first=True)),
+    sliding_tile_causal=Case(_, mask=sliding_tile((13, 5), (2, 3), (3, 1), causal=True)),
     head_blocks=Case(_, mask=head_blocks),
     explicit=Case(_, seqlen_q=30, mask=explicit),
     anti_causal=Case(_, mask=anti_causal),

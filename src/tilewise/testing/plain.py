@@ -6,6 +6,7 @@ query's place on the key axis.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,17 +66,87 @@ def dilated(step: int) -> Function:
     return lambda b, h, i, j: torch.remainder(i - j, step) == 0
 
 
-def neighborhood(shape: Sequence[int], window: Sequence[int], device: torch.device) -> Function:
-    """For each query, list its neighbours coordinate by coordinate, the window shifted inside at borders."""
-    total = math.prod(shape)
-    near = torch.ones(total, total, dtype=torch.bool, device=device)
-    stride = total
-    for size, width in zip(shape, window, strict=True):
-        stride //= size
-        place = torch.arange(total, device=device) // stride % size
-        start = torch.clamp(place - width // 2, 0, size - width)
-        near &= (place[None, :] >= start[:, None]) & (place[None, :] < start[:, None] + width)
-    return lambda b, h, i, j: near[i, j]
+def neighborhood(
+    shape: Sequence[int],
+    window: Sequence[int],
+    device: torch.device,
+    *,
+    stride: Sequence[int] | None = None,
+    dilation: Sequence[int] | None = None,
+    causal: Sequence[bool] | None = None,
+) -> Function:
+    """For each query and axis the neighbours one by one: NATTEN's rules, walked over places of the same remainder."""
+    axes = []
+    for axis, (size, width) in enumerate(zip(shape, window, strict=True)):
+        group, step = stride[axis] if stride else 1, dilation[axis] if dilation else 1
+        seen: list[set[int]] = [set() for _ in range(size)]
+        for rest in range(step):
+            line = list(range(rest, size, step))
+            for place, x in enumerate(line):
+                members = [p for p in range(len(line)) if p // group == place // group]
+                if causal and causal[axis]:
+                    first = members[-1] - width + 1
+                    seen[x] = {line[p] for p in range(len(line)) if first <= p <= place}
+                    continue
+                middle = place - place % group + group // 2  # of a whole group, also where the last one is cut
+                start = middle - width // 2
+                while start + width > len(line):
+                    start -= 1
+                while start < 0:
+                    start += 1
+                seen[x] = set(line[start : start + width])
+        axes.append(seen)
+    places = list(itertools.product(*map(range, shape)))
+    return _pairs([[all(k in axes[a][q] for a, (q, k) in enumerate(zip(one, other, strict=True)))
+                    for other in places] for one in places], device)  # fmt: skip
+
+
+def sliding_tile(
+    canvas: Sequence[int],
+    tile: Sequence[int],
+    windows: Sequence[Sequence[tuple[int, int]]],
+    places: Sequence[int],
+    device: torch.device,
+    *,
+    text: int = 0,
+    text_first: bool = False,
+    causal: bool = False,
+) -> Function:
+    """For each head a window of tiles, (before, after) along each axis, walked tile by tile and shifted inside.
+
+    `places` lists for each place of the sequence without text its place in raster order.
+    """
+    coordinates = list(itertools.product(*map(range, canvas)))
+    heads = []
+    for window in windows:
+        seen: list[list[list[int]]] = []
+        for axis, (before, after) in enumerate(window):
+            count = -(-canvas[axis] // tile[axis])
+            seen.append([])
+            for own in range(count):
+                near = list(range(own - before, own + after + 1))
+                if causal and axis == 0:
+                    near = [place for place in near if 0 <= place <= own]
+                while near[0] < 0:
+                    near = [place + 1 for place in near]
+                while near[-1] >= count:
+                    near = [place - 1 for place in near]
+                seen[axis].append(near)
+        rows = []
+        for query in places:
+            at = [x // extent for x, extent in zip(coordinates[query], tile, strict=True)]
+            row = [all(x // tile[axis] in seen[axis][at[axis]] for axis, x in enumerate(coordinates[key]))
+                   for key in places]  # fmt: skip
+            rows.append([True] * text + row if text_first else row + [True] * text)
+        words = [[True] * (len(places) + text) for _ in range(text)]
+        heads.append(words + rows if text_first else rows + words)
+    return _pairs(heads, device)
+
+
+def _pairs(visible: list[list[bool]] | list[list[list[bool]]], device: torch.device) -> Function:
+    """A table (queries, keys) or (heads, queries, keys) as a function; beyond it nothing is asked."""
+    near = torch.tensor(visible, device=device)
+    return (lambda b, h, i, j: near[i, j]) if near.ndim == 2 else (lambda b, h, i, j: near[h % len(near), i, j])
 
 
 def blocks(visible: torch.Tensor, block_size: int) -> Function:
