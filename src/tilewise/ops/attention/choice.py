@@ -63,7 +63,7 @@ class Selected:
 
         def taken(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
             row = i - (places.seqlen_k(b) - places.seqlen_q(b))
-            return self._read(self.kept, num_heads_q, b, h, row // rows, j // columns)
+            return self._read(self.kept, num_heads_q, b, h, row // e.lit(rows), j // e.lit(columns))
 
         return mask(taken, "taken tiles")
 
@@ -74,7 +74,7 @@ class Selected:
 
         def left(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
             row = i - (places.tiles_k(b) - places.seqlen_q(b))
-            return self._read(far, num_heads_q, b, h, row // rows, j)
+            return self._read(far, num_heads_q, b, h, row // e.lit(rows), j)
 
         return mask(left, "tiles not taken")
 

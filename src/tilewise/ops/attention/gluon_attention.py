@@ -67,6 +67,7 @@ _MANY = 0x7FFF0000
 _FEW_TILES = 24  # of a sequence, up to which those of unequal length are divided beforehand
 _HELD = 24 * 2**20  # bytes of sums of dQ that L2 holds beside what else is used
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
+_APART = 2**23  # elements of such pairs, beyond which fewer take turns where any tile may be visited
 
 
 class Fixed(NamedTuple):
@@ -284,11 +285,19 @@ def dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
 
 def turns_of(call: Call, slots: int, pairs: int) -> int:
     """How many pairs of batch and head take turns where items are of unequal length, the long ones first: as many as
-    leave enough short ones for the end, or as two turns of the grid hold, one forth and one back.
+    leave enough short ones for the end, or as two turns of the grid hold, one forth and one back. Items of a list visit
+    tiles that others do not: then L2 holds all that the pairs have, or one takes its turn alone.
     """
     if equal(call):
         return 1
-    return max(1, min(pairs, -(-2 * multiprocessors(call.q.device) // slots) if slots <= _FEW_TILES else _PAIRS))
+    mask = functions(call, "gluon")[0]
+    if slots <= _FEW_TILES:
+        most = -(-2 * multiprocessors(call.q.device) // slots)
+    elif mask is not None and mask.classify is not None:
+        most = min(_PAIRS, _APART // (max(call.rows_q, call.rows_k) * (call.head_dim + call.head_dim_v)))
+    else:
+        most = _PAIRS
+    return max(1, min(pairs, most))
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:

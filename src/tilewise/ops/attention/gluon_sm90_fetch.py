@@ -86,15 +86,17 @@ def fetch(inputs, memory, bars, grid, fixed):
         h = run[1] // fixed.group
         table = table_of(run[0], pages) if fixed.paged else 0
         n = visit_any(0, tiles, fixed.lists)
+        after = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
         fill_tile(K, done, keys, h, n * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
         if not EARLY:
             fetch_queries(Q, run, at, memory, bars, grid, fixed)
         near = gl.maximum(count - 2, 1)
         for t in range(1, near):
-            after = visit_any(t, tiles, fixed.lists)
+            ahead = visit_any(t + 1, tiles, fixed.lists)
             fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
             fill_values(V, done + t - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)
             n = after
+            after = ahead
         turn += 1
         item = next_item(turn, NEXT, fixed)
         item, turn, coming = find_run(item, turn, NEXT, grid, fixed)
@@ -102,10 +104,11 @@ def fetch(inputs, memory, bars, grid, fixed):
         if EARLY:
             fetch_queries(Q, coming, at + 1, memory, bars, grid, fixed)
         for t in range(near, count):
-            after = visit_any(t, tiles, fixed.lists)
+            ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
             fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
             fill_values(V, done + t - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)
             n = after
+            after = ahead
         fill_values(V, done + count - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)
         done += count
         at += 1
