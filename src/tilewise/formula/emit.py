@@ -97,13 +97,19 @@ class Emitter:
         return self._definition(name, parameters, [*lines, f"return ({', '.join(names) or parameters[0]},)"])
 
     def columns(self, name: str, position: str, hoisted: Sequence[Expr]) -> str:
-        """`def name(b, h, position, layout, args, nums)` returning a tuple of what a tile's columns need once, each
-        [1, N] in the tile's `layout` (Gluon only). `position` [N] is spread over the threads; in the tile's layout
-        many of them have the same column, and each would work it out for itself.
+        """`def name(b, h, position, start, layout, args, nums)` returning a tuple of what a tile's columns need once,
+        each [1, N] in the tile's `layout`, or a number that all share (Gluon only). `position` [N] is spread over the
+        threads; in the tile's layout many of them have the same column, and each would work it out for itself. The
+        first is at `start`, a multiple of N.
         """
         lines, names = self._body(share(*hoisted))
-        moved = [f"gl.convert_layout({name}, gl.SliceLayout(0, layout))[None, :]" for name in names]
-        parameters = ("b", "h", position, "layout: gl.constexpr")
+        moved = []
+        for root, of_threads in zip(share(*hoisted), names, strict=True):
+            result = f"gl.convert_layout({of_threads}, gl.SliceLayout(0, layout))[None, :]"
+            if _shift(root) and root.args[0].op == "sym":
+                result = f"start >> {_shift(root)} if {root.args[1].value} % {position}.shape[0] == 0 else {result}"
+            moved.append(result)
+        parameters = ("b", "h", position, "start", "layout: gl.constexpr")
         return self._definition(name, parameters, [*lines, f"return ({', '.join(moved)},)"])
 
     def accumulate(
@@ -193,6 +199,8 @@ class Emitter:
             return f"{self.prefix}.where({', '.join(args)})", False
         if op in ("tanh", "sigmoid"):
             return f"{op}{'_fast' if self.fast else ''}({args[0]})", False
+        if _shift(node):
+            return f"{args[0]} >> {_shift(node)}", False  # which rounds down, too
         if op in ("floordiv", "mod") and node.kind == "float":
             return f"float_{op}({', '.join(args)})", False
         if op in ("floordiv", "mod", "to_float", "to_int"):
@@ -251,6 +259,12 @@ _HELPERS = (
     "to_int",
     "wide",
 )
+
+
+def _shift(node: Expr) -> int:
+    """By how many bits an integer is shifted where it is divided by a power of two that is known; else 0."""
+    by = node.args[1].value if node.op == "floordiv" and node.kind == "int" and node.args[1].op == "lit" else 0
+    return by.bit_length() - 1 if by > 0 and by & (by - 1) == 0 else 0
 
 
 def cache_folder() -> pathlib.Path:

@@ -27,8 +27,8 @@ class Side:
 
     `tiles(b, h, first, last)` gives the visible run of the other axis for a tile, and `rows(b, h, x)` for each row
     (both None where tile lists are used). `once(b, h, x)` gives what a program computes once, which
-    `visible(b, h, i, j, once)` reads; in Gluon `columns(b, h, x, layout)` adds to that what the other axis's positions
-    of a tile need (None where that is little).
+    `visible(b, h, i, j, once)` reads; in Gluon `columns(b, h, x, start, layout)` adds to that what the other axis's
+    positions of a tile need (None where that is little).
     """
 
     tiles: Any
