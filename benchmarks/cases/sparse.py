@@ -1,4 +1,5 @@
-"""Questions `sparse_forward`, `sparse_backward`, `sparse_choice` and `sparse_whole`: attention over selected tiles.
+"""Questions `sparse_forward`, `sparse_backward`, `sparse_choice`, `sparse_whole` and `sliding_tile`: attention over
+selected tiles and over windows of tiles of a video.
 
 bf16, heads times head_dim 2048, head_dim 128, one sequence.
 
@@ -11,10 +12,16 @@ exact attention over all tiles.
 Part local: queries and keys that follow a random walk, 32,768 and 131,072 tokens, `Sparge` with and without summaries,
 exact and in FP8, choice and codes included, beside the same over all tiles. TFLOP/s count all tiles; errors are to
 exact attention over all of them, and the density is in the problem.
+
+Part sliding: a video of 30 x 48 x 80 latent tokens in tiles of 6 x 8 x 8 and 256 tokens of text, 24 heads, windows of
+3 x 3 x 3 and of 5 x 5 x 5 tiles (9 and 42 % of the pairs), exact and in FP8, beside all pairs by us and by peers.
+TFLOP/s count what is seen; errors are to float64 under the same mask.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,13 +30,15 @@ import torch
 
 import tilewise as tw
 from benchmarks.cases import Options
-from benchmarks.contenders import HEAD, inputs, sources_of
+from benchmarks.contenders import HEAD, SDPA_BACKENDS, fa4, find_fa4, inputs, sdpa, sources_of
 from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import Slice, head_slice, relative_error
 from benchmarks.timing import Call, ceilings, interleaved, method
 
-FORWARD, BACKWARD, CHOICE, WHOLE = QUESTIONS = ("sparse_forward", "sparse_backward", "sparse_choice", "sparse_whole")
+FORWARD, BACKWARD, CHOICE, WHOLE, SLIDING = QUESTIONS = (
+    "sparse_forward", "sparse_backward", "sparse_choice", "sparse_whole", "sliding_tile",
+)  # fmt: skip
 DENSITIES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 ROUNDS = 20
 HEADS, HEAD_DIM, TILE = 16, 128, 128
@@ -86,12 +95,16 @@ class _Run:
 
 
 def run(options: Options) -> None:
-    """Measure what is wanted: parts map, choice and local."""
+    """Measure what is wanted: parts map, choice, local and sliding."""
     device, rounds = options.device, min(options.rounds, ROUNDS)
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
-    writer = Writer(current(device), method=method(device, rounds), ceilings=ceiling, results=options.out)
+    fa4_module, fa4_says = find_fa4(device)
+    said = f"{method(device, rounds)}; {fa4_says}"
+    writer = Writer(current(device), method=said, ceilings=ceiling, results=options.out)
     what = _Run(writer, device, rounds, options.quick)
-    parts: dict[str, Callable[[_Run], None]] = {"map": _map, "choice": _choice, "local": _local}
+    parts: dict[str, Callable[[_Run], None]] = {
+        "map": _map, "choice": _choice, "local": _local, "sliding": functools.partial(_sliding, fa4_module=fa4_module),
+    }  # fmt: skip
     for name, part in parts.items():
         if options.wants(name):
             part(what)
@@ -233,3 +246,44 @@ def _local(what: _Run) -> None:
         problem = _problem("local", shape, q.dtype, formula=f"{density:.0%} of the tiles")
         operations = dict.fromkeys(calls, _operations(shape))
         what.write(WHOLE, problem, calls, operations, errors, ALL, "the whole call; choice and codes are made")
+
+
+# windows of tiles ----------------------------------------------------------------------------------------------------
+
+
+def _sliding(what: _Run, fa4_module: Any) -> None:
+    canvas, tile, text = ((4, 6, 8), (2, 3, 4), 5) if what.quick else ((30, 48, 80), (6, 8, 8), 256)
+    tokens = math.prod(canvas) + text
+    shape = (1, tokens, 4, 16) if what.quick else (1, tokens, 24, HEAD_DIM)
+    q, k, v = (x.detach() for x in what.inputs(shape)[:3])
+    peers = {name: sdpa(backend, False) for name, backend in SDPA_BACKENDS[what.device].items()}
+    peers |= {"fa4": fa4(fa4_module, False)} if fa4_module else {}
+    for window in ((1, 2, 1),) if what.quick else ((3, 3, 3), (5, 5, 5)):
+        mask = tw.sliding_tile(canvas, tile, window, text=text, device=what.device)
+        rows = torch.arange(0, tokens, tokens // 150, device=what.device)
+        want, seen = _sampled(q, k, v, mask, rows)
+        share = ((tokens - text) * seen + text * tokens) / tokens**2  # windows hold as many tokens everywhere
+        dense = {f"tilewise.{what.row}.dense": _attention(what.row), **peers}
+        sparse = {
+            f"tilewise.{what.row}.sliding": _attention(what.row, mask=mask),
+            f"tilewise.{what.coded}.sliding": _attention(what.coded, mask=mask, quantize=FP8),
+        }
+        errors = {name: relative_error(attend(q, k, v)[0, rows, HEAD[1]], want) for name, attend in sparse.items()}
+        operations = {name: _operations(shape, share if name in sparse else 1.0) for name in (sparse | dense)}
+        calls = {name: _bound(attend, q, k, v) for name, attend in (sparse | dense).items()}
+        problem = _problem("sliding", shape, q.dtype, formula=f"{mask!r}, {share:.1%} of the pairs")
+        includes = "the whole call, codes and tile lists are made"
+        what.write(SLIDING, problem, calls, operations, errors, f"{EXACT}, every {tokens // 150}th query", includes)
+
+
+def _sampled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tw.Mask, rows: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """(the output of some queries of one head in float64, how many keys the first of them sees)"""
+    head = HEAD[1]
+    place = torch.tensor(0, device=q.device)
+    keys = torch.arange(k.shape[1], device=q.device)
+    seen = mask.evaluate(b=place, h=place + head, i=rows[:, None], j=keys)
+    s = (q[0, rows, head].double() @ k[0, :, head].double().T) * q.shape[-1] ** -0.5
+    o = torch.softmax(s.masked_fill(~seen, -torch.inf), -1) @ v[0, :, head].double()
+    return o, int(seen[0].sum())
