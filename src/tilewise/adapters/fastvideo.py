@@ -1,14 +1,15 @@
-"""FastVideo's `sliding_tile_attention` (package fastvideo_kernel, before that st_attn), run by tilewise: same name,
-arguments and layout.
+"""FastVideo's `sliding_tile_attention`, `video_sparse_attn` and `block_sparse_attn` (package fastvideo_kernel, before
+that st_attn and vsa), run by tilewise: same names, arguments and layout.
 
-Arguments become a mask, `tilewise.sliding_tile`, and all heads run in one launch, whatever their windows.
+Arguments become a mask, `tilewise.sliding_tile`, or tiles taken, `attention(select=)`; all heads run in one launch.
 
 Beyond FastVideo: any canvas, also one that tiles do not divide (`tilewise.TokenOrder` brings tokens into tile order,
-with tiles cut at the far border), any tile, any text, a text length for each batch element, fewer heads of keys and
-values than of queries, any head_dim up to 512, float32, the CPU, and gradients. Keywords that it does not have are
-TypeErrors.
+with tiles cut at the far border), any tile, any text, a text length for each batch element, blocks of any size, fewer
+heads of keys and values than of queries, any head_dim up to 512, float32, the CPU, and gradients of all. Keywords that
+it does not have are TypeErrors.
 
-Source: Zhang et al., "Fast Video Generation with Sliding Tile Attention", 2025.
+Sources: Zhang et al., "Fast Video Generation with Sliding Tile Attention", 2025; Zhang et al., "VSA: Faster Video
+Diffusion with Trainable Sparse Attention", 2025.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ import torch
 import tilewise as tw
 from tilewise.adapters.axes import check_tensors, seqlen_first
 from tilewise.core.errors import InputError
+from tilewise.ops.attention.choice import Selected
+from tilewise.ops.tile_means import tile_means
+from tilewise.schedule.tilemap import FULL
 
-__all__ = ["sliding_tile_attention"]
+__all__ = ["block_sparse_attn", "sliding_tile_attention", "video_sparse_attn"]
 
 Window = tuple[int, int, int]
 
@@ -120,3 +124,110 @@ def _valid(text_length: Any, words: int, q: torch.Tensor) -> int:
         hint = "text stands behind the video, and what is behind its text_length tokens is padding"
         raise InputError("text_length", got=repr(text_length), expected=f"an integer from 0 to {words}", hint=hint)
     return text_length
+
+
+# blocks of a video ---------------------------------------------------------------------------------------------------
+
+
+def video_sparse_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variable_block_sizes: torch.Tensor,
+    q_variable_block_sizes: torch.Tensor,
+    topk: int,
+    block_size: int | Sequence[int] = 64,
+    compress_attn_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention over means of blocks, and beside it over all tokens of the blocks that score best there.
+
+    Args:
+        q: (batch, num_heads_q, seqlen_q, head_dim), block after block, each filled up to the same size with zeros.
+        k, v: (batch, num_heads_kv, seqlen_k, head_dim and head_dim_v), likewise; num_heads_kv divides num_heads_q.
+        variable_block_sizes, q_variable_block_sizes: how many tokens of each block of keys, and of queries, are no
+            padding, integer tensors (blocks,); padding is behind them.
+        topk: how many blocks of keys each block of queries takes.
+        block_size: tokens of a block, or its extents.
+        compress_attn_weight: what the first part is multiplied by, like the result; None is 1.
+
+    Returns:
+        Their sum, (batch, num_heads_q, seqlen_q, head_dim_v), differentiable in q, k, v and the weight; which blocks
+        are taken has no gradient. Scores of blocks are float32, also where FastVideo rounds them to the tensors' dtype.
+
+    Raises:
+        InputError: an argument is wrong. TypeError: a keyword that is not here.
+    """
+    size = _block_tokens(block_size)
+    _check_blocks(q, k, v, variable_block_sizes, q_variable_block_sizes, size)
+    blocks = k.shape[2] // size
+    if type(topk) is not int or not 1 <= topk <= blocks:
+        hint = "of the blocks of keys; all of them is attention over all tokens"
+        raise InputError("topk", got=repr(topk), expected=f"an integer from 1 to {blocks}", hint=hint)
+    of_q, of_k, of_v = (
+        tile_means(seqlen_first(x), size)[0] * (size / sizes.clamp(min=1))[:, None]
+        for x, sizes in ((q, q_variable_block_sizes), (k, variable_block_sizes), (v, variable_block_sizes))
+    )
+    known = tw.mask(lambda b, h, i, j: variable_block_sizes[j] > 0, "blocks with tokens")
+    coarse = tw.attention(*(x.transpose(1, 2).to(q.dtype) for x in (of_q, of_k, of_v)), mask=known)
+    scores = of_q.detach() @ of_k.detach().repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    scores = scores.masked_fill(variable_block_sizes <= 0, -torch.inf)
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk).indices, True)
+    fine, _ = block_sparse_attn(q, k, v, taken, variable_block_sizes)
+    spread = coarse.transpose(1, 2).repeat_interleave(size, 2)
+    return fine + (spread if compress_attn_weight is None else spread * compress_attn_weight)
+
+
+def block_sparse_attn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_map: torch.Tensor, variable_block_sizes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of blocks of queries over blocks of keys.
+
+    Args:
+        q, k, v: as for `video_sparse_attn`.
+        block_map: bool (batch, num_heads_q, blocks of queries, blocks of keys), True where keys are seen; a block's
+            size is seqlen_k over the blocks of keys.
+        variable_block_sizes: how many tokens of each block of keys are no padding, an integer tensor (blocks,).
+
+    Returns:
+        out (batch, num_heads_q, seqlen_q, head_dim_v), and lse (batch, num_heads_q, seqlen_q), float32.
+
+    Raises:
+        InputError: an argument is wrong. TypeError: a keyword that is not here.
+    """
+    check_tensors("(batch, heads, seqlen, dim)", (4,), "heads stand before tokens", q=q, k=k, v=v)
+    columns = block_map.shape[-1] if isinstance(block_map, torch.Tensor) and block_map.ndim == 4 else 0
+    size = k.shape[2] // columns if columns else 0
+    expected = (q.shape[0], q.shape[1], q.shape[2] // max(size, 1), columns)
+    if not columns or block_map.dtype != torch.bool or tuple(block_map.shape) != expected or k.shape[2] % columns:
+        got = f"{block_map.dtype} {tuple(block_map.shape)}" if isinstance(block_map, torch.Tensor) else repr(block_map)
+        hint = "blocks of queries and of keys have as many tokens"
+        raise InputError("block_map", got=got, expected="bool (batch, heads, blocks of q, blocks of k)", hint=hint)
+    _check_blocks(q, k, v, variable_block_sizes, None, size)
+    classes = torch.full((1, 1, *block_map.shape[2:]), FULL, dtype=torch.int8, device=q.device)
+    select = Selected(block_map, classes, (size, size), q.shape[2], k.shape[2], "drop", math.inf)
+    valid = tw.mask(lambda b, h, i, j: j % size < variable_block_sizes[j // size], "tokens that are no padding")
+    out, lse = tw.attention_with_lse(*(seqlen_first(x) for x in (q, k, v)), mask=valid, select=select)
+    return out.transpose(1, 2), lse
+
+
+def _block_tokens(block_size: Any) -> int:
+    sides = [block_size] if type(block_size) is int else list(block_size) if isinstance(block_size, Sequence) else []
+    if not sides or not all(type(side) is int and side > 0 for side in sides):
+        hint = "64 tokens, or (4, 4, 4)"
+        raise InputError("block_size", got=repr(block_size), expected="an integer >= 1, or extents", hint=hint)
+    return math.prod(sides)
+
+
+def _check_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_k: Any, of_q: Any, size: int) -> None:
+    """Raise InputError unless sequences are whole blocks, of which each has a number of tokens."""
+    check_tensors("(batch, heads, seqlen, dim)", (4,), "heads stand before tokens", q=q, k=k, v=v)
+    given = [("variable_block_sizes", of_k, "k", k)]
+    given += [] if of_q is None else [("q_variable_block_sizes", of_q, "q", q)]
+    for name, sizes, of, x in given:
+        if x.shape[2] % size:
+            hint = "fill blocks up with zeros"
+            raise InputError(of, got=f"seqlen {x.shape[2]}", expected=f"whole blocks of {size} tokens", hint=hint)
+        shape = (x.shape[2] // size,)
+        if not isinstance(sizes, torch.Tensor) or sizes.shape != shape or sizes.dtype not in (torch.int32, torch.int64):
+            got = f"{sizes.dtype} {tuple(sizes.shape)}" if isinstance(sizes, torch.Tensor) else repr(sizes)
+            raise InputError(name, got=got, expected=f"an integer tensor {shape}", hint="one number for each block")
