@@ -7,7 +7,8 @@ Part map: 32,768 tokens, maps of tiles of 128 drawn at random for each head, 5 t
 kernel over all tiles; forward and backward. Errors are to float64 under the same map. TFLOP/s count what is taken.
 
 Part choice: what `select_tiles` takes by means of tiles, 16,384 tokens of sequences of 8,192 and one of 131,072, beside
-exact attention over all tiles.
+exact attention over all tiles; and encoding q, k and v without and with sums of blocks and the choice made of these,
+beside FP8 attention over all tiles.
 
 Part local: queries and keys that follow a random walk, 32,768 and 131,072 tokens, `Sparge` with and without summaries,
 exact and in FP8, choice and codes included, beside the same over all tiles. TFLOP/s count all tiles; errors are to
@@ -35,6 +36,8 @@ from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import Slice, head_slice, relative_error
 from benchmarks.timing import Call, ceilings, interleaved, method
+from tilewise.ops.attention.choice import choose_tiles
+from tilewise.ops.attention.problem import make_call
 
 FORWARD, BACKWARD, CHOICE, WHOLE, SLIDING = QUESTIONS = (
     "sparse_forward", "sparse_backward", "sparse_choice", "sparse_whole", "sliding_tile",
@@ -87,10 +90,10 @@ class _Run:
             if times:
                 outcome = {"metric": metric, "value": float(f"{errors[name]:.3g}")} if name in errors else {}
             rate = operations[name] / times[1] / 1e9 if times and name in operations else None
-            operation = "select" if name.split(".")[-1] == "choice" else "attention"
+            operation = {"choice": "select", "codes": "quantize", "codes_choice": "quantize"}.get(name.split(".")[-1])
             self.writer.write(
                 question, problem, name, times_ms=times, tflops=rate, error=outcome or None, includes=includes,
-                sources=sources_of(name, operation),
+                sources=sources_of(name, operation or "attention"),
             )  # fmt: skip
 
 
@@ -189,11 +192,15 @@ def _choice(what: _Run) -> None:
     for seqlen, batch in ((8192, 2), (131_072, 1)):
         shape = what.shape(seqlen, batch)
         q, k, v = (x.detach() for x in what.inputs(shape)[:3])
-        dense, choice = f"tilewise.{what.row}.dense", f"tilewise.{'triton' if what.device == 'cuda' else 'cpu'}.choice"
+        one = f"tilewise.{'triton' if what.device == 'cuda' else 'cpu'}"
         for name, mask in (("full", None), ("causal", tw.causal)):
-            calls = {
-                choice: _selecting(q, k, tw.Select(tw.Sparge(0.9, 0.3), block=what.tile), mask),
-                dense: _bound(_attention(what.row, mask=mask), q, k, v),
+            select = tw.Select(tw.Sparge(0.9, 0.3), block=what.tile)
+            calls: dict[str, Call] = {
+                f"{one}.choice": _selecting(q, k, select, mask),
+                f"tilewise.{what.row}.dense": _bound(_attention(what.row, mask=mask), q, k, v),
+                f"{one}.codes": _bound(functools.partial(tw.quantize_qkv, scheme=FP8), q, k, v),
+                f"{one}.codes_choice": _encoding_and_selecting(q, k, v, tw.Select(*select.parts), mask),
+                f"tilewise.{what.coded}.dense": _bound(_attention(what.coded, mask=mask, quantize=FP8), q, k, v),
             }
             problem = _problem("choice", shape, q.dtype, formula=name)
             what.write(CHOICE, problem, calls, {}, {}, "", "select_tiles; attention over all tiles")
@@ -201,6 +208,17 @@ def _choice(what: _Run) -> None:
 
 def _selecting(q: torch.Tensor, k: torch.Tensor, select: tw.Select, mask: Any) -> Call:
     return lambda: tw.select_tiles(q, k, select, mask=mask)
+
+
+def _encoding_and_selecting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, select: tw.Select, mask: Any) -> Call:
+    """As `attention(select=, quantize=)` does before its kernel."""
+    call = make_call(q, k, v, mask=mask)
+
+    def run() -> Any:
+        call.codes = tw.quantize_qkv(q, k, v, scheme=FP8, sums=True)
+        return choose_tiles(call, select, None)
+
+    return run
 
 
 # from beginning to end -----------------------------------------------------------------------------------------------

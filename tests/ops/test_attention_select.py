@@ -10,6 +10,7 @@ import torch
 
 import tilewise as tw
 from tilewise.core.errors import InputError, TilewiseError
+from tilewise.ops.attention import choice, codes, selected
 from tilewise.testing import attention_select as cases
 from tilewise.testing.attention_select import CASES, SelectCase
 
@@ -184,6 +185,29 @@ def test_in_few_bits(scheme: Any) -> None:
     )
     exact = tw.attention(q, k, v, select=tw.Select(tw.TopK(2), block=32, far="summary"))
     assert float((far - exact).norm()) < 0.1 * float(exact.norm())
+
+
+@pytest.mark.parametrize("lengths", [(512, 384), (300, 650), (1, 129)], ids=str)
+@pytest.mark.parametrize("theta", [-1.0, 0.05], ids=str)
+def test_codes_are_made_once_and_their_sums_predict(
+    lengths: tuple[int, int], theta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 64 queries and 128 keys become codes; tiles are of one or more of these."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (
+        torch.randn(2, n, heads, 16, generator=generator)
+        for n, heads in zip((*lengths, lengths[1]), (4, 2, 2), strict=True)
+    )
+    q, k = q + 1.0, k + 0.5
+    select = tw.Select(tw.Sparge(0.7, theta), block=(128, 128))
+    want = tw.attention(q, k, v, quantize=tw.Sage2(), select=tw.select_tiles(q, k, select))
+    made: list[Any] = []
+    encode, count = selected.quantize_qkv, codes.quantize_qkv
+    monkeypatch.setattr(selected, "quantize_qkv", lambda *a, **b: made.append(encode(*a, **b)) or made[-1])
+    monkeypatch.setattr(codes, "quantize_qkv", lambda *a, **b: made.append(count(*a, **b)) or made[-1])
+    monkeypatch.setattr(choice, "tile_means", None)
+    assert torch.equal(tw.attention(q, k, v, quantize=tw.Sage2(), select=select), want)
+    assert len(made) == 1
 
 
 def test_a_selection_made_before_serves_other_queries() -> None:

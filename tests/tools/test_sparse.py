@@ -20,7 +20,10 @@ def test_every_part_is_measured_beside_all_tiles(tmp_path: Path) -> None:
     for question, impls in (
         (sparse.FORWARD, {"tilewise.cpu_tiled.selected", "tilewise.cpu_tiled.dense"}),
         (sparse.BACKWARD, {"tilewise.cpu_tiled.selected", "tilewise.cpu_tiled.dense"}),
-        (sparse.CHOICE, {"tilewise.cpu.choice", "tilewise.cpu_tiled.dense"}),
+        (sparse.CHOICE, {
+            *(f"tilewise.cpu.{what}" for what in ("choice", "codes", "codes_choice")),
+            *(f"tilewise.{row}.dense" for row in ("cpu_tiled", "cpu_codes")),
+        }),
         (sparse.WHOLE, {
             *(f"tilewise.{row}.{what}" for row in ("cpu_tiled", "cpu_codes") for what in ("dense", "selected")),
             "tilewise.cpu_tiled.summary",
@@ -31,8 +34,9 @@ def test_every_part_is_measured_beside_all_tiles(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert {record.impl for record in found if record.question == question} == impls
     for record in (record for record in found if record.impl != "sdpa"):
-        family = "attention_codes_cpu" if "codes" in record.impl else "attention_cpu"
-        assert record.sources == FAMILIES["select_cpu" if record.impl.endswith("choice") else family].hash()
+        of = {"choice": "select_cpu", "codes": "quantize_cpu", "codes_choice": "quantize_cpu"}
+        family = "attention_codes_cpu" if "cpu_codes" in record.impl else "attention_cpu"
+        assert record.sources == FAMILIES[of.get(record.impl.split(".")[-1], family)].hash()
         if record.question in (sparse.FORWARD, sparse.BACKWARD) and record.impl.endswith("selected"):
             assert record.error is not None
             assert record.error["value"] < 1e-5

@@ -52,6 +52,8 @@ class Quantized:
         q_bias: float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), where keys are centred: the
             product of a query, centred if queries are, with k_mean.
         k_exact: the keys as they were given, where queries are centred.
+        q_sums, k_sums: where they were asked for, sums of the rows of each block as they were given, and of these as
+            rows of length 1, float32 (batch, heads, blocks, head_dim).
     """
 
     scheme: Scheme
@@ -67,6 +69,8 @@ class Quantized:
     v_mean: torch.Tensor | None
     q_bias: torch.Tensor | None
     k_exact: torch.Tensor | None
+    q_sums: tuple[torch.Tensor, torch.Tensor] | None = None
+    k_sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:

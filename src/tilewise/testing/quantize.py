@@ -11,7 +11,7 @@ import torch
 
 import tilewise as tw
 from tilewise.ops.operation import Operation
-from tilewise.ops.quantize.problem import make_call
+from tilewise.ops.quantize.problem import has_sums, make_call
 from tilewise.ops.quantize.table import QUANTIZE
 from tilewise.quant import Quantized
 from tilewise.quant.schemes import Scheme
@@ -95,20 +95,27 @@ def laid(case: QuantizeCase, x: torch.Tensor) -> torch.Tensor:
 
 def tensors(x: Quantized) -> dict[str, torch.Tensor]:
     """What it holds, on a CPU."""
-    return {name: part.cpu() for name, part in vars(x).items() if isinstance(part, torch.Tensor)}
+    found = {name: part.cpu() for name, part in vars(x).items() if isinstance(part, torch.Tensor)}
+    for side, sums in (("q", x.q_sums), ("k", x.k_sums)):
+        found |= dict(zip((f"{side}_sum", f"{side}_unit_sum"), (one.cpu() for one in sums or ()), strict=False))
+    return found
 
 
 def check(case: QuantizeCase, dtype: torch.dtype, impl: str, device: str = "cpu", like: str = "cpu") -> None:
     """`impl` gives what implementation `like` gives, bit for bit where arithmetic allows."""
     given = make_inputs(case, dtype, device)
     there = given if like != "cpu" else make_inputs(case, dtype)
-    got = tw.quantize_qkv(**given, scheme=case.scheme, impl=impl)
-    want = tw.quantize_qkv(**there, scheme=case.scheme, impl=like)
+    sums = has_sums(case.scheme)
+    got = tw.quantize_qkv(**given, scheme=case.scheme, sums=sums, impl=impl)
+    want = tw.quantize_qkv(**there, scheme=case.scheme, sums=sums, impl=like)
+    assert (want.q_sums is not None) is (want.k_sums is not None) is sums
     alike(tensors(got), tensors(want), rotated=case.scheme.rotate != "none")
 
 
 def alike(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rotated: bool) -> None:
-    """The same bits; but biases, and with a rotation scales, are sums in any order, and a code may be the next one."""
+    """The same bits; but biases and sums of blocks, and with a rotation scales, are sums in any order, and a code may
+    be the next one.
+    """
     assert got.keys() == want.keys()
     for name, x in want.items():
         assert (got[name].dtype, got[name].shape) == (x.dtype, x.shape), name
@@ -116,6 +123,8 @@ def alike(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rotated: 
         found, x = (y.float().nan_to_num() for y in (got[name], x))
         if name == "q_bias":
             assert not x.numel() or float((found - x).abs().max()) <= _of_biases(want)
+        elif name.endswith("_sum"):
+            assert not x.numel() or float((found - x).abs().max()) <= _of_sums(want, name), f"{name}: other sums"
         elif rotated and name in ("q_scale", "k_scale"):
             torch.testing.assert_close(found, x, rtol=256 * EPS, atol=0.0, msg=name)
         elif rotated and name in ("q", "k"):
@@ -132,6 +141,18 @@ def _of_biases(x: dict[str, torch.Tensor]) -> float:
     largest = float(x["q"].float().abs().max() * x["q_scale"].nan_to_num().max())
     means = float(x["k_mean"].nan_to_num().abs().sum(-1).max())
     return float(dim * EPS * largest * dim**0.5 * means)  # a number may be larger before it is rotated
+
+
+def _of_sums(x: dict[str, torch.Tensor], name: str) -> float:
+    """How far two float32 sums of a block's rows may be from each other, in any order: of at most 128 terms, and of
+    rows of length 1 also by what the sums of their squares are.
+    """
+    if "unit" in name:
+        return 128 * EPS * (128 + x[name].shape[-1])
+    side = name[0]
+    largest = float(x[side].float().abs().max() * x[f"{side}_scale"].nan_to_num().max())
+    means = float(x[f"{side}_mean"].float().nan_to_num().abs().max()) if f"{side}_mean" in x else 0.0
+    return 128 * EPS * 128 * (largest + means)
 
 
 def check_meaning(case: QuantizeCase, dtype: torch.dtype, impl: str, device: str = "cpu") -> None:
@@ -179,14 +200,15 @@ def _of_values(x: Quantized) -> torch.Tensor:
     return apart * bits * (1 + 2.0**-3) + least + 4 * EPS * (v.abs() + apart)
 
 
-def _variant(scheme: Scheme, side: str) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
+def _variant(scheme: Scheme, side: str, sums: bool = False) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
     def make(width: int, dtype: torch.dtype) -> tuple[Operation[Any], Any]:
         """Heads of 128, or of 100 (64 where they are rotated), or of 256."""
         dim = {4096: 128, 1000: 64 if scheme.rotate != "none" else 100}.get(width, 256)
         layout = tw.Packed(torch.tensor([0, 100, 300], dtype=torch.int32)) if width == 1000 else tw.Dense()
         lead = (300,) if width == 1000 else (2, 256)
         x, mean = torch.zeros(*lead, 4, dim, dtype=dtype), torch.zeros(2, 2, dim)
-        return QUANTIZE, make_call(side, x, scheme, layout, mean if side == "q" and "k" in scheme.smooth else None)
+        other = mean if side == "q" and "k" in scheme.smooth else None
+        return QUANTIZE, make_call(side, x, scheme, layout, other, sums)
 
     return make
 
@@ -195,6 +217,8 @@ VARIANTS = {
     "q thread": _variant(tw.Sage2("int4"), "q"),
     "q rotated": _variant(replace(tw.Sage2(), rotate="hadamard"), "q"),
     "q head": _variant(tw.FP8(), "q"),
+    "q sums": _variant(tw.Sage2(), "q", sums=True),
+    "k sums": _variant(tw.Sage("fp8"), "k", sums=True),
     "k thread": _variant(tw.Sage2(), "k"),
     "k token": _variant(tw.Sage("fp8", k_scale="token"), "k"),
     "k rotated": _variant(replace(tw.Sage2(), rotate="hadamard"), "k"),

@@ -18,9 +18,12 @@ from tilewise.formula.formula import Mask, mask
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Packed
 from tilewise.ops.attention.problem import Call
+from tilewise.ops.quantize.problem import DTYPES, WIDEST, has_sums
 from tilewise.ops.select.problem import Call as Rows
 from tilewise.ops.select.table import TAKE
 from tilewise.ops.tile_means import tile_means
+from tilewise.quant.blocks import Quantized, rows_of_block
+from tilewise.quant.schemes import Scheme
 from tilewise.schedule.selection import Prediction, Select, Sparge, TopK
 from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, Tiles, classify, classify_pairs
 
@@ -166,17 +169,17 @@ def _known_slots(block: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
 
 
 def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
-    """The tiles that a call, dense or packed, takes by a selection; `impl` is of the prediction."""
+    """The tiles that a call, dense or packed, takes by a selection; `impl` is of the prediction. Codes that the call
+    has already may have sums, of which the means of tiles are made.
+    """
     rows, columns = select.block
     classes = _classes(call.mask, call, select.block)
     seen = classes != EMPTY
     taken = [seen & (_classes(part.bound, call, select.block) != EMPTY) for part in select.masks]
     if select.predictions and classes.numel():
         alike = any(max(_values(part.theta)) >= 0.0 for part in select.predictions)
-        of_q = tile_means(call.q.detach(), rows, cu_seqlens=call.cu_seqlens_q, similarity=alike)
-        of_k = tile_means(call.k.detach(), columns, cu_seqlens=call.cu_seqlens_k, similarity=alike)
-        if call.packed:
-            of_q, of_k = tuple(x[None] for x in of_q), tuple(x[None] for x in of_k)
+        of_q = _means(call.q, call.cu_seqlens_q, rows, alike, "q", call.codes)
+        of_k = _means(call.k, call.cu_seqlens_k, columns, alike, "k", call.codes)
         scores = _scores(call, of_q[0], of_k[0], select.block)
         of_rows, of_columns = (of_q[1], of_k[1]) if alike else (None, None)
         for part in select.predictions:
@@ -194,6 +197,43 @@ def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
         assert call.cu_seqlens_q is not None
         layout = Packed(call.cu_seqlens_q, call.cu_seqlens_k)
     return Selected(kept, classes, select.block, call.rows_q, call.rows_k, select.far, select.skip, layout)
+
+
+def sums_serve(call: Call, select: Select, scheme: Any) -> bool:
+    """Whether means of the tiles that a selection predicts can be made of sums of the blocks that become codes."""
+    if not isinstance(scheme, Scheme) or not select.predictions or call.packed or call.q.dtype not in DTYPES:
+        return False
+    whole = all(n % rows_of_block(side) == 0 for n, side in zip(select.block, "qk", strict=True))
+    return whole and has_sums(scheme) and max(call.head_dim, call.head_dim_v) <= WIDEST
+
+
+def _means(
+    x: torch.Tensor, cu_seqlens: torch.Tensor | None, rows: int, alike: bool, side: str, codes: Quantized | None
+) -> tuple[torch.Tensor, ...]:
+    """Means of tiles (batch, heads, tiles, dim), of packed sequences in slots of one, and how alike their rows are."""
+    sums = None if codes is None else codes.q_sums if side == "q" else codes.k_sums
+    if sums is None:
+        found = tile_means(x.detach(), rows, cu_seqlens=cu_seqlens, similarity=alike)
+        return found if cu_seqlens is None else tuple(one[None] for one in found)
+    inverse = _inverse_counts(x.shape[1], rows, x.device)
+    total, *units = (_of_tiles(one, rows // rows_of_block(side)) * inverse for one in sums[: 1 + alike])
+    return total, *(one.square().sum(-1) for one in units)
+
+
+def _of_tiles(sums: torch.Tensor, each: int) -> torch.Tensor:
+    """Sums (batch, heads, blocks, dim) of so many blocks each."""
+    if each == 1:
+        return sums
+    whole = torch.nn.functional.pad(sums, (0, 0, 0, -sums.shape[2] % each))
+    return whole.view(*sums.shape[:2], -1, each, sums.shape[3]).sum(3)
+
+
+@functools.lru_cache(maxsize=256)
+def _inverse_counts(seqlen: int, rows: int, device: torch.device) -> torch.Tensor:
+    """One over the rows of each tile, (tiles, 1)."""
+    counts = torch.full((-(-seqlen // rows), 1), float(rows))
+    counts[-1:] = seqlen - (counts.shape[0] - 1) * rows
+    return (1.0 / counts).to(device)
 
 
 def _classes(bound: Bound | None, call: Call, block: tuple[int, int]) -> torch.Tensor:

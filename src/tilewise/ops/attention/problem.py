@@ -29,6 +29,7 @@ from tilewise.ops.attention.arguments import (
     seed_of,
 )
 from tilewise.quant import KINDS, ByChannel, Encoded
+from tilewise.quant.blocks import Quantized
 from tilewise.quant.codes import decoded
 from tilewise.quant.schemes import Scheme
 
@@ -74,6 +75,7 @@ class Call:
     scales: tuple[torch.Tensor, ...] | None = None
     share_prefixes: bool = False  # whether keys that requests have in common may be read once
     scheme: Scheme | None = None  # the codes that q, k and v are to become
+    codes: Quantized | None = None  # or have become already
     skip: float = math.inf  # scores of a tile all so far below the largest of their rows so far count for nothing
 
     @property

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.readback import being_traced
 from tilewise.formula import expr as e
 from tilewise.formula.expr import Expr
 from tilewise.formula.formula import Mask, Score, as_mask, as_score, score
 from tilewise.formula.walk import transform
 from tilewise.layouts import Paged
-from tilewise.ops.attention.choice import Selected, choose_tiles
+from tilewise.ops.attention.choice import Selected, choose_tiles, sums_serve
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.variant import formula_kind
 from tilewise.ops.merge import merge
+from tilewise.ops.quantize import quantize_qkv
 from tilewise.ops.tile_means import tile_means
 from tilewise.schedule.selection import Prediction, Select, as_select
 
@@ -66,6 +68,7 @@ def attend(
     """(o, lse), where `run` gives those of a call without a selection."""
     whole, selected, arguments = _narrowed(q, k, v, select, arguments)
     near = _near(q, k, v, selected, arguments)
+    near.codes = whole.codes
     found = run(near, impl)
     if selected.far == "drop":
         return found
@@ -110,6 +113,9 @@ def _made(
     with torch.no_grad():
         call = make_call(q, k, v, **formulas)
         if not isinstance(select, Selected):
+            scheme = arguments.get("quantize")
+            if scheme is not None and not being_traced() and sums_serve(call, as_select(select), scheme):
+                call.codes = quantize_qkv(q, k, v, scheme=scheme, sums=True)
             return call, choose_tiles(call, as_select(select), impl)
     select.check(call)
     return call, select

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tilewise.core.errors import InputError
 from tilewise.layouts import Dense, Packed
-from tilewise.ops.quantize.problem import NUMBERS, check, make_call, names
+from tilewise.ops.quantize.problem import NUMBERS, check, has_sums, make_call, names
 from tilewise.ops.quantize.table import QUANTIZE
 from tilewise.quant.blocks import Quantized
 from tilewise.quant.schemes import Scheme
@@ -18,6 +19,7 @@ def quantize_qkv(
     *,
     scheme: Scheme,
     layout: Dense | Packed | None = None,
+    sums: bool = False,
     impl: str | None = None,
 ) -> Quantized:
     """q, k and v as the codes that attention in few bits multiplies (schemes: `tilewise.Sage`, `tilewise.FP8`).
@@ -39,6 +41,8 @@ def quantize_qkv(
         v: (batch, seqlen_k, num_heads_kv, head_dim_v), likewise. Any of the three may be empty.
         scheme: which codes.
         layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for packed sequences; None is dense.
+        sums: whether sums of blocks of queries and keys are wanted, too, of which a prediction of tiles is made; not of
+            a scheme that rotates them, or has one scale for a head of either.
         impl: "triton", "cpu" or "reference"; None picks the first that can.
 
     Returns:
@@ -53,10 +57,17 @@ def quantize_qkv(
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
     """
     scheme, layout = check(q, k, v, scheme, layout)
+    if sums and not has_sums(scheme):
+        raise InputError(
+            "sums",
+            got="True",
+            expected=f"False for {scheme.text}",
+            hint="a scheme that does not rotate, with scales of blocks or less",
+        )
     given = {"q": q, "k": k, "v": v}
     found: dict[str, dict[str, torch.Tensor]] = {}
     for side in ("k", "v", "q"):  # queries meet the means of keys
-        call = make_call(side, given[side], scheme, layout, found["k"].get("mean") if side == "q" else None)
+        call = make_call(side, given[side], scheme, layout, found["k"].get("mean") if side == "q" else None, sums)
         if call.kind in NUMBERS and not call.smooth:
             found[side] = {"codes": v.detach().to(NUMBERS[call.kind]).contiguous()}
         else:
@@ -76,4 +87,6 @@ def quantize_qkv(
         of_v.get("mean"),
         of_q.get("bias"),
         k.detach() if "q" in scheme.smooth else None,
+        (of_q["sum"], of_q["unit_sum"]) if sums else None,
+        (of_k["sum"], of_k["unit_sum"]) if sums else None,
     )

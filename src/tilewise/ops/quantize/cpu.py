@@ -13,7 +13,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def forward(call: Call, results: Tensors) -> None:
-    """Fills codes, and those of scale, mean and bias that there are."""
+    """Fills codes, and those of scale, mean, bias and sums that there are."""
     for x in results.values():
         x.zero_()  # slots that no block has
     for x, other, into in parts(call, results):
@@ -24,6 +24,11 @@ def forward(call: Call, results: Tensors) -> None:
 def _encode(call: Call, x: torch.Tensor, other: torch.Tensor | None, into: Tensors) -> None:
     """One sequence, x (seqlen, heads, dim) in float32."""
     rows = rows_of_block(call.side)
+    if call.sums:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        units = x / torch.where(length == 0.0, 1.0, length)
+        into["sum"].copy_(_blocks(x, rows).sum(1).transpose(0, 1))
+        into["unit_sum"].copy_(_blocks(units, rows).sum(1).transpose(0, 1))
     if call.side == "q" and call.smooth:
         counts = _blocks(x.new_ones(x.shape[0], 1, 1), rows).sum(1)
         means = (_blocks(x.double(), rows).sum(1) / counts).float().to(call.x.dtype)  # (blocks, heads, dim)

@@ -26,7 +26,8 @@ class Call:
 
     x is (batch, seqlen, heads, dim), or (total, heads, dim) with `cu_seqlens`. `other` are means of keys (batch,
     num_heads_kv, dim), with which queries are multiplied. `kind` is "int8", "int4", "fp8", or for values "fp16" or
-    "bf16"; `shared` who shares a scale, in a scheme's words; `largest` what the largest number of a group becomes.
+    "bf16"; `shared` who shares a scale, in a scheme's words; `largest` what the largest number of a group becomes;
+    `sums` whether sums of blocks are wanted, too, of queries or keys that are not rotated, with no scale for a head.
     """
 
     x: torch.Tensor
@@ -38,6 +39,7 @@ class Call:
     largest: float
     smooth: bool
     rotate: bool
+    sums: bool = False
 
     @property
     def batch(self) -> int:
@@ -70,8 +72,9 @@ class Call:
 
 
 def names(call: Call) -> list[str]:
-    """Of the results: codes, and those of scale, mean and bias that there are."""
+    """Of the results: codes, and those of scale, mean, bias and sums that there are."""
     there = {"scale": call.kind not in NUMBERS, "mean": call.smooth, "bias": call.other is not None}
+    there |= {"sum": call.sums, "unit_sum": call.sums}
     return ["codes", *(name for name, yes in there.items() if yes)]
 
 
@@ -87,6 +90,8 @@ def results(call: Call) -> Tensors:
         "scale": (by_head if call.shared in ("channel", "head") and call.side == "v" else by_block, torch.float32),
         "mean": ((*lead, call.dim), x.dtype) if call.side == "q" else (by_head, torch.float32),
         "bias": ((*x.shape[:-3], call.heads, x.shape[-3]), torch.float32),
+        "sum": ((*lead, call.dim), torch.float32),
+        "unit_sum": ((*lead, call.dim), torch.float32),
     }
     return {name: torch.empty(made[name][0], dtype=made[name][1], device=x.device) for name in names(call)}
 
@@ -114,13 +119,20 @@ def parts(call: Call, results: Tensors) -> Iterator[tuple[torch.Tensor, torch.Te
             "scale": (slice(None), slots) if call.side != "v" or call.shared == "block" else b,
             "mean": (slice(None), slots) if call.side == "q" else b,
             "bias": (slice(None), rows),
+            "sum": (slice(None), slots),
+            "unit_sum": (slice(None), slots),
         }
         found = {name: x[where[name]] for name, x in results.items()}
         yield call.x[rows], None if other is None else other[b], found
 
 
 def make_call(
-    side: str, x: torch.Tensor, scheme: Scheme, layout: Dense | Packed, other: torch.Tensor | None = None
+    side: str,
+    x: torch.Tensor,
+    scheme: Scheme,
+    layout: Dense | Packed,
+    other: torch.Tensor | None = None,
+    sums: bool = False,
 ) -> Call:
     """The call for one of the tensors that `check` has seen; `other` are the means of keys that queries meet."""
     cu_seqlens = None
@@ -131,7 +143,12 @@ def make_call(
         return Call(x, cu_seqlens, None, side, scheme.pv, scheme.v_scale, scheme.v_largest, smooth, False)
     shared = scheme.q_scale if side == "q" else scheme.k_scale
     rotate = scheme.rotate == "hadamard"
-    return Call(x, cu_seqlens, other, side, scheme.qk, shared, LARGEST[scheme.qk], smooth, rotate)
+    return Call(x, cu_seqlens, other, side, scheme.qk, shared, LARGEST[scheme.qk], smooth, rotate, sums)
+
+
+def has_sums(scheme: Scheme) -> bool:
+    """Whether encoding queries and keys may give sums of their blocks, too: in one pass, over rows as they were."""
+    return scheme.rotate == "none" and "head" not in (scheme.q_scale, scheme.k_scale)
 
 
 def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Dense | Packed]:

@@ -15,7 +15,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def forward(call: Call, results: Tensors) -> None:
-    """Fills codes, and those of scale, mean and bias that there are."""
+    """Fills codes, and those of scale, mean, bias and sums that there are."""
     for x in results.values():
         x.zero_()
     for x, other, into in parts(call, results):
@@ -32,6 +32,10 @@ def forward(call: Call, results: Tensors) -> None:
 def _prepared(call: Call, x: torch.Tensor, other: torch.Tensor | None, head: int, into: Tensors) -> torch.Tensor:
     """Rows of one head, centred and rotated; means and biases are written."""
     rows = rows_of_block(call.side)
+    for block, part in enumerate(torch.split(x.double(), rows) if call.sums else ()):
+        length = part.norm(dim=-1, keepdim=True)
+        into["sum"][head, block] = part.sum(0)
+        into["unit_sum"][head, block] = (part / torch.where(length == 0, 1.0, length)).sum(0)
     if call.smooth and call.side == "q":
         blocks = torch.split(x, rows)
         for block, part in enumerate(blocks):

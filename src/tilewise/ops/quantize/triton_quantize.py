@@ -235,8 +235,8 @@ def join_chunks(
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "total", "blocks"])
 def encode_rows(
-    X, CU, ROTATION, MEAN, TURNED, OTHER, MOST, CODES, SCALE, BIAS, stride_b, stride_t, stride_h, batch, seqlen, total,
-    blocks,
+    X, CU, ROTATION, MEAN, TURNED, OTHER, MOST, CODES, SCALE, BIAS, SUM, UNIT_SUM, stride_b, stride_t, stride_h, batch,
+    seqlen, total, blocks,
     HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
     SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -260,6 +260,11 @@ def encode_rows(
         there = inside[:, None] & (d < DIM)[None, :]
         given = tl.load(x_rows + d[None, :], mask=there, other=0.0)
         x = given.to(tl.float32)
+        if SUM is not None:
+            square = tl.sum(x * x, 1)
+            units = x * tl.where(square == 0.0, 0.0, 1.0 / tl.sqrt_rn(square))[:, None]
+            tl.store(SUM + cell * DIM + d, tl.sum(x, 0), mask=d < DIM)
+            tl.store(UNIT_SUM + cell * DIM + d, tl.sum(units, 0), mask=d < DIM)
         if SMOOTH:
             if QUERIES:
                 count = tl.maximum(tl.minimum(length - block * ROWS, ROWS), 1)
@@ -369,15 +374,16 @@ def encode_columns(
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
-    """Fills codes, and those of scale, mean and bias that there are."""
+    """Fills codes, and those of scale, mean, bias and sums that there are."""
     key = tensors_key(*(x for x in (call.x, call.cu_seqlens, call.other, *results.values()) if x is not None))
     facts = (call.cu_seqlens is None, call.side, call.kind, call.shared, call.largest, call.smooth, call.rotate)
-    key = None if key is None else (key, facts)
+    key = None if key is None else (key, facts, call.sums)
     plans = _PLANS.get(key)
     if plans is None:
         plans = _PLANS.put(key, _Plans(call))
     x, cu = call.x, call.cu_seqlens
     codes, scale, mean, bias = (results.get(name) for name in ("codes", "scale", "mean", "bias"))
+    sums = (results.get("sum"), results.get("unit_sum"))
     codes = codes if call.kind in NUMBERS else codes.view(torch.uint8)
     with on_device(x):
         rotation = _signs(call.dim, x.device, x.dtype) if call.rotate else None
@@ -388,8 +394,8 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         most = None
         if plans.most is not None:
             most = torch.empty(plans.cells, dtype=torch.float32, device=x.device)
-            plans.most.launch((x, cu, rotation, mean, turned, None, most, None, None, None), ())
-        plans.codes.launch((x, cu, rotation, mean, turned, call.other, most, codes, scale, bias), ())
+            plans.most.launch((x, cu, rotation, mean, turned, None, most, None, None, None, None, None), ())
+        plans.codes.launch((x, cu, rotation, mean, turned, call.other, most, codes, scale, bias, *sums), ())
 
 
 class _Plans:
