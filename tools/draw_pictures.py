@@ -56,7 +56,7 @@ def masks() -> Any:
         "causal & document(ids)": library.causal & library.document(ids),
         "causal | prefix([20])": library.causal | library.prefix(torch.tensor([20])),
         "causal & chunked(16)": library.causal & library.chunked(16),
-        "neighborhood((6, 8), (3, 3))": library.neighborhood((6, 8), (3, 3)),
+        "neighborhood((6, 8), (3, 3))": tilewise.neighborhood((6, 8), (3, 3)),
     }
     return draw.tiles([_panel(title, mask) for title, mask in shown.items()], BLOCK, BLOCK)
 
