@@ -123,6 +123,12 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         "src/tilewise/ops/tile_means/*.py",
         *(_ATTENTION + name for name in ("choice.py", "selected.py")),
     ),
+    "page_summaries": ("src/tilewise/layouts.py", "src/tilewise/ops/kv_write/*.py"),
+    "page_choice": (
+        "src/tilewise/schedule/page_selection.py",
+        "src/tilewise/ops/select/triton_select.py",
+        _ATTENTION + "selected_pages.py",
+    ),
     "quantize": (
         "src/tilewise/layouts.py",
         "src/tilewise/quant/*.py",
@@ -149,6 +155,7 @@ def _neighbour(name: str) -> tuple[Family, Family]:
     kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
     more = ["tests/gpu/test_fused.py"] if name in _FUSED else []
     more += ["tests/gpu/test_attention_select.py"] if name == "select" else []
+    more += ["tests/gpu/test_selected_pages.py"] if name == "page_choice" else []
     tests = (f"tests/gpu/test_{name}.py", *more)
     return (
         Family(f"{name}_triton", kernels, tests, ("triton",), _CI, name),

@@ -24,7 +24,7 @@ from tilewise.formula.library import (
 )
 from tilewise.formula.order import TokenOrder
 from tilewise.frequencies import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, rope_tables
-from tilewise.layouts import Dense, Packed, Paged
+from tilewise.layouts import Dense, Packed, Paged, PageSummaries
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why
 from tilewise.ops.attention.choice import Selected
 from tilewise.ops.attention.planned import AttentionPlan
@@ -34,11 +34,13 @@ from tilewise.ops.glu import geglu, reglu, swiglu
 from tilewise.ops.kv_write import copy_pages, kv_write
 from tilewise.ops.merge import merge, merge_states
 from tilewise.ops.norm import layer_norm, rms_norm
+from tilewise.ops.page_summaries import summarize_pages
 from tilewise.ops.quantize import quantize_qkv
 from tilewise.ops.rope import rope, rope_qkv
 from tilewise.ops.softmax import log_softmax, softmax
 from tilewise.quant import FA3FP8, FP8, Sage, Sage1, Sage2, Sage2pp
 from tilewise.rotary import Rope
+from tilewise.schedule.page_selection import TopPages
 from tilewise.schedule.selection import Select, Sparge, Threshold, TopK
 
 __version__ = "0.1.0"
@@ -54,6 +56,7 @@ __all__ = [
     "Llama3Scaling",
     "Mask",
     "Packed",
+    "PageSummaries",
     "Paged",
     "Rope",
     "Sage",
@@ -67,6 +70,7 @@ __all__ = [
     "Threshold",
     "TokenOrder",
     "TopK",
+    "TopPages",
     "YarnScaling",
     "alibi",
     "attention",
@@ -106,6 +110,7 @@ __all__ = [
     "sliding_tile",
     "softcap",
     "softmax",
+    "summarize_pages",
     "swiglu",
     "tanh_score",
     "tree",

@@ -45,6 +45,28 @@ class Packed:
 
 
 @dataclass(frozen=True, eq=False)
+class PageSummaries:
+    """What the keys and values of each page are like, (num_pages, num_heads_kv, dim), of the dtype of the pages, unit
+    stride in dim: `tilewise.summarize_pages` keeps them up to date.
+
+    Args:
+        least, largest: of the keys, dimension by dimension.
+        k_mean, v_mean: of keys, and of values.
+    """
+
+    least: torch.Tensor
+    largest: torch.Tensor
+    k_mean: torch.Tensor
+    v_mean: torch.Tensor
+
+    @staticmethod
+    def of(k_pages: torch.Tensor, v_pages: torch.Tensor) -> PageSummaries:
+        """Those of pages that hold nothing yet."""
+        made = [x.new_zeros(x.shape[0], *x.shape[2:]) for x in (k_pages, k_pages, k_pages, v_pages)]
+        return PageSummaries(*made)
+
+
+@dataclass(frozen=True, eq=False)
 class Paged:
     """Keys and values in pages of a pool that requests share: k and v are (num_pages, page_size, num_heads_kv, dim), of
     any page size and strides (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
@@ -63,6 +85,7 @@ class Paged:
             packed, 2 to 1,024 requests, few queries, no mask or `causal`, and scores that look at neither b nor i
             (`softcap`); `tilewise.why` says whether a call is one. Ignored elsewhere, and an error with
             `batch_invariant=True`. By name alone.
+        summaries: of the pages, by which `attention(select=tilewise.TopPages(...))` selects them. By name alone.
 
     All on the device of q and contiguous (rows of `block_table` may lie apart); the last query of a request stands at
     its last token. What unused slots hold does not matter. Shapes and types are checked at every call; values (pages
@@ -74,6 +97,7 @@ class Paged:
     seqlens_k: torch.Tensor
     cu_seqlens_q: torch.Tensor | None = None
     share_prefixes: bool = field(default=False, kw_only=True)
+    summaries: PageSummaries | None = field(default=None, kw_only=True)
 
     @property
     def pages(self) -> Pages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import itertools
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from tilewise.kv.pool import PagePool
 from tilewise.kv.prefix import PrefixCache
 from tilewise.layouts import Paged
 from tilewise.ops.kv_write import kv_write
+from tilewise.ops.page_summaries import summarize_pages
 from tilewise.quant import ByChannel, Encoded
 from tilewise.rotary import Rope
 
@@ -40,10 +41,23 @@ class Batch:
     pool: PagePool
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None = None) -> None:
-        """Write keys (total, num_heads_kv, head_dim) and values of the new tokens into the pages of a layer; keys are
-        rotated on the way with rope=tilewise.Rope(cos, sin, batch.positions).
+        """Write keys (total, num_heads_kv, head_dim) and values of the new tokens into the pages of a layer, and bring
+        the summaries of these up to date where the cache keeps them; keys are rotated on the way with
+        rope=tilewise.Rope(cos, sin, batch.positions).
         """
-        kv_write(k, v, *self.pool.pages(layer), self.slot_mapping, rope=rope)
+        k_pages, v_pages = self.pool.pages(layer)
+        kv_write(k, v, k_pages, v_pages, self.slot_mapping, rope=rope)
+        summaries = self.pool.summaries(layer)
+        if summaries is not None:
+            assert isinstance(k_pages, torch.Tensor)
+            assert isinstance(v_pages, torch.Tensor)
+            summarize_pages(k_pages, v_pages, summaries, self.layout, self.slot_mapping.shape[0])
+
+    def layout_of(self, layer: int) -> Paged:
+        """`layout` with the summaries of a layer's pages, where the cache keeps them: for
+        `tilewise.attention(select=tilewise.TopPages(...))`.
+        """
+        return replace(self.layout, summaries=self.pool.summaries(layer))
 
 
 class KVCache:
@@ -71,10 +85,12 @@ class KVCache:
         encoding: str | None = None,
         keys_by_channel: int | None = None,
         open_pages: int | None = None,
+        summaries: bool = False,
     ) -> None:
         self.pool = PagePool(
             num_layers, num_pages, page_size, num_heads_kv, head_dim, head_dim_v, dtype=dtype, device=device,
             order=order, encoding=encoding, keys_by_channel=keys_by_channel, open_pages=open_pages,
+            summaries=summaries,
         )  # fmt: skip
         self._open = None if open_pages is None else OpenPages(open_pages)
         self.allocator = PageAllocator(num_pages, page_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.layouts import PageSummaries
 from tilewise.ops.kv_write import copy_pages
 from tilewise.ops.kv_write.problem import DTYPES
 from tilewise.quant import ByChannel, Encoded
@@ -32,11 +33,12 @@ class PagePool:
             by channel, a page when it is full (`tilewise.quant.ByChannel`); `dtype` is that of their open pages. A
             scale and a least number for each channel of a page weigh less the more tokens a page has.
         open_pages: with `keys_by_channel`, how many pages can be open at once: one for each sequence that lives.
+        summaries: whether there are `tilewise.PageSummaries` of each layer; of pages without an encoding.
 
     Raises:
         InputError: a size that is not a positive integer, too many slots, another dtype, order, encoding or number of
-            bits, one of `keys_by_channel` and `open_pages` without the other or without an encoding, or a head_dim
-            whose codes would end inside a byte.
+            bits, one of `keys_by_channel` and `open_pages` without the other or without an encoding, a head_dim
+            whose codes would end inside a byte, or summaries of codes.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class PagePool:
         encoding: str | None = None,
         keys_by_channel: int | None = None,
         open_pages: int | None = None,
+        summaries: bool = False,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {
@@ -82,12 +85,17 @@ class PagePool:
         self._channels: tuple[torch.Tensor, ...] = ()  # of keys: scale, least, open
         self._place = torch.full((num_pages,), -1, dtype=torch.int32, device=device)
         of_layers = (num_layers, num_pages)
+        self._summaries: tuple[PageSummaries, ...] = ()
         if encoding is None:
             self._memory = tuple(
                 torch.zeros(*of_layers, *page, d, dtype=dtype, device=device) for d in (head_dim, head_dim_v)
             )
             self._views = self._memory
+            if summaries:
+                self._summaries = tuple(map(PageSummaries.of, *map(self._ordered, self._memory)))
             return
+        if summaries:
+            raise InputError("summaries", got=True, expected="False with an encoding", hint="codes have no summaries")
         kind = kind_of("encoding", encoding)
         for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v))[by_channel is not None :]:
             check_head_dim(name, dim, encoding)
@@ -125,6 +133,10 @@ class PagePool:
             return Encoded(k, scales[0][..., 0]), values
         scale, least, opened = self._channels
         return ByChannel(k, scale[layer], least[layer], self._ordered(opened)[layer], self._place), values
+
+    def summaries(self, layer: int) -> PageSummaries | None:
+        """Of the pages of a layer; None where the pool keeps none."""
+        return self._summaries[layer] if self._summaries else None
 
     def copy(self, pairs: torch.Tensor) -> None:
         """Copy pages onto others in all layers, in one launch: `pairs` as `tilewise.copy_pages` takes them. Where keys
@@ -168,8 +180,9 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages of all layers, scales and open pages included."""
-        return sum(x.nbytes for x in (*self._memory, *self._channels))
+        """Bytes of all pages of all layers, scales, open pages and summaries included."""
+        summaries = (x for layer in self._summaries for x in vars(layer).values())
+        return sum(x.nbytes for x in (*self._memory, *self._channels, *summaries))
 
 
 def check_by_channel(

@@ -110,6 +110,6 @@ def test_selections_are_data() -> None:
     assert one == tw.Select(tw.Sparge((0.5, 0.9), 0.3), tw.window(64), block=(64, 64), far="summary")
     assert hash(one) == hash(tw.Select(tw.Sparge((0.5, 0.9), 0.3), tw.window(64), block=(64, 64), far="summary"))
     assert one != tw.Select(tw.Sparge((0.5, 0.9), 0.3), tw.window(64), block=64)
-    assert repr(one) == "Select(Sparge(tau=(0.5, 0.9), theta=0.3), window(64), block=(64, 64), far='summary')"
+    assert repr(one) == "Select(Sparge(tau=(0.5, 0.9), theta=0.3, lam=None), window(64), block=(64, 64), far='summary')"
     assert pickle.loads(pickle.dumps(one)).predictions == one.predictions
     assert as_select(tw.TopK(3)) == tw.Select(tw.TopK(3))

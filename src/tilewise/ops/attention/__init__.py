@@ -19,16 +19,18 @@ from tilewise.ops.attention.choice import Selected
 from tilewise.ops.attention.planned import AttentionPlan, refuse_gradients
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.selected import attend, narrowed
+from tilewise.ops.attention.selected_pages import attend_pages, narrowed_to_pages
 from tilewise.ops.attention.sharing import remark
 from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
 from tilewise.quant import ByChannel, Encoded
 from tilewise.quant.schemes import Scheme
+from tilewise.schedule.page_selection import TopPages
 from tilewise.schedule.selection import Prediction, Select
 
 MaskLike = Mask | Callable[..., Any] | None
 ScoreLike = Score | Callable[..., Any] | None
-SelectLike = Select | Selected | Prediction | Mask | None
+SelectLike = Select | Selected | Prediction | Mask | TopPages | None
 
 
 def attention_with_lse(
@@ -56,7 +58,10 @@ def attention_with_lse(
         num_heads_q, seqlen_q), packed (num_heads_q, total_q); -inf for a row that sees no key. Both are differentiable.
     """
     if select is not None:
-        return attend(
+        over: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
+            attend_pages if isinstance(select, TopPages) else attend
+        )
+        return over(
             _run, q, k, v, select, impl, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout,
             seed=seed, deterministic=deterministic, batch_invariant=batch_invariant, quantize=quantize,
         )  # fmt: skip
@@ -139,7 +144,9 @@ def attention(
         select: which tiles of keys are computed: a `tilewise.Select` or one of its parts (`tilewise.Sparge(...)`, a
             Mask), or what `tilewise.select_tiles` has found, for dense and packed tensors. A mask says which pairs may
             meet, a selection which of those matter, by tiles; `far=` of a Select says what stands for the rest.
-            Gradients are those of what is computed: which tiles are taken is a constant.
+            Gradients are those of what is computed: which tiles are taken is a constant. Over pages
+            `tilewise.TopPages(...)`, with `layout=tilewise.Paged(..., summaries=...)`: which pages a query reads;
+            without gradients, and with no formula that looks at positions but `causal`.
         impl: name of an implementation (`tilewise.why` lists them); None picks the first that can.
 
     Returns:
@@ -224,7 +231,10 @@ def why(
     Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.
     """
     select = arguments.pop("select", None)
-    call = make_call(q, k, v, **arguments) if select is None else narrowed(q, k, v, select, arguments)
+    if isinstance(select, TopPages):
+        call = narrowed_to_pages(q, k, v, select, arguments)
+    else:
+        call = make_call(q, k, v, **arguments) if select is None else narrowed(q, k, v, select, arguments)
     if impl is not None:
         named(impl)
     chosen = None

@@ -1,0 +1,88 @@
+"""Summaries of the pages of a KV cache: the least, largest and mean keys of each, and the mean of its values."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.core.errors import InputError
+from tilewise.layouts import Paged, PageSummaries, check_pages
+from tilewise.ops.kv_write import kv_write
+from tilewise.ops.kv_write.problem import DTYPES
+from tilewise.ops.page_summaries.problem import Call
+from tilewise.ops.page_summaries.table import SUMMARIZE
+
+
+def summarize_pages(
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    summaries: PageSummaries,
+    layout: Paged,
+    tokens: int | None = None,
+    *,
+    impl: str | None = None,
+) -> None:
+    """Bring the summaries of pages up to date, in place, after new tokens were written into them.
+
+    Each page that a new token lies in is read again, all of it that its request has, so that nothing is added up over
+    steps, and a page that was cut or copied is right once it is written.
+
+    Args:
+        k_pages, v_pages: (num_pages, page_size, num_heads_kv, dim), as `kv_write` takes them, float16, bfloat16 or
+            float32.
+        summaries: of these pages; `tilewise.PageSummaries.of(k_pages, v_pages)` for empty ones.
+        layout: of the step: `cu_seqlens_q` says how many of a request's tokens are new, or where it is None, each
+            request has one; `block_table` is a matrix.
+        tokens: the last of `cu_seqlens_q`, which is not read on a GPU's host; None where that is None.
+        impl: "triton", "cpu" or "reference"; None picks the first that can.
+
+    Raises:
+        InputError: an argument is wrong.
+        UnsupportedError: `impl` cannot run this call.
+    """
+    check_summaries(k_pages, v_pages, summaries)
+    table, first, seqlens = layout.pages
+    if first is not None:
+        raise InputError(
+            "layout block_table", got="a pair", expected="a matrix (batch, max_pages)", hint="one row for each request"
+        )
+    batch = table.shape[0]
+    starts = layout.cu_seqlens_q
+    if starts is None:
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=table.device)
+        tokens = batch
+    elif not isinstance(tokens, int) or tokens < 0:
+        hint = "the rows of k and v that were written"
+        raise InputError("tokens", got=repr(tokens), expected="the last of layout cu_seqlens_q", hint=hint)
+    check_pages(layout.pages, starts, k_pages.new_empty(tokens), k_pages)
+    with torch.no_grad():
+        page, least, largest, k_mean, v_mean = SUMMARIZE(Call(k_pages, v_pages, table, seqlens, starts, tokens), impl)
+        for values, into in (
+            ((least, largest), (summaries.least, summaries.largest)),
+            ((k_mean, v_mean), (summaries.k_mean, summaries.v_mean)),
+        ):
+            kv_write(values[0], values[1], into[0][:, None], into[1][:, None], page, impl=impl)
+
+
+def check_summaries(k_pages: torch.Tensor, v_pages: torch.Tensor, summaries: PageSummaries) -> None:
+    """Raise InputError unless summaries are those of these pages."""
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if not isinstance(x, torch.Tensor) or x.ndim != 4 or x.dtype not in DTYPES:
+            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+            expected = "float16, bfloat16 or float32 (num_pages, page_size, num_heads_kv, dim)"
+            raise InputError(name, got=got, expected=expected, hint="codes have no summaries")
+    if not isinstance(summaries, PageSummaries):
+        raise InputError(
+            "summaries",
+            got=type(summaries).__name__,
+            expected="tilewise.PageSummaries",
+            hint="PageSummaries.of(k_pages, v_pages)",
+        )
+    for name, pages in (("least", k_pages), ("largest", k_pages), ("k_mean", k_pages), ("v_mean", v_pages)):
+        x, shape = getattr(summaries, name), (pages.shape[0], *pages.shape[2:])
+        if tuple(x.shape) != shape or x.dtype != pages.dtype or x.device != pages.device or x.stride(-1) != 1:
+            raise InputError(
+                f"summaries {name}",
+                got=f"{x.dtype} {tuple(x.shape)} on {x.device}",
+                expected=f"{pages.dtype} {shape} on {pages.device}, unit stride in dim",
+                hint="PageSummaries.of(k_pages, v_pages)",
+            )

@@ -1,0 +1,53 @@
+"""Which pages of a KV cache a step of decoding reads, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.core.errors import InputError
+
+BY = ("bounds", "mean")
+FAR = ("drop", "summary")
+
+
+@dataclass(frozen=True)
+class TopPages:
+    """The pages that score best for a query, for each head of keys.
+
+    Args:
+        pages: how many of them are read; a request that has fewer reads all of its own.
+        first, local: how many of these are its first pages, and its newest, whatever their scores: at least 0 and 1.
+        by: what a page's score is: "bounds", the most that one of its keys within their least and largest numbers could
+            have (Tang et al., "Quest", 2024), or "mean", that of the mean of its keys. Of the query heads that share
+            keys the largest counts.
+        far: what stands for the pages that are not read. "drop": nothing. "summary": each is one key more in the same
+            softmax, the mean of its keys, with the mean of its values and log(page_size) added to its score.
+
+    Raises:
+        InputError: another value.
+    """
+
+    pages: int
+    first: int = 1
+    local: int = 1
+    by: str = "bounds"
+    far: str = "drop"
+
+    def __post_init__(self) -> None:
+        for name, least in (("pages", 1), ("first", 0), ("local", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(
+                    f"TopPages {name}", got=repr(value), expected=f"an integer >= {least}", hint="a number of pages"
+                )
+        if self.first + self.local > self.pages:
+            raise InputError(
+                "TopPages pages",
+                got=f"{self.pages}, with first={self.first} and local={self.local}",
+                expected=f"at least {self.first + self.local}",
+                hint="these are among the pages that are read",
+            )
+        for name, known in (("by", BY), ("far", FAR)):
+            if getattr(self, name) not in known:
+                got, expected = repr(getattr(self, name)), f"one of {', '.join(map(repr, known))}"
+                raise InputError(f"TopPages {name}", got=got, expected=expected, hint="see tilewise.TopPages")

@@ -1,0 +1,65 @@
+"""Choices of pages against their specification, on any device, and what the compile tier compiles of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewise.ops.operation import Operation
+from tilewise.ops.page_choice.problem import FORCED, Call
+from tilewise.ops.page_choice.table import CHOOSE_PAGES
+from tilewise.testing.page_selection import PagesCase, make_inputs
+from tilewise.testing.page_summaries import pages
+
+
+def make_call(case: PagesCase, dtype: torch.dtype, device: str = "cpu") -> Call:
+    """The call of a case, whose rows see all of their requests."""
+    given = make_inputs(case, dtype, device)
+    layout, rows = given["layout"], given["q"].reshape(-1, *given["q"].shape[-2:])
+    request = torch.arange(len(case.lengths), dtype=torch.int32, device=device).repeat_interleave(case.queries)
+    lengths, select, means = layout.seqlens_k[request.long()], case.select, case.select.by == "mean"
+    least, largest = (getattr(layout.summaries, "k_mean" if means else name) for name in ("least", "largest"))
+    return Call(
+        rows, least, largest, layout.block_table, None if case.queries == 1 else request, lengths, means,
+        case.page_size, select.first, select.local, min(select.pages, layout.block_table.shape[1]), 3, 2,
+    )  # fmt: skip
+
+
+def check(call: Call, impl: str) -> None:
+    """Scores are those of the specification, within what float32 sums in another order are off by, and what is read is
+    what a stable sort by these scores gives.
+    """
+    tables, tokens, kept, scores = CHOOSE_PAGES(call, impl)
+    want = CHOOSE_PAGES(call, "reference")[3]
+    assert torch.equal(scores.isinf(), want.isinf())
+    assert torch.equal(scores == FORCED, want == FORCED)
+    largest = max(float(x.float().nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in (call.q, call.least, call.largest))
+    off = torch.where(scores == want, 0.0, scores - want).abs()
+    assert not off.numel() or float(off.max()) <= call.q.shape[2] ** 2 * 2.0**-24 * largest**2
+    for row, length in enumerate(call.lengths.tolist()):
+        request = row if call.request is None else int(call.request[row])
+        count = -(-length // call.page_size)
+        for head in range(call.heads):
+            best = torch.argsort(scores[row, head, :count], descending=True, stable=True)
+            read = sorted(best[: call.width].tolist())
+            assert kept[row, head].nonzero().flatten().tolist() == read
+            pages = [int(call.table[request, n]) * call.by_page + head * call.by_head for n in read]
+            assert tables[row, head].tolist() == pages + [0] * (call.width - len(read))
+            held = sum(min(call.page_size, length - n * call.page_size) for n in read)
+            assert int(tokens[row, head]) == held
+
+
+def _variant(means: bool, group: int) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
+    def make(width: int, dtype: torch.dtype) -> tuple[Operation[Any], Any]:
+        dim, size = pages(width)
+        ends, numbers = torch.zeros(10, 2, dim, dtype=dtype), torch.zeros(3, dtype=torch.int32)
+        q, table = torch.zeros(3, 2 * group, dim, dtype=dtype), torch.zeros(3, 40, dtype=torch.int32)
+        request = None if means else numbers.clone()
+        return CHOOSE_PAGES, Call(q, ends, ends.clone(), table, request, numbers, means, size, 1, 1, 8, 1, 1)
+
+    return make
+
+
+VARIANTS = {"bounds": _variant(False, 1), "bounds of a group": _variant(False, 8), "means": _variant(True, 4)}

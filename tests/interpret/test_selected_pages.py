@@ -1,0 +1,98 @@
+"""The Triton kernels of summaries and choices of pages, and attention over them; broken twins are caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.interpret.test_twins import broken_copy
+from tilewise.core.errors import UnsupportedError
+from tilewise.ops import triton_launch
+from tilewise.ops.page_choice import triton_page_choice
+from tilewise.ops.page_choice.problem import LONGEST
+from tilewise.ops.page_choice.table import CHOOSE_PAGES
+from tilewise.ops.page_summaries import triton_page_summaries
+from tilewise.testing import page_choice, page_selection, page_summaries
+from tilewise.testing.page_selection import BY_NAME, CASES, PagesCase
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where numbers are NaN
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_summaries(case: PagesCase, dtype: torch.dtype) -> None:
+    page_summaries.check(case, dtype, "triton")
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_choices(case: PagesCase, dtype: torch.dtype) -> None:
+    page_choice.check(page_choice.make_call(case, dtype), "triton")
+
+
+@pytest.mark.parametrize("name", ["bounds", "hnd", "drafts_packed", "capped"])
+def test_attention_over_them(name: str) -> None:
+    page_selection.check(BY_NAME[name], torch.float32, "triton_paged")
+
+
+def test_equal_scores() -> None:
+    call = page_choice.make_call(BY_NAME["bounds"], torch.float32)
+    call.least.fill_(1.0)
+    call.largest.fill_(1.0)
+    page_choice.check(call, "triton")
+
+
+def test_numbers_that_are_none() -> None:
+    call = page_choice.make_call(BY_NAME["bounds"], torch.float32)
+    call.largest[int(call.table[0, 3]), 1] = torch.nan
+    call.largest[int(call.table[3, 2]), 0] = torch.inf
+    page_choice.check(call, "triton")
+
+
+def test_tables_too_long() -> None:
+    call = page_choice.make_call(BY_NAME["bounds"], torch.float32)
+    call = replace(call, table=torch.zeros(5, LONGEST + 1, dtype=torch.int32))
+    with pytest.raises(UnsupportedError, match="tables of at most"):
+        CHOOSE_PAGES(call, "triton")
+
+
+def test_calls_of_other_kinds_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "remember", True)
+    for _ in range(2):
+        for case in CASES[:6]:
+            page_choice.check(page_choice.make_call(case, torch.float32), "triton")
+            page_summaries.check(case, torch.float32, "triton")
+
+
+TWINS = [
+    (triton_page_summaries, "summarize", "tl.minimum(PAGE, length - n * PAGE)", "PAGE", "bounds"),
+    (triton_page_summaries, "summarize", "+ slot - (start // PAGE + 2 * r)", "+ slot - (start // PAGE + r)", "bounds"),
+    (triton_page_choice, "score_pages", "n >= count - local", "n >= count", "bounds"),
+    (triton_page_choice, "score_pages", "tl.maximum(q * least, q * largest,", "tl.minimum(q * least, q * largest,",
+     "bounds"),
+    (triton_page_choice, "score_pages", "r = tl.load(REQUEST + row)", "r = 0 * tl.load(REQUEST + row)", "drafts"),
+    (triton_page_choice, "take_pages", "(before <= width)", "(before < width)", "bounds"),
+    (triton_page_choice, "take_pages", "page * by_page + h * by_head", "page * by_page", "bounds"),
+    (triton_page_choice, "take_pages", "read * PAGE - missing * newest", "read * PAGE", "bounds"),
+    (triton_page_choice, "take_pages", "(n >= read) & (n < width)", "(n > read) & (n < width)", "all"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "kernel", "old", "new", "name"), TWINS)
+def test_a_broken_twin_is_caught(
+    module: ModuleType, kernel: str, old: str, new: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        if module is triton_page_summaries:
+            page_summaries.check(BY_NAME[name], torch.float32, "triton")
+        else:
+            page_choice.check(page_choice.make_call(BY_NAME[name], torch.float32), "triton")
+
+    check()  # whole, it passes
+    monkeypatch.setattr(module, kernel, getattr(broken_copy(module, old, new, tmp_path), kernel))
+    with pytest.raises(AssertionError):
+        check()

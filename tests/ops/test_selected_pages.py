@@ -1,0 +1,104 @@
+"""`attention(select=TopPages(...))` on the CPU: against an oracle that reads pages one by one, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.core.errors import InputError
+from tilewise.quant import encode
+from tilewise.testing import page_selection as cases
+from tilewise.testing.page_selection import BY_NAME, CASES, PagesCase
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equals_reading_pages_one_by_one(case: PagesCase, dtype: torch.dtype) -> None:
+    cases.check(case, dtype)
+
+
+def test_all_pages_are_plain_attention() -> None:
+    given = cases.make_inputs(BY_NAME["all"], torch.float32)
+    for far in ("drop", "summary"):
+        o = tw.attention(**given, select=tw.TopPages(64, far=far))
+        torch.testing.assert_close(o, tw.attention(**given))
+
+
+def test_what_is_not_read_does_not_matter() -> None:
+    """Pages that are dropped may hold anything."""
+    case = BY_NAME["bounds"]
+    given = cases.make_inputs(case, torch.float32)
+    want = tw.attention(**given, select=case.select)
+    layout = given["layout"]
+    row = given["q"][0, 0]
+    pages = layout.block_table[0, :5].long()
+    for head in range(2):
+        ends = [x[pages, head].double() for x in (layout.summaries.least, layout.summaries.largest)]
+        read = cases.chosen(case, row[2 * head : 2 * head + 2].double(), *ends)
+        for n in set(range(5)) - set(read):
+            given["k"][pages[n], :, head] = torch.nan
+            given["v"][pages[n], :, head] = torch.nan
+    assert torch.equal(tw.attention(**given, select=case.select)[0], want[0])
+
+
+def test_a_summary_is_nearer_than_nothing() -> None:
+    """Where the tokens of a page are alike, their means stand for them well."""
+    torch.manual_seed(0)
+    k, v = (torch.randn(64, 1, 2, 32).expand(64, 16, 2, 32) + 0.05 * torch.randn(64, 16, 2, 32) for _ in range(2))
+    k, v, q = k.contiguous(), v.contiguous(), torch.randn(1, 1, 4, 32)
+    table, seqlens = torch.arange(64, dtype=torch.int32)[None], torch.tensor([1024], dtype=torch.int32)
+    summaries = tw.PageSummaries.of(k, v)
+    starts = torch.tensor([0, 1024], dtype=torch.int32)
+    tw.summarize_pages(k, v, summaries, tw.Paged(table, seqlens, starts), 1024)
+    layout = tw.Paged(table, seqlens, summaries=summaries)
+    want = tw.attention(q, k, v, layout=layout)
+    off = {
+        far: float((tw.attention(q, k, v, layout=layout, select=tw.TopPages(8, far=far)) - want).abs().sum())
+        for far in ("drop", "summary")
+    }
+    assert off["summary"] <= 0.1 * off["drop"]
+
+
+def test_why_is_of_the_pages_that_are_read() -> None:
+    given = cases.make_inputs(BY_NAME["bounds"], torch.float32)
+    assert tw.why(**given, select=BY_NAME["bounds"].select).chosen == "cpu_tiled"
+
+
+def _inputs() -> dict[str, Any]:
+    return cases.make_inputs(BY_NAME["bounds"], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (lambda given: {"layout": replace(given["layout"], summaries=None)}, "layout"),
+        (lambda given: {"layout": None}, "layout"),
+        (lambda given: {"mask": tw.window(4)}, "mask"),
+        (lambda given: {"score": tw.alibi(torch.ones(4))}, "score"),
+        (lambda given: {"dropout": 0.5}, "dropout"),
+        (lambda given: {"quantize": tw.Sage2()}, "quantize"),
+        (lambda given: {"batch_invariant": True}, "batch_invariant"),
+        (lambda given: {"q": given["q"].requires_grad_()}, "select"),
+        (lambda given: {"k": encode(given["k"].nan_to_num(), "int8")}, "k_pages"),
+        (lambda given: {"v": given["v"].transpose(1, 2).contiguous().transpose(1, 2)}, "v"),
+    ],
+)
+def test_what_is_refused(changes: Any, name: str) -> None:
+    given = _inputs()
+    given |= changes(given)
+    with pytest.raises(InputError, match=name):
+        tw.attention(**given, select=tw.TopPages(3))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"pages": 0}, {"pages": 2.0}, {"pages": 3, "first": 3}, {"pages": 3, "local": 0}, {"pages": 3, "by": "max"},
+     {"pages": 3, "far": "summary2"}],
+)  # fmt: skip
+def test_wrong_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="TopPages"):
+        tw.TopPages(**wrong)
