@@ -129,6 +129,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         "src/tilewise/ops/select/triton_select.py",
         _ATTENTION + "selected_pages.py",
     ),
+    "token_scores": ("src/tilewise/schedule/page_selection.py", _ATTENTION + "selected_pages.py"),
     "quantize": (
         "src/tilewise/layouts.py",
         "src/tilewise/quant/*.py",
@@ -155,7 +156,7 @@ def _neighbour(name: str) -> tuple[Family, Family]:
     kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
     more = ["tests/gpu/test_fused.py"] if name in _FUSED else []
     more += ["tests/gpu/test_attention_select.py"] if name == "select" else []
-    more += ["tests/gpu/test_selected_pages.py"] if name == "page_choice" else []
+    more += ["tests/gpu/test_selected_pages.py"] if name in ("page_choice", "token_scores") else []
     tests = (f"tests/gpu/test_{name}.py", *more)
     return (
         Family(f"{name}_triton", kernels, tests, ("triton",), _CI, name),

@@ -36,6 +36,7 @@ CASES = {
     "neighbours": "norms, softmax, SwiGLU, losses and a whole layer against PyTorch, eager and compiled, and QuACK",
     "few_bits": "attention over codes with and without making them, against exact, cuDNN and SageAttention 1.0",
     "sparse": "attention over selected tiles by density, the choice of tiles, both together, beside all tiles",
+    "selected_pages": "decoding over the pages or tokens of a KV cache that matter, beside all of them and cuDNN",
     "tile_classes": "classification of 128k x 128k tokens against create_block_mask, time and memory",
     "overhead": "host time per call, first result of a new formula, compilations when numbers change",
     "cpu": "fp32 on the CPU against SDPA, with and without a dense mask, time and memory",

@@ -40,7 +40,7 @@ from tilewise.ops.rope import rope, rope_qkv
 from tilewise.ops.softmax import log_softmax, softmax
 from tilewise.quant import FA3FP8, FP8, Sage, Sage1, Sage2, Sage2pp
 from tilewise.rotary import Rope
-from tilewise.schedule.page_selection import TopPages
+from tilewise.schedule.page_selection import SparQ, TopPages
 from tilewise.schedule.selection import Select, Sparge, Threshold, TopK
 
 __version__ = "0.1.0"
@@ -66,6 +66,7 @@ __all__ = [
     "Score",
     "Select",
     "Selected",
+    "SparQ",
     "Sparge",
     "Threshold",
     "TokenOrder",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,24 +46,49 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class PageSummaries:
-    """What the keys and values of each page are like, (num_pages, num_heads_kv, dim), of the dtype of the pages, unit
-    stride in dim: `tilewise.summarize_pages` keeps them up to date.
+    """What the keys and values of each page are like, (num_pages, num_heads_kv, dim), of the dtype of the pages,
+    contiguous: `tilewise.summarize_pages` keeps them up to date.
 
     Args:
         least, largest: of the keys, dimension by dimension.
         k_mean, v_mean: of keys, and of values.
+        columns: None, or keys once more as codes, dimension by dimension, so that a few dimensions of all keys can be
+            read alone: uint8 (num_pages, num_heads_kv, dim, page_size * bits / 8), contiguous, with 8 bits or 4. A
+            code c stands for least + c * (largest - least) / (2**bits - 1); of 4 bits, byte n has the tokens n, in its
+            low bits, and n + page_size / 2.
     """
 
     least: torch.Tensor
     largest: torch.Tensor
     k_mean: torch.Tensor
     v_mean: torch.Tensor
+    columns: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that are there, by name."""
+        return {name: x for name, x in vars(self).items() if x is not None}
 
     @staticmethod
-    def of(k_pages: torch.Tensor, v_pages: torch.Tensor) -> PageSummaries:
-        """Those of pages that hold nothing yet."""
-        made = [x.new_zeros(x.shape[0], *x.shape[2:]) for x in (k_pages, k_pages, k_pages, v_pages)]
-        return PageSummaries(*made)
+    def of(k_pages: torch.Tensor, v_pages: torch.Tensor, columns: int | None = None) -> PageSummaries:
+        """Those of pages that hold nothing yet, with `columns` of 8 bits or 4.
+
+        Raises:
+            InputError: another number of bits, 4 with pages of an odd size, or a head_dim that 4 does not divide.
+        """
+        least, largest, k_mean = (k_pages.new_zeros(k_pages.shape[0], *k_pages.shape[2:]) for _ in range(3))
+        kept = PageSummaries(least, largest, k_mean, v_pages.new_zeros(v_pages.shape[0], *v_pages.shape[2:]))
+        if columns is None:
+            return kept
+        pages, size, heads, dim = k_pages.shape
+        if columns not in (8, 4):
+            raise InputError("columns", got=repr(columns), expected="None, 8 or 4", hint="bits of a code")
+        for name, number, step in (("page_size", size, 8 // columns), ("head_dim", dim, 4)):
+            if number % step:
+                got = f"{number}, with columns={columns}"
+                raise InputError(name, got=got, expected=f"a multiple of {step}", hint="codes fill bytes")
+        codes = k_pages.new_zeros(pages, heads, dim, size * columns // 8, dtype=torch.uint8)
+        return replace(kept, columns=codes)
 
 
 @dataclass(frozen=True, eq=False)

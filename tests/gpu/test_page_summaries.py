@@ -9,7 +9,7 @@ import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tilewise.testing import page_summaries as checks
 from tilewise.testing.graphs import captured
-from tilewise.testing.page_selection import CASES, PagesCase, make_inputs
+from tilewise.testing.page_selection import CASES, SPARQ, PagesCase, make_inputs
 
 LARGE = [
     PagesCase("large", tw.TopPages(8), lengths=(4099, 1, 1000), page_size=16, heads=(8, 8), dim=128, dim_v=128),
@@ -17,7 +17,7 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=repr)
+@pytest.mark.parametrize("case", [*CASES, *SPARQ, *LARGE], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_equal_pytorch(case: PagesCase, dtype: torch.dtype) -> None:
     checks.check(case, dtype, "triton", DEVICE)

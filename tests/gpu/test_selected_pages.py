@@ -1,4 +1,4 @@
-"""`attention(select=TopPages(...))` on a GPU: against an oracle that reads pages one by one, replayed."""
+"""`attention(select=TopPages(...))` on a GPU: against an oracle that reads what it says, replayed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import torch
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tests.gpu.test_page_summaries import LARGE
+from tests.gpu.test_token_scores import LARGE as TOKENS
 from tilewise.testing import page_selection as cases
 from tilewise.testing.graphs import captured
-from tilewise.testing.page_selection import CASES, PagesCase
+from tilewise.testing.page_selection import CASES, SPARQ, PagesCase
 
 
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=repr)
+@pytest.mark.parametrize("case", [*CASES, *SPARQ, *LARGE, TOKENS], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_equals_reading_pages_one_by_one(case: PagesCase, dtype: torch.dtype) -> None:
+def test_equals_reading_what_is_chosen(case: PagesCase, dtype: torch.dtype) -> None:
     cases.check(case, dtype, None, DEVICE)
 
 
-@pytest.mark.parametrize("far", ["drop", "summary"])
-def test_replayed(far: str) -> None:
-    case = LARGE[0]
-    given = cases.make_inputs(case, torch.bfloat16, DEVICE)
-    select = tw.TopPages(8, far=far)
+@pytest.mark.parametrize("select", [tw.TopPages(8), tw.TopPages(8, far="summary"), tw.SparQ(32, 100)], ids=repr)
+def test_replayed(select: tw.TopPages | tw.SparQ) -> None:
+    given = cases.make_inputs(LARGE[0], torch.bfloat16, DEVICE)
     graph, o = captured(lambda: tw.attention(**given, select=select))
     given["q"].normal_()
     graph.replay()

@@ -16,13 +16,14 @@ from tilewise.ops.page_choice import triton_page_choice
 from tilewise.ops.page_choice.problem import LONGEST
 from tilewise.ops.page_choice.table import CHOOSE_PAGES
 from tilewise.ops.page_summaries import triton_page_summaries
-from tilewise.testing import page_choice, page_selection, page_summaries
-from tilewise.testing.page_selection import BY_NAME, CASES, PagesCase
+from tilewise.ops.token_scores import triton_token_scores
+from tilewise.testing import page_choice, page_selection, page_summaries, token_scores
+from tilewise.testing.page_selection import BY_NAME, CASES, SPARQ, PagesCase
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where numbers are NaN
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("case", [*CASES, *SPARQ], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_summaries(case: PagesCase, dtype: torch.dtype) -> None:
     page_summaries.check(case, dtype, "triton")
@@ -34,7 +35,13 @@ def test_choices(case: PagesCase, dtype: torch.dtype) -> None:
     page_choice.check(page_choice.make_call(case, dtype), "triton")
 
 
-@pytest.mark.parametrize("name", ["bounds", "hnd", "drafts_packed", "capped"])
+@pytest.mark.parametrize("case", SPARQ, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_scores_of_tokens(case: PagesCase, dtype: torch.dtype) -> None:
+    token_scores.check(token_scores.make_call(case, dtype), "triton")
+
+
+@pytest.mark.parametrize("name", ["bounds", "hnd", "drafts_packed", "capped", "sparq", "sparq_multi_query"])
 def test_attention_over_them(name: str) -> None:
     page_selection.check(BY_NAME[name], torch.float32, "triton_paged")
 
@@ -63,6 +70,8 @@ def test_tables_too_long() -> None:
 def test_calls_of_other_kinds_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "remember", True)
     for _ in range(2):
+        for case in SPARQ[:3]:
+            token_scores.check(token_scores.make_call(case, torch.float32), "triton")
         for case in CASES[:6]:
             page_choice.check(page_choice.make_call(case, torch.float32), "triton")
             page_summaries.check(case, torch.float32, "triton")
@@ -71,6 +80,11 @@ def test_calls_of_other_kinds_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatc
 TWINS = [
     (triton_page_summaries, "summarize", "tl.minimum(PAGE, length - n * PAGE)", "PAGE", "bounds"),
     (triton_page_summaries, "summarize", "+ slot - (start // PAGE + 2 * r)", "+ slot - (start // PAGE + r)", "bounds"),
+    (triton_page_summaries, "summarize", "<< (part * BITS)", "<< 0", "uncut"),
+    (triton_page_summaries, "summarize", "most / (largest - least)", "255 / (largest - least)", "uncut"),
+    (triton_token_scores, "score_tokens", "length - local", "length", "sparq"),
+    (triton_token_scores, "score_tokens", "(place // each) * 4", "place * 0", "sparq_drafts"),
+    (triton_token_scores, "score_tokens", "dims[None, :])[:, :, None]", "rank[None, :])[:, :, None]", "sparq"),
     (triton_page_choice, "score_pages", "n >= count - local", "n >= count", "bounds"),
     (triton_page_choice, "score_pages", "tl.maximum(q * least, q * largest,", "tl.minimum(q * least, q * largest,",
      "bounds"),
@@ -89,6 +103,8 @@ def test_a_broken_twin_is_caught(
     def check() -> None:
         if module is triton_page_summaries:
             page_summaries.check(BY_NAME[name], torch.float32, "triton")
+        elif module is triton_token_scores:
+            token_scores.check(token_scores.make_call(BY_NAME[name], torch.float32), "triton")
         else:
             page_choice.check(page_choice.make_call(BY_NAME[name], torch.float32), "triton")
 

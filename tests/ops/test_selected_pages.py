@@ -12,20 +12,19 @@ import tilewise as tw
 from tilewise.core.errors import InputError
 from tilewise.quant import encode
 from tilewise.testing import page_selection as cases
-from tilewise.testing.page_selection import BY_NAME, CASES, PagesCase
+from tilewise.testing.page_selection import BY_NAME, CASES, SPARQ, PagesCase
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("case", [*CASES, *SPARQ], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_reading_pages_one_by_one(case: PagesCase, dtype: torch.dtype) -> None:
+def test_equals_reading_what_is_chosen(case: PagesCase, dtype: torch.dtype) -> None:
     cases.check(case, dtype)
 
 
-def test_all_pages_are_plain_attention() -> None:
+@pytest.mark.parametrize("select", [tw.TopPages(64), tw.TopPages(64, far="summary"), tw.SparQ(4, 64)], ids=repr)
+def test_all_of_it_is_plain_attention(select: tw.TopPages | tw.SparQ) -> None:
     given = cases.make_inputs(BY_NAME["all"], torch.float32)
-    for far in ("drop", "summary"):
-        o = tw.attention(**given, select=tw.TopPages(64, far=far))
-        torch.testing.assert_close(o, tw.attention(**given))
+    torch.testing.assert_close(tw.attention(**given, select=select), tw.attention(**given))
 
 
 def test_what_is_not_read_does_not_matter() -> None:
@@ -38,7 +37,7 @@ def test_what_is_not_read_does_not_matter() -> None:
     pages = layout.block_table[0, :5].long()
     for head in range(2):
         ends = [x[pages, head].double() for x in (layout.summaries.least, layout.summaries.largest)]
-        read = cases.chosen(case, row[2 * head : 2 * head + 2].double(), *ends)
+        read = cases.chosen(tw.TopPages(3), row[2 * head : 2 * head + 2].double(), *ends)
         for n in set(range(5)) - set(read):
             given["k"][pages[n], :, head] = torch.nan
             given["v"][pages[n], :, head] = torch.nan
@@ -61,6 +60,24 @@ def test_a_summary_is_nearer_than_nothing() -> None:
         for far in ("drop", "summary")
     }
     assert off["summary"] <= 0.1 * off["drop"]
+
+
+def test_the_mean_of_values_makes_up_for_what_is_not_read() -> None:
+    """Where weights are spread over many tokens: what SparQ says of compensation."""
+    torch.manual_seed(0)
+    case = cases.PagesCase("spread", tw.SparQ(16, 8), lengths=(512,), dim=32, dim_v=32)
+    given = cases.make_inputs(case, torch.float32)
+    given["q"] = 0.1 * given["q"]
+    given["v"] += 1.0
+    layout = given["layout"]
+    starts = torch.tensor([0, 512], dtype=torch.int32)
+    tw.summarize_pages(given["k"], given["v"], layout.summaries, replace(layout, cu_seqlens_q=starts), 512)
+    want = tw.attention(**given)
+    off = [
+        float((tw.attention(**given, select=tw.SparQ(16, 8, compensate=yes)) - want).norm() / want.norm())
+        for yes in (True, False)
+    ]
+    assert off[0] <= 0.2 * off[1]
 
 
 def test_why_is_of_the_pages_that_are_read() -> None:
@@ -102,3 +119,20 @@ def test_what_is_refused(changes: Any, name: str) -> None:
 def test_wrong_numbers(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="TopPages"):
         tw.TopPages(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 0}, {"keys": True}, {"local": 0}, {"local": 9}])
+def test_wrong_numbers_of_sparq(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="SparQ"):
+        tw.SparQ(**({"rank": 4, "keys": 8} | wrong))
+
+
+def test_what_sparq_does_not_go_with() -> None:
+    given = _inputs()
+    with pytest.raises(InputError, match="SparQ rank"):
+        tw.attention(**given, select=tw.SparQ(17, 8))
+    with pytest.raises(InputError, match="score"):
+        tw.attention(**given, select=tw.SparQ(4, 8), score=tw.softcap(5.0))
+    given["layout"] = replace(given["layout"], summaries=replace(given["layout"].summaries, columns=None))
+    with pytest.raises(InputError, match="columns"):
+        tw.attention(**given, select=tw.SparQ(4, 8))

@@ -86,11 +86,12 @@ class KVCache:
         keys_by_channel: int | None = None,
         open_pages: int | None = None,
         summaries: bool = False,
+        columns: int | None = None,
     ) -> None:
         self.pool = PagePool(
             num_layers, num_pages, page_size, num_heads_kv, head_dim, head_dim_v, dtype=dtype, device=device,
             order=order, encoding=encoding, keys_by_channel=keys_by_channel, open_pages=open_pages,
-            summaries=summaries,
+            summaries=summaries, columns=columns,
         )  # fmt: skip
         self._open = None if open_pages is None else OpenPages(open_pages)
         self.allocator = PageAllocator(num_pages, page_size)

@@ -34,6 +34,7 @@ class PagePool:
             scale and a least number for each channel of a page weigh less the more tokens a page has.
         open_pages: with `keys_by_channel`, how many pages can be open at once: one for each sequence that lives.
         summaries: whether there are `tilewise.PageSummaries` of each layer; of pages without an encoding.
+        columns: None, or with summaries 8 or 4: bits of the codes of keys by dimension that these hold.
 
     Raises:
         InputError: a size that is not a positive integer, too many slots, another dtype, order, encoding or number of
@@ -57,6 +58,7 @@ class PagePool:
         keys_by_channel: int | None = None,
         open_pages: int | None = None,
         summaries: bool = False,
+        columns: int | None = None,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {
@@ -86,13 +88,17 @@ class PagePool:
         self._place = torch.full((num_pages,), -1, dtype=torch.int32, device=device)
         of_layers = (num_layers, num_pages)
         self._summaries: tuple[PageSummaries, ...] = ()
+        if columns is not None and not summaries:
+            raise InputError("columns", got=columns, expected="None", hint="they are kept with summaries=True")
         if encoding is None:
             self._memory = tuple(
                 torch.zeros(*of_layers, *page, d, dtype=dtype, device=device) for d in (head_dim, head_dim_v)
             )
             self._views = self._memory
             if summaries:
-                self._summaries = tuple(map(PageSummaries.of, *map(self._ordered, self._memory)))
+                self._summaries = tuple(
+                    PageSummaries.of(k, v, columns) for k, v in zip(*map(self._ordered, self._memory), strict=True)
+                )
             return
         if summaries:
             raise InputError("summaries", got=True, expected="False with an encoding", hint="codes have no summaries")
@@ -181,7 +187,7 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages of all layers, scales, open pages and summaries included."""
-        summaries = (x for layer in self._summaries for x in vars(layer).values())
+        summaries = (x for layer in self._summaries for x in layer.tensors.values())
         return sum(x.nbytes for x in (*self._memory, *self._channels, *summaries))
 
 

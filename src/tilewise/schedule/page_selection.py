@@ -1,4 +1,4 @@
-"""Which pages of a KV cache a step of decoding reads, as data."""
+"""Which pages, or tokens, of a KV cache a step of decoding reads, as data."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ class TopPages:
 
     def __post_init__(self) -> None:
         for name, least in (("pages", 1), ("first", 0), ("local", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(
-                    f"TopPages {name}", got=repr(value), expected=f"an integer >= {least}", hint="a number of pages"
-                )
+            _check_count(f"TopPages {name}", getattr(self, name), least, "a number of pages")
         if self.first + self.local > self.pages:
             raise InputError(
                 "TopPages pages",
@@ -51,3 +47,47 @@ class TopPages:
             if getattr(self, name) not in known:
                 got, expected = repr(getattr(self, name)), f"one of {', '.join(map(repr, known))}"
                 raise InputError(f"TopPages {name}", got=got, expected=expected, hint="see tilewise.TopPages")
+
+
+@dataclass(frozen=True)
+class SparQ:
+    """The tokens whose keys score best in the largest dimensions of a query, for each head of keys (Ribar et al.,
+    "SparQ Attention: Bandwidth-Efficient LLM Inference", 2023).
+
+    Scores are predicted by the `rank` dimensions in which queries are largest, at a temperature that makes up for the
+    others; queries that share keys add up the sizes of their numbers, and their scores.
+
+    Args:
+        rank: how many dimensions of all keys are read.
+        keys: how many tokens are read; a request that has fewer reads all of its own.
+        local: how many of these are its newest, at least 1; None for a quarter of `keys`.
+        compensate: whether the mean of all values has the weight that the prediction gives to tokens that are not read.
+
+    Raises:
+        InputError: another value.
+    """
+
+    rank: int
+    keys: int
+    local: int | None = None
+    compensate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_count("SparQ rank", self.rank, 1, "a number of dimensions")
+        _check_count("SparQ keys", self.keys, 1, "a number of tokens")
+        if self.local is not None:
+            _check_count("SparQ local", self.local, 1, "a number of tokens")
+        if self.newest > self.keys:
+            raise InputError(
+                "SparQ local", got=repr(self.local), expected=f"at most keys={self.keys}", hint="they are among these"
+            )
+
+    @property
+    def newest(self) -> int:
+        """How many of the newest tokens are read."""
+        return max(1, self.keys // 4) if self.local is None else self.local
+
+
+def _check_count(name: str, value: object, least: int, hint: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(name, got=repr(value), expected=f"an integer >= {least}", hint=hint)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import tilewise as tw
 from tilewise.ops.operation import Operation
 from tilewise.ops.page_choice.problem import FORCED, Call
 from tilewise.ops.page_choice.table import CHOOSE_PAGES
@@ -19,7 +20,9 @@ def make_call(case: PagesCase, dtype: torch.dtype, device: str = "cpu") -> Call:
     given = make_inputs(case, dtype, device)
     layout, rows = given["layout"], given["q"].reshape(-1, *given["q"].shape[-2:])
     request = torch.arange(len(case.lengths), dtype=torch.int32, device=device).repeat_interleave(case.queries)
-    lengths, select, means = layout.seqlens_k[request.long()], case.select, case.select.by == "mean"
+    lengths, select = layout.seqlens_k[request.long()], case.select
+    assert isinstance(select, tw.TopPages)
+    means = select.by == "mean"
     least, largest = (getattr(layout.summaries, "k_mean" if means else name) for name in ("least", "largest"))
     return Call(
         rows, least, largest, layout.block_table, None if case.queries == 1 else request, lengths, means,

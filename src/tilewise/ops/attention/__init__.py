@@ -25,12 +25,12 @@ from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
 from tilewise.quant import ByChannel, Encoded
 from tilewise.quant.schemes import Scheme
-from tilewise.schedule.page_selection import TopPages
+from tilewise.schedule.page_selection import SparQ, TopPages
 from tilewise.schedule.selection import Prediction, Select
 
 MaskLike = Mask | Callable[..., Any] | None
 ScoreLike = Score | Callable[..., Any] | None
-SelectLike = Select | Selected | Prediction | Mask | TopPages | None
+SelectLike = Select | Selected | Prediction | Mask | TopPages | SparQ | None
 
 
 def attention_with_lse(
@@ -59,7 +59,7 @@ def attention_with_lse(
     """
     if select is not None:
         over: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
-            attend_pages if isinstance(select, TopPages) else attend
+            attend_pages if isinstance(select, (TopPages, SparQ)) else attend
         )
         return over(
             _run, q, k, v, select, impl, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout,
@@ -145,8 +145,8 @@ def attention(
             Mask), or what `tilewise.select_tiles` has found, for dense and packed tensors. A mask says which pairs may
             meet, a selection which of those matter, by tiles; `far=` of a Select says what stands for the rest.
             Gradients are those of what is computed: which tiles are taken is a constant. Over pages
-            `tilewise.TopPages(...)`, with `layout=tilewise.Paged(..., summaries=...)`: which pages a query reads;
-            without gradients, and with no formula that looks at positions but `causal`.
+            `tilewise.TopPages(...)` or `tilewise.SparQ(...)`, with `layout=tilewise.Paged(..., summaries=...)`: which
+            pages, or tokens, a query reads; without gradients, and no formula that looks at positions but `causal`.
         impl: name of an implementation (`tilewise.why` lists them); None picks the first that can.
 
     Returns:
@@ -231,7 +231,7 @@ def why(
     Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.
     """
     select = arguments.pop("select", None)
-    if isinstance(select, TopPages):
+    if isinstance(select, (TopPages, SparQ)):
         call = narrowed_to_pages(q, k, v, select, arguments)
     else:
         call = make_call(q, k, v, **arguments) if select is None else narrowed(q, k, v, select, arguments)

@@ -1,16 +1,16 @@
-"""Attention of a step of decoding over selected pages of a KV cache.
+"""Attention of a step of decoding over selected pages, or tokens, of a KV cache.
 
 A selection for each query and head of keys is attention over pages that exists: one head of a pool in pages is itself a
-pool of pages of one head, whose pages lie where a page and a head of the pool do (`one_head`). Each query and head of
-keys becomes a request of its own, with a table of the pages that are read. What stands for the others is a second call,
-over their means as pages of one token, whose result is merged.
+pool of pages of one head, whose pages lie where a page and a head of the pool do (`one_head`), and so is each token of
+one. Each query and head of keys becomes a request of its own, with a table of what is read. What stands for the rest is
+a second state, which is merged: over the means of pages as pages of one token.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,87 +19,212 @@ from tilewise.core.errors import InputError
 from tilewise.formula.formula import Mask, Score, as_score, mask, score
 from tilewise.formula.library import causal
 from tilewise.formula.walk import postorder
-from tilewise.layouts import Paged
+from tilewise.layouts import Paged, PageSummaries
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.merge import merge
 from tilewise.ops.page_choice.problem import Call as Choice
 from tilewise.ops.page_choice.table import CHOOSE_PAGES
 from tilewise.ops.page_summaries import check_summaries
-from tilewise.schedule.page_selection import TopPages
+from tilewise.ops.token_scores.problem import Call as Prediction
+from tilewise.ops.token_scores.table import SCORE_TOKENS
+from tilewise.schedule.page_selection import SparQ, TopPages
 
 State = tuple[torch.Tensor, torch.Tensor]
+Run = Callable[[Call, str | None], State]
+OfPages = TopPages | SparQ
 _REFUSED = ("dropout", "seed", "deterministic", "batch_invariant", "quantize")
 
 
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """Queries (rows, num_heads_q, dim) that select: row t of request `request[t]`, or t where that is None, which sees
+    its first `lengths[t]` tokens.
+    """
+
+    rows: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    summaries: PageSummaries
+    request: torch.Tensor | None
+    lengths: torch.Tensor
+    scale: float
+    score: Score | None
+
+    @property
+    def size(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.rows.shape[1] // self.heads
+
+    def own_table(self) -> torch.Tensor:
+        """The table with a row for each row of queries."""
+        return self.table if self.request is None else self.table[self.request.long()]
+
+    def over(self, pools: tuple[torch.Tensor, ...], tables: torch.Tensor, tokens: torch.Tensor) -> Call:
+        """The call over what tables (rows, heads, n) name in pools of one head, of which tokens (rows, heads) are."""
+        q = self.rows.reshape(tokens.numel(), 1, -1, self.rows.shape[-1])
+        layout = Paged(tables.flatten(0, 1), tokens.flatten())
+        return make_call(q, *pools, layout=layout, scale=self.scale, score=self.score)
+
+
+Rest = Callable[[Run, torch.Tensor], State]  # of lse (rows, heads) of what is read
+
+
 def attend_pages(
-    run: Callable[[Call, str | None], State], q: torch.Tensor, k: Any, v: Any, select: TopPages, impl: str | None,
-    **arguments: Any,
-) -> State:  # fmt: skip
-    """(o, lse), where `run` gives those of a call without a selection."""
+    run: Run, q: torch.Tensor, k: Any, v: Any, select: OfPages, impl: str | None, **arguments: Any
+) -> State:
+    """(o, lse), where `run` gives those of a call without a selection; `impl` is of that over what is read."""
     near, rest = _calls(q, k, v, select, arguments)
     rows, heads = q[..., 0, 0].numel(), q.shape[-2]
     o, lse = (x.reshape(rows, heads, -1) for x in run(near, impl))
+    lse = lse[..., 0]
     if rest is not None:
-        of_rest = run(rest, impl)
-        o, lse = merge((o, lse[..., 0].T.contiguous()), (of_rest[0][:, 0], of_rest[1][..., 0].T.contiguous()))
-        lse = lse.T[..., None]
+        of_rest = rest(run, lse)
+        o, lse = merge((o, lse.T.contiguous()), (of_rest[0], of_rest[1].T.contiguous()))
+        lse = lse.T
     sink = arguments.get("sink")
     if sink is not None:
-        more = torch.logaddexp(lse, sink.detach().to(lse.dtype)[:, None])
-        o, lse = (o.float() * torch.exp(lse - more).nan_to_num(0.0)).to(o.dtype), more
-    lse = lse[..., 0].T  # (heads, rows)
+        more = torch.logaddexp(lse, sink.detach().to(lse.dtype))
+        o, lse = (o.float() * torch.exp(lse - more).nan_to_num(0.0)[..., None]).to(o.dtype), more
+    lse = lse.T  # (heads, rows)
     if q.ndim == 4:
         lse = lse.view(lse.shape[0], *q.shape[:2]).transpose(0, 1)
     return o.view(*q.shape[:-1], -1), lse.contiguous()
 
 
-def narrowed_to_pages(q: torch.Tensor, k: Any, v: Any, select: TopPages, arguments: dict[str, Any]) -> Call:
-    """The call over the pages that are read."""
+def narrowed_to_pages(q: torch.Tensor, k: Any, v: Any, select: OfPages, arguments: dict[str, Any]) -> Call:
+    """The call over what is read."""
     return _calls(q, k, v, select, arguments)[0]
 
 
-def _calls(q: torch.Tensor, k: Any, v: Any, select: TopPages, arguments: dict[str, Any]) -> tuple[Call, Call | None]:
-    """The calls over the pages that are read, and over what stands for the others."""
-    layout, scored = _checked(q, k, v, arguments)
+def _calls(q: torch.Tensor, k: Any, v: Any, select: OfPages, arguments: dict[str, Any]) -> tuple[Call, Rest | None]:
+    """The call over what is read, and who gives the state of what stands for the rest."""
+    layout, scored = _checked(q, k, v, select, arguments)
     call = make_call(q, k, v, layout=layout, mask=arguments.get("mask"), scale=arguments.get("scale"))
     if call.wants_grad:
         hint = "call it inside torch.no_grad()"
         raise InputError("select", got=f"{select!r}, and gradients", expected="no gradients over pages", hint=hint)
-    rows = q.reshape(-1, *q.shape[-2:])
-    request, lengths = _requests(layout, q, of_tokens=arguments.get("mask") is not None)
-    (k_one, v_one), by_page, by_head = one_head(k, v)
-    means, summaries = select.by == "mean", layout.summaries
-    assert summaries is not None
-    ends = (summaries.k_mean, summaries.k_mean) if means else (summaries.least, summaries.largest)
     table = layout.pages.table
+    request, lengths = _requests(layout, q, of_tokens=arguments.get("mask") is not None)
+    assert layout.summaries is not None
+    rows = q.detach().reshape(-1, *q.shape[-2:])
+    step = _Step(rows, k, v, table, layout.summaries, request, lengths, call.scale, scored)
+    return _pages(step, select) if isinstance(select, TopPages) else _tokens(step, select)
+
+
+# pages ---------------------------------------------------------------------------------------------------------------
+
+
+def _pages(step: _Step, select: TopPages) -> tuple[Call, Rest | None]:
+    pools, by_page, _, by_head = one_head(step.k, step.v)
+    means, summaries = select.by == "mean", step.summaries
+    ends = (summaries.k_mean, summaries.k_mean) if means else (summaries.least, summaries.largest)
     choice = Choice(
-        rows.detach(), *ends, table, request, lengths, means, k.shape[1], select.first, select.local,
-        min(select.pages, table.shape[1]), by_page, by_head,
+        step.rows, *ends, step.table, step.request, step.lengths, means, step.size, select.first, select.local,
+        min(select.pages, step.table.shape[1]), by_page, by_head,
     )  # fmt: skip
     tables, tokens, kept, _ = CHOOSE_PAGES(choice)
-    near = make_call(
-        rows.reshape(tokens.numel(), 1, -1, rows.shape[-1]), k_one, v_one,
-        layout=Paged(tables.flatten(0, 1), tokens.flatten()), scale=call.scale, score=scored,
-    )  # fmt: skip
+    near = step.over(pools, tables, tokens)
     if select.far == "drop":
         return near, None
-    return near, _of_the_rest(rows, kept, k.shape[1], layout, request, lengths, call.scale, scored)
+
+    def rest(run: Run, lse: torch.Tensor) -> State:
+        o, of_rest = run(_of_means(step, kept), None)
+        return o[:, 0], of_rest[..., 0]
+
+    return near, rest
 
 
-def one_head(*pools: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int, int]:
-    """(Pools of pages as pools of pages of one head, how many of these a page is from the next, and a head from the
-    next): page p and head h are page p * by_page + h * by_head.
+def _of_means(step: _Step, kept: torch.Tensor) -> Call:
+    """The call over one key for each whole page that is not read."""
+    group, size, scored = step.group, step.size, step.score
+    hidden: Mask = mask(lambda b, h, i, j: ~kept[b, h // group, j], "pages that are not read")
+
+    def counted(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (s if scored is None else scored.expr) + math.log(size)
+
+    pages = Paged(step.own_table(), (step.lengths + (size - 1)) // size)
+    k, v = step.summaries.k_mean[:, None], step.summaries.v_mean[:, None]
+    return make_call(step.rows[:, None], k, v, layout=pages, scale=step.scale, mask=hidden, score=score(counted))
+
+
+# tokens --------------------------------------------------------------------------------------------------------------
+
+
+def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
+    pools, by_page, by_token, by_head = one_head(step.k, step.v, of_tokens=True)
+    rows, size = step.rows, step.size
+    grouped = rows.float().view(rows.shape[0], step.heads, step.group, rows.shape[2])
+    large = grouped.abs()
+    dims = large.sum(2).topk(select.rank, sorted=False).indices
+    part = grouped.gather(3, dims[:, :, None].expand(-1, -1, step.group, -1))
+    # the temperature that makes up for the dimensions that are left out
+    warmer = torch.sqrt(large.sum(-1, keepdim=True) / part.abs().sum(-1, keepdim=True).clamp(min=1e-30))
+    assert step.summaries.columns is not None
+    prediction = Prediction(
+        part * (step.scale * warmer), dims.to(torch.int32), step.summaries.columns, step.summaries.least,
+        step.summaries.largest, step.table, step.request, step.lengths, size, select.newest,
+    )  # fmt: skip
+    scores, total = SCORE_TOKENS(prediction)
+    width = min(select.keys, total.shape[-1])
+    best = total.topk(width, sorted=False).indices
+    every = (step.lengths <= width)[:, None, None]
+    best = torch.where(every, torch.arange(width, device=best.device), best)
+    pages = step.own_table().long()[:, None].expand(-1, step.heads, -1).gather(2, best // size)
+    heads = torch.arange(step.heads, device=best.device)[:, None]
+    tables = (pages * by_page + best % size * by_token + heads * by_head).to(torch.int32)
+    tokens = step.lengths.clamp(max=width)[:, None].expand(-1, step.heads).contiguous()
+    near = step.over(pools, tables, tokens)
+    if not select.compensate:
+        return near, None
+
+    def rest(run: Run, lse: torch.Tensor) -> State:
+        of_read = scores.gather(3, best[:, :, None].expand(-1, -1, step.group, -1)).logsumexp(-1)
+        share = torch.exp(of_read - scores.logsumexp(-1)).clamp(max=1.0)
+        share = torch.where(every, 1.0, share).flatten(1)  # of the weights, that is read
+        mean = run(_of_values(step), None)[0][:, 0].repeat_interleave(step.group, 1)
+        return mean, lse + torch.log1p(-share) - share.log()
+
+    return near, rest
+
+
+def _of_values(step: _Step) -> Call:
+    """The call that gives the mean of the values that rows see, for each head of keys: all keys score alike."""
+    size = step.size
+    behind = torch.arange(step.table.shape[1], device=step.rows.device) * size
+    weights = (step.lengths[:, None] - behind).clamp(1, size).log()  # of pages
+    pages = Paged(step.own_table(), (step.lengths + (size - 1)) // size)
+    k, v = step.summaries.k_mean[:, None], step.summaries.v_mean[:, None]
+    q = step.rows.new_zeros(step.rows.shape[0], 1, *k.shape[2:])
+    return make_call(q, k, v, layout=pages, score=score(lambda s, b, h, i, j: weights[b, j]))
+
+
+# what both need ------------------------------------------------------------------------------------------------------
+
+
+def one_head(*pools: torch.Tensor, of_tokens: bool = False) -> tuple[tuple[torch.Tensor, ...], int, int, int]:
+    """(Pools of pages as pools of pages of one head, how many of these a page is from the next, a token from the next,
+    and a head from the next): page p and head h are page p * by_page + h * by_head. With `of_tokens` pages of one head
+    are of one token each, and a token n of that page lies n * by_token further.
     """
     views = []
-    steps: set[tuple[int, int]] = set()
+    steps: set[tuple[int, int, int]] = set()
     for x in pools:
         of_page, of_token, of_head, of_dim = x.stride()
         pages, size, heads, dim = x.shape
-        unit = math.gcd(of_page, of_head) or 1
-        by_page, by_head = of_page // unit, of_head // unit
-        steps.add((by_page, by_head))
-        count = max(0, (pages - 1) * by_page + (heads - 1) * by_head + 1) if pages else 0
-        views.append(x.as_strided((count, size, 1, dim), (unit, of_token, unit, of_dim)))
+        unit = math.gcd(of_page, of_head, of_token if of_tokens else 0) or 1
+        by_page, by_token, by_head = of_page // unit, of_token // unit if of_tokens else 0, of_head // unit
+        steps.add((by_page, by_token, by_head))
+        last = (pages - 1) * by_page + (size - 1) * by_token + (heads - 1) * by_head
+        shape = (last + 1 if pages else 0, 1 if of_tokens else size, 1, dim)
+        views.append(x.as_strided(shape, (unit, of_token, unit, of_dim)))
     if len(steps) > 1:
         raise InputError(
             "v",
@@ -107,26 +232,7 @@ def one_head(*pools: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int, int]:
             expected="pages whose heads lie as those of the keys",
             hint="a pool of PagePool, or dense tensors of one order",
         )
-    return tuple(views), by_page, by_head
-
-
-def _of_the_rest(
-    rows: torch.Tensor, kept: torch.Tensor, size: int, layout: Paged, request: torch.Tensor | None,
-    lengths: torch.Tensor, scale: float, scored: Score | None,
-) -> Call:  # fmt: skip
-    """The call over one key for each whole page that is not read."""
-    summaries = layout.summaries
-    assert summaries is not None
-    group = rows.shape[1] // kept.shape[1]
-    hidden: Mask = mask(lambda b, h, i, j: ~kept[b, h // group, j], "pages that are not read")
-
-    def counted(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return (s if scored is None else scored.expr) + math.log(size)
-
-    table = layout.pages.table
-    pages = Paged(table if request is None else table[request.long()], (lengths + (size - 1)) // size)
-    k, v = summaries.k_mean[:, None], summaries.v_mean[:, None]
-    return make_call(rows[:, None], k, v, layout=pages, scale=scale, mask=hidden, score=score(counted))
+    return tuple(views), *steps.pop()
 
 
 def _requests(layout: Paged, q: torch.Tensor, of_tokens: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -146,7 +252,7 @@ def _requests(layout: Paged, q: torch.Tensor, of_tokens: bool) -> tuple[torch.Te
     return request, lengths.to(torch.int32)
 
 
-def _checked(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[Paged, Score | None]:
+def _checked(q: Any, k: Any, v: Any, select: OfPages, arguments: dict[str, Any]) -> tuple[Paged, Score | None]:
     """The layout, and the score formula; raises InputError for what a selection of pages does not go with."""
     layout = arguments.get("layout")
     if not isinstance(layout, Paged) or layout.summaries is None:
@@ -171,4 +277,13 @@ def _checked(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[Paged, 
     if symbols - {"s"}:
         hint = "tokens of selected pages have no positions; tilewise.softcap has none, either"
         raise InputError("score", got=repr(scored), expected="a score of the score alone", hint=hint)
+    if isinstance(select, SparQ):
+        if scored is not None:
+            raise InputError("score", got=repr(scored), expected="None", hint="SparQ predicts plain products")
+        if layout.summaries.columns is None:
+            hint = "KVCache(summaries=True, columns=8), or PageSummaries.of(k_pages, v_pages, columns=8)"
+            raise InputError("layout summaries", got="no columns", expected="columns, for SparQ", hint=hint)
+        if select.rank > k.shape[3]:
+            got, expected = f"{select.rank}", f"at most head_dim={k.shape[3]}"
+            raise InputError("SparQ rank", got=got, expected=expected, hint="a number of dimensions")
     return replace(layout, share_prefixes=False), scored

@@ -55,12 +55,23 @@ def summarize_pages(
         raise InputError("tokens", got=repr(tokens), expected="the last of layout cu_seqlens_q", hint=hint)
     check_pages(layout.pages, starts, k_pages.new_empty(tokens), k_pages)
     with torch.no_grad():
-        page, least, largest, k_mean, v_mean = SUMMARIZE(Call(k_pages, v_pages, table, seqlens, starts, tokens), impl)
-        for values, into in (
-            ((least, largest), (summaries.least, summaries.largest)),
-            ((k_mean, v_mean), (summaries.k_mean, summaries.v_mean)),
-        ):
-            kv_write(values[0], values[1], into[0][:, None], into[1][:, None], page, impl=impl)
+        call = Call(k_pages, v_pages, table, seqlens, starts, tokens, bits_of(k_pages, summaries))
+        page, least, largest, k_mean, v_mean, *columns = SUMMARIZE(call, impl)
+        kv_write(least, largest, summaries.least[:, None], summaries.largest[:, None], page, impl=impl)
+        kv_write(k_mean, v_mean, summaries.k_mean[:, None], summaries.v_mean[:, None], page, impl=impl)
+        if summaries.columns is not None:  # bytes by twos, the first half of them as keys
+            made, kept = (_halves(x) for x in (columns[0], summaries.columns))
+            kv_write(made[:, 0], made[:, 1], kept[:, :1], kept[:, 1:], page, impl=impl)
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    """A view of bytes (n, ...) as float16 (n, 2, 1, numbers)."""
+    return x.flatten(1).view(torch.float16).view(x.shape[0], 2, 1, -1)
+
+
+def bits_of(k_pages: torch.Tensor, summaries: PageSummaries) -> int:
+    """Of a code of columns; 0 where there are none."""
+    return 0 if summaries.columns is None else summaries.columns.shape[-1] * 8 // k_pages.shape[1]
 
 
 def check_summaries(k_pages: torch.Tensor, v_pages: torch.Tensor, summaries: PageSummaries) -> None:
@@ -79,10 +90,25 @@ def check_summaries(k_pages: torch.Tensor, v_pages: torch.Tensor, summaries: Pag
         )
     for name, pages in (("least", k_pages), ("largest", k_pages), ("k_mean", k_pages), ("v_mean", v_pages)):
         x, shape = getattr(summaries, name), (pages.shape[0], *pages.shape[2:])
-        if tuple(x.shape) != shape or x.dtype != pages.dtype or x.device != pages.device or x.stride(-1) != 1:
+        if tuple(x.shape) != shape or x.dtype != pages.dtype or x.device != pages.device or not x.is_contiguous():
             raise InputError(
                 f"summaries {name}",
                 got=f"{x.dtype} {tuple(x.shape)} on {x.device}",
-                expected=f"{pages.dtype} {shape} on {pages.device}, unit stride in dim",
+                expected=f"contiguous {pages.dtype} {shape} on {pages.device}",
                 hint="PageSummaries.of(k_pages, v_pages)",
             )
+    columns, (count, size, heads, dim) = summaries.columns, k_pages.shape
+    shapes = [(count, heads, dim, size), *([] if size % 2 else [(count, heads, dim, size // 2)])]
+    if columns is not None and (
+        columns.shape not in shapes
+        or columns.dtype != torch.uint8
+        or columns.device != k_pages.device
+        or not columns.is_contiguous()
+        or dim % 4
+    ):
+        raise InputError(
+            "summaries columns",
+            got=f"{columns.dtype} {tuple(columns.shape)} on {columns.device}",
+            expected=f"contiguous torch.uint8 {' or '.join(map(str, shapes))} on {k_pages.device}, dim a multiple of 4",
+            hint="PageSummaries.of(k_pages, v_pages, columns=8)",
+        )

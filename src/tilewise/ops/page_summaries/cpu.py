@@ -25,3 +25,12 @@ def forward(call: Call, results: Tensors) -> None:
     for name, x in (("k_mean", k), ("v_mean", v)):
         total = x.float().masked_fill(~there, 0.0).sum(1)
         results[name][slots] = (total / counts[:, None, None]).to(x.dtype)
+    if call.bits:
+        least, largest = (results[name][slots].float()[:, None] for name in ("least", "largest"))
+        inv = (2**call.bits - 1) / (largest - least)
+        codes = ((k.float() - least) * inv.where(largest > least, 0.0)).where(there, 0.0).round()
+        codes = codes.clamp(0, 2**call.bits - 1).to(torch.uint8).permute(0, 2, 3, 1)
+        if call.bits == 4:
+            low, high = codes.chunk(2, -1)
+            codes = low | high << 4
+        results["columns"][slots] = codes

@@ -16,7 +16,8 @@ class Call:
     Implementations read this and nothing else.
 
     `k` and `v` are (num_pages, page_size, num_heads_kv, dim), `table` int32 (batch, max_pages), `cu_seqlens_q` int32
-    (batch + 1,), whose last is `tokens`.
+    (batch + 1,), whose last is `tokens`. `bits` are those of codes of columns (`layouts.PageSummaries`), 8, 4, or 0
+    where there are none.
     """
 
     k: torch.Tensor
@@ -25,6 +26,7 @@ class Call:
     seqlens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     tokens: int
+    bits: int
 
     @property
     def slots(self) -> int:
@@ -33,11 +35,16 @@ class Call:
 
 
 def results(call: Call) -> Tensors:
-    """Empty ones: of each slot its page, -1 for none, and that page's least, largest and mean keys and mean values."""
+    """Empty ones: of each slot its page, -1 for none, and that page's least, largest and mean keys, mean values, and
+    columns.
+    """
     heads, dim, dim_v = *call.k.shape[2:], call.v.shape[3]
     made = {"page": torch.empty(call.slots, dtype=torch.int32, device=call.k.device)}
     for name, width in (("least", dim), ("largest", dim), ("k_mean", dim), ("v_mean", dim_v)):
         made[name] = torch.empty((call.slots, heads, width), dtype=call.k.dtype, device=call.k.device)
+    if call.bits:
+        shape = (call.slots, heads, dim, call.k.shape[1] * call.bits // 8)
+        made["columns"] = torch.empty(shape, dtype=torch.uint8, device=call.k.device)
     return made
 
 

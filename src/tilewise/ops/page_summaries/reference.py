@@ -18,3 +18,10 @@ def forward(call: Call, results: Tensors) -> None:
         results["page"][slot] = page
         results["least"][slot], results["largest"][slot] = k.amin(0), k.amax(0)
         results["k_mean"][slot], results["v_mean"][slot] = k.mean(0), v.mean(0)
+        if call.bits:
+            least, largest = (results[name][slot].double() for name in ("least", "largest"))
+            scale = (largest - least) / (2**call.bits - 1)
+            codes = torch.round((k - least) / scale.where(scale > 0, 1.0)).to(torch.uint8)
+            for token in range(count):
+                place, high = token % results["columns"].shape[-1], token // results["columns"].shape[-1]
+                results["columns"][slot, :, :, place] |= codes[token] << (4 * high)

@@ -19,4 +19,6 @@ _ROWS = rows_of(
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)
 
-SUMMARIZE: Operation[Call] = Operation("summarize_pages", Call, ROWS, results, gradients, keeps=(), outputs=5)
+SUMMARIZE: Operation[Call] = Operation(
+    "summarize_pages", Call, ROWS, results, gradients, keeps=(), outputs=lambda call: 6 if call.bits else 5
+)

@@ -1,0 +1,107 @@
+"""Question `selected_pages`: decoding over the pages, or tokens, of a KV cache that matter, beside all of them.
+
+bf16, 32 heads on 8 of 128, one new token for each request: 1 x 128k and 16 x 32k tokens, in pages of 16 and of 64, an
+eighth of them read. Keys and values of a page lie around a centre of its own, and a query around that of one page's
+keys. Contenders: our kernels over all pages; `TopPages` by ends and by means of keys, and with a key for each page that
+is not read; `SparQ` by 32 dimensions; cuDNN through SDPA over contiguous keys. Each is replayed from a CUDA graph where
+there is a GPU. GB/s count the keys and values of all tokens once; errors are to attention over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from benchmarks.cases import Options
+from benchmarks.cases.paged import Batch, Tensors, dtype_of, reference, tensors
+from benchmarks.contenders import SDPA_BACKENDS, sdpa, sources_of
+from benchmarks.environment import current
+from benchmarks.records import Writer
+from benchmarks.reference import relative_error
+from benchmarks.timing import ceilings, graphed, interleaved, method
+
+QUESTION = "selected_pages"
+ROUNDS = 30
+SHARE = 8  # one part of so many is read
+RANK = 32
+
+
+def run(options: Options) -> None:
+    """Measure every batch; one record per contender and batch. Parts: "page 16" and "page 64"."""
+    device, rounds = options.device, min(options.rounds, ROUNDS)
+    ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
+    writer = Writer(current(device), method=method(device, rounds), ceilings=ceiling, results=options.out)
+    sizes = ((1, 131_072), (16, 32_768)) if not options.quick else ((1, 200), (3, 64))
+    heads = {} if not options.quick else {"heads_q": 4, "heads_kv": 2, "head_dim": 32}
+    with torch.no_grad():
+        for page_size in (16, 64) if not options.quick else (4, 8):
+            if options.wants(f"page {page_size}"):
+                for requests, length in sizes:
+                    _measure(Batch((length,) * requests, "equal", page_size, **heads), device, writer, rounds)
+
+
+def around_centres(batch: Batch, device: str) -> Tensors:
+    """What `paged.tensors` gives, with pages whose tokens are alike."""
+    given = tensors(batch, dtype_of(device), device)
+    generator = torch.Generator(device).manual_seed(1)
+    pages, _, _, heads, dim = given.pool.shape
+    centres = torch.randn(pages, 2, 1, heads, dim, generator=generator, device=device).to(given.pool.dtype)
+    given.pool.mul_(0.5).add_(centres)
+    assert isinstance(given.layout.block_table, torch.Tensor)
+    near = given.layout.block_table[:, given.layout.block_table.shape[1] // 2].long()
+    of_keys = centres[near, 0, 0].repeat_interleave(batch.heads_q // batch.heads_kv, 1)
+    given.q.add_(of_keys[:, None])
+    return given
+
+
+def contenders(batch: Batch, given: Tensors) -> dict[str, Callable[[], torch.Tensor]]:
+    """Who decodes this batch; each gives o (batch, 1, heads, dim)."""
+    q, device = given.q, given.q.device.type
+    k, v = (x.contiguous() for x in given.pool.unbind(1))
+    summaries = tw.PageSummaries.of(k, v, columns=8)
+    lengths = torch.tensor([0, *batch.lengths], device=q.device).cumsum(0).to(torch.int32)
+    whole = tw.Paged(given.layout.block_table, given.layout.seqlens_k, lengths)
+    tw.summarize_pages(k, v, summaries, whole, sum(batch.lengths))
+    layout = tw.Paged(given.layout.block_table, given.layout.seqlens_k, summaries=summaries)
+    pages = max(2, batch.lengths[0] // batch.page_size // SHARE)
+    chosen: dict[str, tw.TopPages | tw.SparQ] = {
+        "pages": tw.TopPages(pages), "pages_mean": tw.TopPages(pages, by="mean"),
+        "pages_summary": tw.TopPages(pages, far="summary"),
+        "tokens": tw.SparQ(min(RANK, batch.head_dim // 4), batch.lengths[0] // SHARE),
+    }  # fmt: skip
+    row = "hopper_decode" if device == "cuda" else "cpu_tiled"
+
+    def attend(**arguments: Any) -> Callable[[], torch.Tensor]:
+        return graphed(lambda: tw.attention(q, k, v, impl=row, layout=layout, **arguments), device)
+
+    found = {f"tilewise.{row}": attend()}
+    for name, select in chosen.items():
+        found[f"tilewise.{row}.{name}"] = attend(select=select)
+    if device == "cuda":
+        dense = torch.randn((2, len(batch.lengths), batch.lengths[0], *k.shape[2:]), device=q.device).to(q.dtype)
+        call = sdpa(SDPA_BACKENDS[device]["cudnn"], False)
+        found["cudnn.contiguous"] = graphed(lambda: call(q, dense[0], dense[1]), device)
+    return found
+
+
+def _measure(batch: Batch, device: str, writer: Writer, rounds: int) -> None:
+    given = around_centres(batch, device)
+    want = reference(batch, given, 0)
+    found = contenders(batch, given)
+    timed = interleaved(found, device=device, rounds=rounds)
+    read = 2 * sum(batch.lengths) * batch.heads_kv * batch.head_dim * given.q.element_size()
+    for name, call in found.items():
+        times = timed[name].quantiles
+        error: dict[str, Any] | None = {"metric": "failure", "message": timed[name].failure}
+        if times:
+            value = relative_error(call()[0, 0], want) if ".contiguous" not in name else None
+            metric = "relative l2 to float64 over all tokens, one request"
+            error = None if value is None else {"metric": metric, "value": value}
+        writer.write(
+            QUESTION, batch.problem | {"dtype": str(given.q.dtype).removeprefix("torch."), "read": f"1/{SHARE}"}, name,
+            times_ms=times, gbps=read / times[1] / 1e6 if times else None, error=error,
+            includes="one step: choice, attention and merge, replayed from a CUDA graph", sources=sources_of(name),
+        )  # fmt: skip

@@ -1,0 +1,60 @@
+"""The facts of one call that predicts scores of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.ops.page_choice.problem import FORCED
+
+__all__ = ["FORCED", "Call", "gradients", "results"]
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """The products of queries with all keys of their request over a few dimensions. Implementations read this and
+    nothing else.
+
+    `q` is float32 (rows, num_heads_kv, group, rank), what of queries is multiplied, scale included, and `dims` int32
+    (rows, num_heads_kv, rank) says by which dimensions of keys; row t is of request `request[t]`, int32, or t where
+    that is None, and sees its first `lengths[t]` tokens, int32. Keys are `columns`, `least` and `largest` as
+    `layouts.PageSummaries` has them, `table` is int32 (batch, max_pages), and the `local` newest tokens score `FORCED`
+    in `total`, and so do those whose scores are no finite number.
+    """
+
+    q: torch.Tensor
+    dims: torch.Tensor
+    columns: torch.Tensor
+    least: torch.Tensor
+    largest: torch.Tensor
+    table: torch.Tensor
+    request: torch.Tensor | None
+    lengths: torch.Tensor
+    page_size: int
+    local: int
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.columns.shape[-1] * 8 // self.page_size
+
+
+def results(call: Call) -> Tensors:
+    """Empty ones: scores float32 (rows, num_heads_kv, group, tokens), tokens those of max_pages pages, -inf for tokens
+    that a row does not see; and total, their sums over a group, likewise (rows, num_heads_kv, tokens).
+    """
+    rows, heads, group, _ = call.q.shape
+    tokens, device = call.table.shape[1] * call.page_size, call.q.device
+    return {
+        "scores": torch.empty((rows, heads, group, tokens), dtype=torch.float32, device=device),
+        "total": torch.empty((rows, heads, tokens), dtype=torch.float32, device=device),
+    }
+
+
+def gradients(call: Call, kept: Tensors, wanted: Sequence[str]) -> Tensors:
+    """None: which tokens are read has no gradient."""
+    return {}
