@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,11 +25,13 @@ from tilewise.explain import draw, neighbours, roofline, timeline
 from tilewise.explain.accumulators import flat_rows, product
 from tilewise.explain.accuracy import accuracy
 from tilewise.explain.ladder import climb
+from tilewise.explain.masses import tile_masses
 from tilewise.formula import Mask, library
 from tilewise.kv.allocator import PageAllocator
 from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.schedule.worklist import WorkList
 from tilewise.testing import kinds
+from tilewise.testing.scenes import scene
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 TOKENS, BLOCK = 48, 8
@@ -206,6 +209,38 @@ def kept() -> Any:
     return draw.lengths(found)
 
 
+def weights() -> Any:
+    """Tiles of 64 of 1,024 tokens, taken by `Sparge`."""
+    panels = {}
+    index = torch.arange(1024) // 64
+    for kind, title in {"near": "tokens that wander", "topics": "topics", "sink": "a key all want"}.items():
+        q, k, _ = scene(kind)
+        held = tile_masses(q, k, index, index)[0, 0]
+        select = tilewise.Select(tilewise.Sparge(0.9, 0.3), block=64)
+        panels[title] = (held.numpy(), tilewise.select_tiles(q, k, select).kept[0, 0].numpy())
+    return draw.weights(panels)
+
+
+def rest() -> Any:
+    """Errors by how many tiles are taken, and by what stands for the others."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for alike, title in {1.0: "tokens of a tile alike", 0.3: "less alike"}.items():
+        q, k, v = scene("topics", alike=alike)
+        exact = tilewise.attention(q.double(), k.double(), v.double(), impl="reference")
+        panels[title] = {far: {} for far in ("drop", "summary", "summary2")}
+        for far, taken in itertools.product(panels[title], (1, 2, 4, 8, 12)):
+            o = tilewise.attention(q, k, v, select=tilewise.Select(tilewise.TopK(taken), block=64, far=far))
+            panels[title][far][f"{taken / 16:.0%}"] = _rounded(accuracy(o, exact).relative_l1)
+    return draw.errors(panels, xlabel="tiles taken")
+
+
+def windows() -> Any:
+    """Windows over a grid of 8 x 6 tokens: of 3 x 3 tokens around each, and of 1 x 2 tiles of 4 x 2 tokens."""
+    near = tilewise.neighborhood((8, 6), (3, 3))
+    tiles = tilewise.sliding_tile((8, 6), (4, 2), (1, 2))
+    return draw.tiles([_panel("neighborhood", near), _panel("sliding_tile", tiles)], BLOCK, BLOCK)
+
+
 DRAWN: dict[str, Callable[[], Any]] = {
     "masks.svg": masks,
     "query.svg": query,
@@ -219,6 +254,9 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "granularity.svg": granularity,
     "codes.svg": key_codes,
     "accumulators.svg": kept,
+    "weights.svg": weights,
+    "rest.svg": rest,
+    "windows.svg": windows,
 }
 
 

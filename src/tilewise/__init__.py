@@ -42,6 +42,7 @@ from tilewise.quant import FA3FP8, FP8, Sage, Sage1, Sage2, Sage2pp
 from tilewise.rotary import Rope
 from tilewise.schedule.page_selection import SparQ, TopPages
 from tilewise.schedule.selection import Select, Sparge, Threshold, TopK
+from tilewise.selections import load_selections
 
 __version__ = "0.1.0"
 
@@ -90,6 +91,7 @@ __all__ = [
     "layer_norm",
     "lengths",
     "linear_cross_entropy",
+    "load_selections",
     "log_softmax",
     "mask",
     "merge",

@@ -86,6 +86,24 @@ def test_roofline_points_lie_under_the_roof() -> None:
         draw.roofline({"a": point, "b": other})
 
 
+def test_weights_outline_what_is_taken_and_say_how_much_it_holds() -> None:
+    from tilewise.explain.draw import style
+
+    held, taken = np.array([[0.75, 0.25], [0.0005, 0.9995]]), np.array([[True, False], [False, True]])
+    axes = draw.weights({"one": (held, taken)}).axes[0]
+    tiles, outlines = axes.collections[:4], axes.collections[4:]
+    assert [matplotlib.colors.to_hex(outline.get_edgecolor()[0]) for outline in outlines] == [style.PARTIAL] * 2
+    corners = [outline.get_paths()[0].vertices.min(0) for outline in outlines]
+    np.testing.assert_allclose(corners, [[0.08, 0.08], [1.08, 1.08]])
+    shades = [matplotlib.colors.to_hex(tile.get_facecolor()[0]) for tile in tiles]
+    assert shades[0] == shades[3] == style.FULL
+    assert shades[2] == style.PAPER != shades[1] != shades[0]
+    assert axes.get_xlabel().endswith("50% of the tiles hold 87% of the weights")
+    for wrong in ({}, {"one": (held, taken[:1])}):
+        with pytest.raises(InputError):
+            draw.weights(wrong)
+
+
 def test_timeline_draws_every_span() -> None:
     trip = timeline.Trip.of(128, 128)
     figure = draw.timeline(trip, ["overlapped", "in turns"], tiles=3)

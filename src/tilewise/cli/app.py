@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import tilewise
-from tilewise.cli import bench, demo, explain, roofline, tune_quant, why
+from tilewise.cli import bench, demo, explain, roofline, tune_quant, tune_sparse, tune_windows, why
 from tilewise.cli.output import say
 
 HELP = """Write attention as a formula; it runs at the speed of the machine.
@@ -31,6 +31,10 @@ def build(*, rich: bool) -> typer.Typer:
     made.add_typer(timed, name="bench", short_help="Time tilewise against PyTorch on this machine.")
     made.command("roofline", short_help="Work, traffic and least time of a problem on a GPU.")(roofline.roofline)
     made.command("tune-quant", short_help="Which scheme of few bits your q, k and v can bear.")(tune_quant.tune_quant)
+    made.command("tune-sparse", short_help="How few tiles your q, k and v can do with.")(tune_sparse.tune_sparse)
+    made.command("tune-windows", short_help="A window over a grid for each head, by your q, k and v.")(
+        tune_windows.tune_windows
+    )
     return made
 
 

@@ -2,17 +2,76 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from tilewise.core.errors import InputError, MissingExtraError
 
 SAVED = 'torch.save({"q": q, "k": k, "v": v}, "layer.pt")'
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def load(path: Path, heads_first: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class Layout(str, Enum):
+    """Which dimension of a dump is which."""
+
+    bshd = "bshd"
+    bhsd = "bhsd"
+
+
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(help="A .pt or .safetensors file for each layer: a dict, or tuple, of q, k and v."),
+]
+Demo = Annotated[bool, typer.Option("--demo", help="Layers of the demo's model, trained for a moment.")]
+LayoutOf = Annotated[
+    Layout, typer.Option("--layout", help="Of the tensors: (batch, seqlen, heads, dim), or heads before seqlen.")
+]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's q, k and v, which `load` brings to the device; `path` is None of those of the demo's model."""
+
+    name: str
+    path: Path | None
+    load: Callable[[], Tensors]
+
+
+def layers(command: str, files: list[Path] | None, demo: bool, layout: Layout, where: torch.device) -> list[Layer]:
+    """The layers that `command` was given, or those of the demo's model, trained for a moment.
+
+    Raises:
+        InputError: files and --demo, or none of them.
+    """
+    if demo == bool(files):
+        hint = f"tilewise {command} layer0.pt layer1.pt, or tilewise {command} --demo"
+        raise InputError("FILES", got=f"{len(files or [])} files", expected="files, or --demo without any", hint=hint)
+    if not demo:
+        return [Layer(str(path), path, functools.partial(_load_to, path, layout, where)) for path in files or []]
+    from tilewise.demo.activations import activations
+    from tilewise.demo.options import Options
+
+    made = activations(Options(size="tiny", steps=60, seqlen=256, device=str(where)))
+    return [Layer(f"layer {n} of the demo's model", None, functools.partial(_as_it_is, x)) for n, x in enumerate(made)]
+
+
+def _as_it_is(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def _load_to(path: Path, layout: Layout, where: torch.device) -> Tensors:
+    q, k, v = load(path, layout is Layout.bhsd)
+    return q.to(where), k.to(where), v.to(where)
+
+
+def load(path: Path, heads_first: bool) -> Tensors:
     """q, k and v (batch, seqlen, heads, dim) of a .pt, .pth or .safetensors file, on a CPU.
 
     The file holds a dict with the tensors q, k and v, or a tuple or list of these three, (batch, seqlen, heads, dim)

@@ -69,6 +69,9 @@ ScoreText = Annotated[
         rich_help_panel=FORMULA,
     ),
 ]
+Scale = Annotated[
+    float | None, typer.Option("--scale", help="Of scores. Default: head_dim ** -0.5.", rich_help_panel=FORMULA)
+]
 Device = Annotated[
     str | None,
     typer.Option("--device", help="cpu, cuda or cuda:N. Default: a GPU if there is one.", rich_help_panel=MACHINE),

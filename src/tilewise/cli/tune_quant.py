@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,7 +18,6 @@ from tilewise.core.errors import InputError, TilewiseError
 from tilewise.explain.accuracy import SCHEMES, Trials, name_of, picked, try_schemes
 from tilewise.quant.schemes import parse_scheme
 
-Layer = tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 Chosen = dict[int | None, str | None]  # the name of a scheme by head, None: for all of them, and where none fits
 BY_BITS = (
     "No GPU: ms are those of the CPU's emulation and rank nothing. Schemes are ranked by the bits of both products'\n"
@@ -28,23 +25,11 @@ BY_BITS = (
 )
 
 
-class Order(str, Enum):
-    """Which dimension of a dump is which."""
-
-    bshd = "bshd"
-    bhsd = "bhsd"
-
-
 @guarded
 def tune_quant(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(help="A .pt or .safetensors file for each layer: a dict, or tuple, of q, k and v."),
-    ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Layers of the demo's model, trained for a moment.")] = False,
-    order: Annotated[
-        Order, typer.Option("--layout", help="Of the tensors: (batch, seqlen, heads, dim), or heads before seqlen.")
-    ] = Order.bshd,
+    files: dumps.Files = None,
+    demo: dumps.Demo = False,
+    layout: dumps.LayoutOf = dumps.Layout.bshd,
     scheme: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,9 +46,7 @@ def tune_quant(
     ] = 512,
     causal: Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=shapes.FORMULA)] = False,
     mask: shapes.MaskText = None,
-    scale: Annotated[
-        float | None, typer.Option(help="Of scores. Default: head_dim ** -0.5.", rich_help_panel=shapes.FORMULA)
-    ] = None,
+    scale: shapes.Scale = None,
     device: shapes.Device = None,
     seconds: Annotated[float, typer.Option(help="Time to spend on timing a scheme, about.", min=0.01)] = 0.2,
     as_json: shapes.Json = False,
@@ -88,7 +71,8 @@ def tune_quant(
     seen = tilewise.causal if causal or demo else read_mask(mask, where)
     found: list[dict[str, Any]] = []
     lacking = False
-    for name, tensors in _layers(files or [], demo, order, where):
+    for layer in dumps.layers("tune-quant", files, demo, layout, where):
+        name, tensors = layer.name, layer.load()
         try:
             tried = try_schemes(
                 *tensors, schemes, mask=seen, scale=scale, rows=rows,
@@ -116,20 +100,6 @@ def tune_quant(
         say(BY_BITS)
     if lacking:
         raise typer.Exit(FAILED)
-
-
-def _layers(files: list[Path], demo: bool, order: Order, where: torch.device) -> list[Layer]:
-    if demo == bool(files):
-        hint = "tilewise tune-quant layer0.pt layer1.pt, or tilewise tune-quant --demo"
-        raise InputError("FILES", got=f"{len(files)} files", expected="files, or --demo without any", hint=hint)
-    if demo:
-        from tilewise.demo.activations import activations
-        from tilewise.demo.options import Options
-
-        layers = activations(Options(size="tiny", steps=60, seqlen=256, device=str(where)))
-        return [(f"layer {n} of the demo's model", layer) for n, layer in enumerate(layers)]
-    loaded = [(str(path), dumps.load(path, order is Order.bhsd)) for path in files]
-    return [(name, (q.to(where), k.to(where), v.to(where))) for name, (q, k, v) in loaded]
 
 
 def _best(tried: Trials, max_error: float, head: int | None, gpu: bool) -> str | None:

@@ -8,6 +8,7 @@
 - `resources`: what a tile configuration takes of an SM, and whether it fits.
 - `timeline`: how the warpgroups of an SM share its units under three schedules, simulated and in closed form.
 - `accuracy`: errors of schemes of few bits on tensors of yours, and the fastest scheme that is accurate enough.
+- `masses`, `sparsity`: where weights lie, and how few tiles of them serve on tensors of yours.
 - `accumulators`: what accumulators of 13 bits lose, by the length of a sum.
 - `draw`: pictures of masks, tiles, traffic, rooflines, schedules and errors (needs the extra `tilewise[draw]`).
 """

@@ -1,8 +1,9 @@
 """Pictures through matplotlib (the extra `tilewise[draw]`), each a function that returns a figure for `save`.
 
 `mask`, `tiles` and `query` draw masks; `roofline`, `traffic`, `ladder` and `timeline` draw what attention costs;
-`shares` who does which tile, `pages` who holds which page; `errors`, `lengths` and `codes` what few bits cost. Files
-are deterministic: the same figure saved twice gives the same bytes.
+`shares` who does which tile, `pages` who holds which page; `errors`, `lengths` and `codes` what few bits cost;
+`weights` where weights lie and which tiles are taken. Files are deterministic: the same figure saved twice gives the
+same bytes.
 """
 
 from tilewise.explain.draw.bits import codes, errors, lengths
@@ -11,6 +12,7 @@ from tilewise.explain.draw.masks import EMPTY, FULL, PARTIAL, Panel, classify, q
 from tilewise.explain.draw.pages import pages
 from tilewise.explain.draw.plots import ladder, roofline, timeline, traffic
 from tilewise.explain.draw.style import check_target, save
+from tilewise.explain.draw.weights import weights
 from tilewise.explain.draw.work import shares
 
 __all__ = [
@@ -34,4 +36,5 @@ __all__ = [
     "tiles",
     "timeline",
     "traffic",
+    "weights",
 ]

@@ -168,23 +168,48 @@ def _known_slots(block: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
 # the choice ----------------------------------------------------------------------------------------------------------
 
 
-def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
-    """The tiles that a call, dense or packed, takes by a selection; `impl` is of the prediction. Codes that the call
-    has already may have sums, of which the means of tiles are made.
+@dataclass(frozen=True, eq=False)
+class Pooled:
+    """What predictions of tiles read of a call: classes of its tiles, the scores of their means, and how alike the rows
+    of a tile of queries and of keys are (None where nobody asks).
     """
-    rows, columns = select.block
-    classes = _classes(call.mask, call, select.block)
+
+    classes: torch.Tensor
+    scores: torch.Tensor
+    of_rows: torch.Tensor | None
+    of_columns: torch.Tensor | None
+
+    def take(self, part: Prediction, call: Call, impl: str | None = None) -> torch.Tensor:
+        """The tiles that a prediction takes, bool."""
+        least, amount = _amounts(part, call)
+        rows = Rows(self.scores, self.classes, self.of_rows, self.of_columns, least, amount, _kind(part))
+        taken: torch.Tensor = TAKE(rows, impl)[0]
+        return taken
+
+
+def classes_of(call: Call, block: tuple[int, int]) -> torch.Tensor:
+    """What a call's mask makes of its tiles, int8 (1 or batch, 1 or num_heads_q, tiles_q, tiles_k)."""
+    return _classes(call.mask, call, block)
+
+
+def pooled(call: Call, classes: torch.Tensor, block: tuple[int, int], alike: bool) -> Pooled:
+    """Of a call, dense or packed. Codes that it has already may have sums, of which the means of tiles are made."""
+    rows, columns = block
+    of_q = _means(call.q, call.cu_seqlens_q, rows, alike, "q", call.codes)
+    of_k = _means(call.k, call.cu_seqlens_k, columns, alike, "k", call.codes)
+    scores = _scores(call, of_q[0], of_k[0], block)
+    return Pooled(classes, scores, *((of_q[1], of_k[1]) if alike else (None, None)))
+
+
+def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
+    """The tiles that a call, dense or packed, takes by a selection; `impl` is of the prediction."""
+    classes = classes_of(call, select.block)
     seen = classes != EMPTY
     taken = [seen & (_classes(part.bound, call, select.block) != EMPTY) for part in select.masks]
     if select.predictions and classes.numel():
         alike = any(max(_values(part.theta)) >= 0.0 for part in select.predictions)
-        of_q = _means(call.q, call.cu_seqlens_q, rows, alike, "q", call.codes)
-        of_k = _means(call.k, call.cu_seqlens_k, columns, alike, "k", call.codes)
-        scores = _scores(call, of_q[0], of_k[0], select.block)
-        of_rows, of_columns = (of_q[1], of_k[1]) if alike else (None, None)
-        for part in select.predictions:
-            least, amount = _amounts(part, call)
-            taken.append(TAKE(Rows(scores, classes, of_rows, of_columns, least, amount, _kind(part)), impl)[0])
+        found = pooled(call, classes, select.block, alike)
+        taken += [found.take(part, call, impl) for part in select.predictions]
     if select.far != "drop":
         taken.append(classes == PARTIAL)
     kept = taken[0] if taken else torch.zeros_like(seen)

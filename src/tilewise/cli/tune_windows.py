@@ -1,0 +1,99 @@
+"""`tilewise tune-windows`: a window over a grid of tokens for each head, by queries and keys of yours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import tilewise
+from tilewise.cli import dumps, shapes, tuning
+from tilewise.cli.output import guarded
+from tilewise.explain import sparsity
+
+GRID = "Grid"
+
+
+class TokenOrder(str, Enum):
+    """How tokens of a grid lie."""
+
+    tile = "tile"
+    hilbert = "hilbert"
+    raster = "raster"
+
+
+@guarded
+def tune_windows(
+    canvas: Annotated[str, typer.Option(metavar="T,H,W", help="Extents of the grid.", rich_help_panel=GRID)],
+    files: dumps.Files = None,
+    layout: dumps.LayoutOf = dumps.Layout.bshd,
+    out: tuning.Out = Path("selections.json"),
+    tile: Annotated[str, typer.Option(metavar="T,H,W", help="Extents of a tile.", rich_help_panel=GRID)] = "6,8,8",
+    order: Annotated[TokenOrder, typer.Option(help="How tokens lie.", rich_help_panel=GRID)] = TokenOrder.tile,
+    text: Annotated[int, typer.Option(min=0, help="Tokens on no grid, behind the others.", rich_help_panel=GRID)] = 0,
+    text_first: Annotated[
+        bool, typer.Option("--text-first", help="They lie before the others.", rich_help_panel=GRID)
+    ] = False,
+    window: Annotated[
+        list[str] | None,
+        typer.Option(metavar="T,H,W", help="To try, in tiles; may be repeated. Default: odd ones, and all."),
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Share of all pairs that all heads together may compute.")] = 0.3,
+    scale: shapes.Scale = None,
+    device: shapes.Device = None,
+    seconds: tuning.Seconds = 0.2,
+    as_json: shapes.Json = False,
+) -> None:
+    """Find a window of `sliding_tile` for each head, so that all heads of all layers lose the least weight in all.
+
+    One pass over all scores of a layer shows what lies outside of every window; windows are then dealt out within
+    --budget. Another budget needs no other pass. `tilewise.load_selections` reads the file that is written.
+
+    Example: tilewise tune-windows layer0.pt layer1.pt --canvas 30,48,80 --tile 6,8,8 --text 256 --budget 0.2
+    """
+    where = shapes.device(device)
+    extents, each = (tuple(shapes.lengths(x, name)) for x, name in ((canvas, "--canvas"), (tile, "--tile")))
+    grid = sparsity.Canvas(extents, each, order.value, text, text_first)
+    grid.tile_of()  # raises what is wrong with it
+    windows = [tuple(shapes.lengths(x, "--window")) for x in window or []] or grid.windows()
+    costs = sparsity.window_costs(grid, windows)  # and with them
+    of_grid = json.loads(json.dumps(asdict(grid)))
+    settings = {"grid": of_grid, "windows": [list(one) for one in windows], "scale": scale}
+    document = tuning.Document(out, settings, where, seconds)
+    given = dumps.layers("tune-windows", files, False, layout, where)
+
+    def look(tensors: dumps.Tensors, clock: tuning.Clock) -> dict[str, Any]:
+        return {"losses": sparsity.window_losses(*tensors[:2], grid, windows, scale=scale).tolist()}
+
+    document.look_at(given, look)
+    losses = torch.tensor([row for layer in document.layers for row in layer["losses"]])
+    chosen = iter(sparsity.spend(losses, costs, budget))
+    for layer in document.layers:
+        taken = [next(chosen) for _ in layer["losses"]]
+        layer["mask"] = {**of_grid, "windows": [list(windows[n]) for n in taken]}
+        lost = [row[n] for row, n in zip(layer["losses"], taken, strict=True)]
+        layer["found"] = {"density": costs[taken].tolist(), "lost": lost, **_unknown(len(taken))}
+    for source in given:
+        layer = next(kept for kept in document.layers if kept["name"] == source.name)
+        mask = grid.mask(layer["mask"]["windows"], where)
+
+        def measure(tensors: dumps.Tensors, clock: tuning.Clock, mask: tilewise.Mask = mask) -> dict[str, Any]:
+            return {
+                "errors": sparsity.window_errors(*tensors, mask, scale=scale),
+                "ms": clock(lambda: tilewise.attention(*tensors, mask=mask, scale=scale)),
+                "ms_of_all": clock(lambda: tilewise.attention(*tensors, scale=scale)),
+            }
+
+        layer["found"].update(document.named(source, measure))
+    document.write()
+    document.show(as_json)
+
+
+def _unknown(heads: int) -> dict[str, Any]:
+    """What is not measured of layers whose files were not named this time."""
+    return {"errors": [float("nan")] * heads, "ms": float("nan"), "ms_of_all": float("nan")}

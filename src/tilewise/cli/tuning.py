@@ -1,0 +1,116 @@
+"""What the commands share that tune what attention leaves out: a file that is gone on with, layers named in errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from tilewise import selections
+from tilewise.cli import dumps
+from tilewise.cli.output import machine, say, say_json, table
+from tilewise.cli.timing import quantiles, repeat
+from tilewise.core.errors import InputError, TilewiseError
+
+Out = Annotated[Path, typer.Option(help="What is written after each layer, and gone on with where it is there.")]
+Seconds = Annotated[float, typer.Option(help="Time to spend on timing a layer, about.", min=0.01)]
+Clock = Callable[[Callable[[], object]], float]  # milliseconds of a call
+Look = Callable[[dumps.Tensors, Clock], dict[str, Any]]
+
+
+class Document:
+    """The file of `tilewise.selections`, as it grows.
+
+    Raises:
+        InputError: the file is there, and other settings made it.
+    """
+
+    def __init__(self, out: Path, settings: dict[str, Any], where: torch.device, seconds: float) -> None:
+        self.out, self._where, self._seconds = out, where, seconds
+        self._began = time.perf_counter()
+        self.held: dict[str, Any] = {"format": selections.FORMAT, "settings": settings, "layers": []}
+        if not out.exists():
+            return
+        held = selections.read(out)
+        if held["settings"] != settings:
+            told = [name for name in settings if held["settings"].get(name) != settings[name]]
+            raise InputError(
+                "--out", got=f"{out}, made with other settings ({', '.join(told) or 'of another kind'})",
+                expected="a file that the same settings made, or none", hint="name another file, or remove this one",
+            )  # fmt: skip
+        self.held = held
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """What is known of each."""
+        found: list[dict[str, Any]] = self.held["layers"]
+        return found
+
+    def look_at(self, given: list[dumps.Layer], look: Look) -> None:
+        """Add what `look` finds of each layer, but for those that were looked at before."""
+        for layer in given:
+            source = "demo" if layer.path is None else _digest(layer.path)
+            if any((kept["name"], kept["source"]) == (layer.name, source) for kept in self.layers):
+                continue
+            started = time.perf_counter()
+            entry = {"name": layer.name, "source": source, **self.named(layer, look)}
+            entry["seconds"] = round(time.perf_counter() - started, 3)
+            self.held["layers"] = [kept for kept in self.layers if kept["name"] != layer.name] + [entry]
+            self.write()
+
+    def named(self, layer: dumps.Layer, look: Look) -> dict[str, Any]:
+        """What `look` finds of a layer; errors name it."""
+        try:
+            return look(layer.load(), lambda call: quantiles(repeat(call, self._where, self._seconds))[1])
+        except TilewiseError as error:
+            name = f"{layer.name}: {error.name}"
+            raise InputError(name, got=error.got, expected=error.expected, hint=error.hint) from error
+
+    def write(self) -> None:
+        """At once, so that whoever is stopped leaves a whole file."""
+        beside = self.out.with_name(self.out.name + ".new")
+        beside.write_text(json.dumps(self.held, indent=1), encoding="utf-8")
+        os.replace(beside, self.out)
+
+    def show(self, as_json: bool) -> None:
+        """Print what was found: `found` of each layer has density, lost and errors of its heads, ms and ms_of_all."""
+        spent = time.perf_counter() - self._began
+        if as_json:
+            say_json({"device": machine(self._where), "torch": torch.__version__, "seconds": spent, **self.held})
+            return
+        columns = ("layer", "heads", "computed", "least", "most", "weight lost", "error, worst head", "ms", "of all")
+        rows = []
+        for layer in self.layers:
+            found = layer["found"]
+            density, errors = found["density"], found["errors"]
+            worst = max(range(len(errors)), key=errors.__getitem__)
+            rows.append(
+                (
+                    layer["name"],
+                    str(len(density)),
+                    *(f"{100 * x:.1f} %" for x in (sum(density) / len(density), min(density), max(density))),
+                    f"{100 * sum(found['lost']) / len(density):.2f} %",
+                    f"{errors[worst]:.4f} ({worst})",
+                    f"{found['ms']:.3f}",
+                    f"{found['ms_of_all']:.3f}",
+                )
+            )
+        table("What is computed", columns, rows)
+        say(f"{self.out}: {len(rows)} layer{'s' * (len(rows) != 1)}, {spent:.1f} s; tilewise.load_selections reads it")
+
+
+def _digest(path: Path) -> str:
+    if not path.is_file():
+        return ""  # whoever loads it says so
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while part := file.read(1 << 24):
+            digest.update(part)
+    return digest.hexdigest()[:16]
