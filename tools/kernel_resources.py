@@ -51,6 +51,7 @@ CODED: dict[str, Callable[[], dict[str, Any]]] = {  # in few bits
     "sage2 packed": lambda: {"mask": tw.causal, "layout": _packed(), "quantize": tw.Sage2()},
     "fp8 scores": lambda: {"quantize": tw.Sage("fp8", smooth=("k", "v"))},
     "fa3": lambda: {"mask": tw.causal, "quantize": tw.FP8(v_scale="channel")},
+    "sage2 left out": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},  # tiles of small weights
 }
 FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
@@ -164,7 +165,7 @@ class Variant:
         q = torch.zeros(*rows, HEADS, self.head_dim, dtype=DTYPES[self.dtype], requires_grad=grad)
         k, v = (torch.zeros(*lead, HEADS_KV, self.head_dim, dtype=q.dtype, requires_grad=grad) for _ in range(2))
         call = make_call(q, k, v, **arguments)
-        call.skip = LEFT_OUT if self.formula == "left out" else call.skip
+        call.skip = LEFT_OUT if self.formula.endswith("left out") else call.skip
         return call
 
     def _paged(self, arguments: dict[str, Any]) -> Call:

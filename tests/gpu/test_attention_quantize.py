@@ -12,6 +12,7 @@ import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tilewise.testing import attention_codes as cases
 from tilewise.testing.attention_codes import CASES, FP8_VALUES, CodedCase
+from tilewise.testing.attention_select import check_left_out
 from tilewise.testing.graphs import captured
 
 ROW, PORTABLE = ROWS = ("hopper_codes", "triton_codes")
@@ -119,3 +120,9 @@ def test_rows_behind_a_block_may_be_anything(row: str) -> None:
     for x in (q, k, v):
         x[70:] = torch.nan
     assert torch.equal(tw.attention(q, k, v, quantize=case.scheme, impl=row, **arguments)[:70], first)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.FA3FP8(), tw.Sage("fp8", rotate="hadamard")], ids=repr)
+def test_small_weights_are_left_out(row: str, scheme: tw.Sage | tw.FP8) -> None:
+    check_left_out(torch.bfloat16, row, DEVICE, scheme)

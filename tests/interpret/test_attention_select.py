@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import tilewise as tw
+from tests.interpret.test_twins import broken_copy
+from tilewise.ops.attention import triton_codes, triton_codes_fwd
 from tilewise.testing import attention_select as cases
 from tilewise.testing.attention_select import CASES, SelectCase
 
@@ -33,3 +36,18 @@ def test_in_few_bits() -> None:
 
 def test_small_weights_are_left_out() -> None:
     cases.check_left_out(torch.float32, "triton")
+
+
+@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.FP8()], ids=repr)
+def test_small_weights_of_codes_are_left_out(scheme: tw.Sage | tw.FP8) -> None:
+    cases.check_left_out(torch.float32, "triton_codes", quantize=scheme)
+
+
+@pytest.mark.parametrize(("old", "new"), [(">= -skip", ">= skip"), ("if SKIPS:", "if False:")])
+def test_a_kernel_that_leaves_out_others_is_caught(
+    old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = broken_copy(triton_codes_fwd, old, new, tmp_path)
+    monkeypatch.setattr(triton_codes, "attention_codes_fwd", copy.attention_codes_fwd)
+    with pytest.raises(AssertionError):
+        cases.check_left_out(torch.float32, "triton_codes", quantize=tw.Sage2())

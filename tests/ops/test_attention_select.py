@@ -280,6 +280,11 @@ def test_small_weights_are_left_out(dtype: torch.dtype) -> None:
     cases.check_left_out(dtype, "cpu_tiled")
 
 
+@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.FA3FP8(), tw.Sage1()], ids=repr)
+def test_small_weights_of_codes_are_left_out(scheme: tw.Sage | tw.FP8) -> None:
+    cases.check_left_out(torch.float32, "cpu_codes", quantize=scheme)
+
+
 def test_who_leaves_nothing_out_says_so() -> None:
     q, k, v = (x.detach() for x in cases.make_inputs(BY_NAME["mass"], torch.float32))
     with pytest.raises(TilewiseError, match="no tile left out for small weights"):

@@ -247,7 +247,7 @@ def check(case: SelectCase, dtype: torch.dtype, impl: str | None, device: str = 
         assert off <= allowed, f"{name} off by {off}, allowed {allowed}"
 
 
-def check_left_out(dtype: torch.dtype, impl: str | None, device: str = "cpu") -> None:
+def check_left_out(dtype: torch.dtype, impl: str | None, device: str = "cpu", quantize: Any = None) -> None:
     """Small weights that are left out change a result by no more than they are in all, and none of them is where `lam`
     is large.
     """
@@ -257,7 +257,7 @@ def check_left_out(dtype: torch.dtype, impl: str | None, device: str = "cpu") ->
     q[..., 0] = 4.0
     k[..., 0] = -torch.arange(keys)[:, None] / keys * 20 * dim**0.5 / 4  # scores fall by 20 from the first to the last
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
-    arguments: dict[str, Any] = {"impl": impl}
+    arguments: dict[str, Any] = {"impl": impl, "quantize": quantize}
     want, want_lse = tw.attention_with_lse(q, k, v, select=tw.Sparge(1.0, -1.0), **arguments)
     same, same_lse = tw.attention_with_lse(q, k, v, select=tw.Sparge(1.0, -1.0, lam=1e4), **arguments)
     unit = torch.finfo(dtype).eps
@@ -273,4 +273,5 @@ def check_left_out(dtype: torch.dtype, impl: str | None, device: str = "cpu") ->
         assert off <= (2 * most + 8 * unit) * float(v.abs().max())
     grad = q.clone().requires_grad_()
     o = tw.attention(grad, k, v, select=tw.Sparge(1.0, -1.0, lam=4.0), **arguments)
-    assert torch.equal(o, want)  # whoever wants gradients has all
+    whole = tw.attention(grad, k, v, select=tw.Sparge(1.0, -1.0), **arguments)
+    assert torch.equal(o, whole)  # whoever wants gradients has all

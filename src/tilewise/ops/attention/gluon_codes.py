@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tilewise.ops.attention.codes import backward as backward
@@ -33,6 +35,7 @@ from tilewise.ops.attention.triton_plans import (
 from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.quant.blocks import Quantized
 from tilewise.quant.schemes import KEYS
+from tilewise.tiles.arithmetic import LOG2E
 
 _CONFIG = Config(128, KEYS, 4, 2, True)
 _STAGES = 4
@@ -59,7 +62,8 @@ def of_codes(x: Quantized, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     scales = (x.q_scale, x.k_scale, x.v_scale, x.v_mean, x.q_bias)
     with on_device(o):
         lists = lists_of(call, plan, False, key, {})
-        plan.launch((*tensors, *scales, *lists, counter), formula_arguments(call), (call.scale,))
+        scalars = (call.scale, call.skip * LOG2E.value)
+        plan.launch((*tensors, *scales, *lists, counter), formula_arguments(call), scalars)
     return o, lse
 
 
@@ -89,7 +93,7 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
                 sinks=call.sink is not None,
                 dealt=dealt(call, mask, slots),
                 apart=True,
-                ahead=2 if used + cfg.block_m * d <= SHARED else 1,
+                ahead=2 if used + cfg.block_m * d <= SHARED and call.skip == math.inf else 1,
                 registers=_REGISTERS,
                 head_dim_v=call.head_dim_v,
                 codes=True,
@@ -99,6 +103,7 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
                 biased=x.q_bias is not None,
                 centred=x.v_mean is not None,
                 exact_sums=call.wants_grad,
+                skips=call.skip < math.inf,
             ),
         ),
         warps=cfg.warps,

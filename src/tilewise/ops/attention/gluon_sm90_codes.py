@@ -179,12 +179,11 @@ def scales_of_keys(codes, first, n, fixed, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(s, n, m_old, masked, rows, scales, formula, fixed):
-    """(weights [64, N / 8, 4, 2] of the running maximum's, that maximum [64] in base 2, the factor [64] for what came
-    before). The largest weight becomes `p_largest`, of which FP8 holds small parts.
+def final_scores(s, n, masked, rows, scales, formula, fixed):
+    """(what the softmax sees of the products with key tile n, up to a factor; that factor [64, 4], for base 2; the
+    largest of each row [64] in base 2, up to the tilt at the tile's first key; that tilt).
     """
     LAYOUT: gl.constexpr = s.type.layout
-    SHIFT: gl.constexpr = _log2(fixed.p_largest)
     PLAIN: gl.constexpr = fixed.linear is None and not fixed.scale_first  # scores are as their products are ordered
     GUARD: gl.constexpr = fixed.guard or fixed.score is not None
     offs_i, tilt, bias = rows[2], rows[7], rows[8]
@@ -219,15 +218,61 @@ def weights_of(s, n, m_old, masked, rows, scales, formula, fixed):
     more = 0.0
     if fixed.linear is not None:
         of_tile = tilted(tilt, offs_i, n * fixed.block_n, 0)
-        more = gl.convert_layout(of_tile, m_old.type.layout, assert_trivial=True)
+        more = gl.convert_layout(of_tile, of_row.type.layout, assert_trivial=True)
+    return s, factor, of_row, more
+
+
+@gluon.jit
+def weights_of(final, m_old, fixed):
+    """(weights [64, N / 8, 4, 2] of the running maximum's, that maximum [64] in base 2, the factor [64] for what came
+    before) of `final_scores`. The largest weight becomes `p_largest`, of which FP8 holds small parts.
+    """
+    s, factor, of_row, more = final
+    SHIFT: gl.constexpr = _log2(fixed.p_largest)
     m_new = gl.maximum(m_old, of_row + more)
     m_use = m_new
-    if GUARD:
+    if fixed.guard or fixed.score is not None:
         m_use = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
     alpha = gl.exp2(m_old - m_use)
     parts = parts_of(s)
+    none = gl.zeros([64, 4], gl.float32, layout=of_threads(parts))
     w = gl.exp2(parts * over_parts(factor, parts) + over_parts((SHIFT + more - m_use)[:, None] + none, parts))
     return w, m_new, alpha
+
+
+@gluon.jit
+def over_tiles(q, done, run, tiles, rows, first_k, of_queries, memory, bars, skip, formula, codes, fixed):
+    """(output before it is divided, sums, maxima) of an item's tiles, one after another, as `gluon_sm90_fwd.over_tiles`
+    has them: what is more than `skip`, in base 2, below all maxima is neither exponentiated nor multiplied.
+    """
+    num_partial, count = run[6], run[7]
+    _, k_ring, v_ring, _, _, ones = memory
+    _, _, k_full, k_empty, v_full, v_empty = bars
+    D_V: gl.constexpr = v_ring.shape[-2]
+    SCORES: gl.constexpr = product_layout(fixed.block_n, DEPTH)
+    OUT: gl.constexpr = product_layout(D_V, DEPTH)
+    l_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES))
+    QUADS: gl.constexpr = l_i.type.layout
+    OF_KEYS: gl.constexpr = gl.SliceLayout(0, SCORES if fixed.k_groups == fixed.block_n else QUADS)
+    m_i = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, QUADS))
+    acc = gl.zeros([64, D_V], gl.float32, layout=OUT)
+    for t in range(count):
+        n = visit_any(t, tiles, fixed.lists)
+        of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
+        stage, k = filled(done + t, k_ring, k_full)
+        s = warpgroup_mma_wait(0, deps=(scores_of(q, k),))
+        mbarrier.arrive(k_empty.index(stage))
+        final = final_scores(s, n, t < num_partial, rows, (of_queries, of_keys), formula, fixed)
+        above = gl.max(final[2] + final[3] - m_i, 0)
+        stage_v, v = filled(done + t, v_ring, v_full)
+        if above >= -skip:
+            w, m_i, alpha = weights_of(final, m_i, fixed)
+            r, sums = finished(*output_of(packed_weights(w), v, ones, fixed), 0, fixed)
+            added = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else of_thread(sums, l_i)
+            l_i = l_i * alpha[:, None] + added
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + r
+        mbarrier.arrive(v_empty.index(stage_v))
+    return acc, l_i, m_i
 
 
 @gluon.jit
@@ -237,9 +282,9 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
     sizes, formula, _, _ = grid
     rows_q = sizes[3]
     mask_args, mask_nums, score_args, score_nums = formula
-    scale, c = scalars
+    scale, c, skip = scalars
     q_ring, k_ring, v_ring, o_ring, board, ones = memory
-    _, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     V_SCALE, V_MEAN, Q_BIAS, blocks_k = codes[2], codes[3], codes[4], codes[6]
     HEAD_DIM_V: gl.constexpr = v_ring.shape[-2]
     SCORES: gl.constexpr = product_layout(fixed.block_n, DEPTH)
@@ -253,7 +298,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
     OF_KEYS: gl.constexpr = gl.SliceLayout(0, SCORES if fixed.k_groups == fixed.block_n else QUADS)
     SHIFT: gl.constexpr = _log2(fixed.p_largest)
     EARLY: gl.constexpr = fixed.ahead == 2
-    if fixed.consumers - 1 == C:
+    if fixed.consumers - 1 == C and not fixed.skips:
         give_turn(0)
     done = 0
     at = 0
@@ -287,69 +332,78 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         rows = (b, h, offs_i, seqlen_k, last_key, ends, (mask_once, score_once), tilt, bias)
         of_queries = scales_of_queries(codes, run, row0, seqlen_q, fixed, C, ROW_OF_QUADS) * c
 
-        # the first tile
-        n = visit_any(0, tiles, fixed.lists)
-        of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
-        if not EARLY:
-            s = warpgroup_mma_wait(0, deps=(first_scores(done, at, memory, bars, fixed, C, True),))
         spot = at % fixed.ahead * fixed.consumers + C
         q = matrix(q_ring.index(spot))
-        mbarrier.arrive(k_empty.index(done % fixed.stages))
-        m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW_OF_QUADS)
-        w, m_i, alpha = weights_of(s, n, m_i, num_partial > 0, rows, (of_queries, of_keys), formula, fixed)
-        l_i = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else quads
-        p = packed_weights(w)
-        acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
-        beta = gl.full([64], 1.0, gl.float32, layout=ROW_OF_QUADS)
-
-        # the others: scores of tile t and output of tile t - 1 at the same time
-        ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
-        for t in range(1, count):
-            n = ahead
+        if fixed.skips:
+            mbarrier.wait(q_full.index(spot), ring_turn(at, fixed.ahead)[1])
+            acc, l_i, m_i = over_tiles(
+                q, done, run, tiles, rows, first_k, of_queries, memory, bars, skip, formula, codes, fixed
+            )
+            done += count
+        else:
+            # the first tile
+            n = visit_any(0, tiles, fixed.lists)
             of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
-            ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
-            stage, k = filled(done + t, k_ring, k_full)
-            wait_turn(C)
-            coming = scores_of(q, k)
-            stage_v, v = filled(done + t - 1, v_ring, v_full)
-            r, sums = output_of(p, v, ones, fixed)
-            give_turn((C + 1) % fixed.consumers)
-            s = warpgroup_mma_wait(1 if fixed.exact_sums else 2, deps=(coming,))
-            mbarrier.arrive(k_empty.index(stage))
-            w, m_i, alpha = weights_of(s, n, m_i, t < num_partial, rows, (of_queries, of_keys), formula, fixed)
-            if fixed.exact_sums:
-                added = gl.sum(gl.sum(w, 3), 1)
-                l_i = l_i * alpha[:, None] + added
-                keep_before_wait(added)
-            else:
-                keep_last_before_wait(w)
-            r, sums = finished(r, sums, 0, fixed)
-            mbarrier.arrive(v_empty.index(stage_v))
+            if not EARLY:
+                s = warpgroup_mma_wait(0, deps=(first_scores(done, at, memory, bars, fixed, C, True),))
+            mbarrier.arrive(k_empty.index(done % fixed.stages))
+            m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW_OF_QUADS)
+            final = final_scores(s, n, num_partial > 0, rows, (of_queries, of_keys), formula, fixed)
+            w, m_i, alpha = weights_of(final, m_i, fixed)
+            l_i = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else quads
             p = packed_weights(w)
-            acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
-            if not fixed.exact_sums:
-                l_i = l_i * beta[:, None] + of_thread(sums, quads)
-            beta = alpha
-        done += count
+            acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
+            beta = gl.full([64], 1.0, gl.float32, layout=ROW_OF_QUADS)
+
+            # the others: scores of tile t and output of tile t - 1 at the same time
+            ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
+            for t in range(1, count):
+                n = ahead
+                of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
+                ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
+                stage, k = filled(done + t, k_ring, k_full)
+                wait_turn(C)
+                coming = scores_of(q, k)
+                stage_v, v = filled(done + t - 1, v_ring, v_full)
+                r, sums = output_of(p, v, ones, fixed)
+                give_turn((C + 1) % fixed.consumers)
+                s = warpgroup_mma_wait(1 if fixed.exact_sums else 2, deps=(coming,))
+                mbarrier.arrive(k_empty.index(stage))
+                final = final_scores(s, n, t < num_partial, rows, (of_queries, of_keys), formula, fixed)
+                w, m_i, alpha = weights_of(final, m_i, fixed)
+                if fixed.exact_sums:
+                    added = gl.sum(gl.sum(w, 3), 1)
+                    l_i = l_i * alpha[:, None] + added
+                    keep_before_wait(added)
+                else:
+                    keep_last_before_wait(w)
+                r, sums = finished(r, sums, 0, fixed)
+                mbarrier.arrive(v_empty.index(stage_v))
+                p = packed_weights(w)
+                acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
+                if not fixed.exact_sums:
+                    l_i = l_i * beta[:, None] + of_thread(sums, quads)
+                beta = alpha
+            done += count
 
         # the last output; the next item, and its first scores, meanwhile
         if fixed.apart:
             mbarrier.arrive(q_empty.index(spot))
-        stage_v, v = filled(done - 1, v_ring, v_full)
-        r, sums = output_of(p, v, ones, fixed)
+        if not fixed.skips:
+            stage_v, v = filled(done - 1, v_ring, v_full)
+            r, sums = output_of(p, v, ones, fixed)
         after = posted(at + 1, board, 4)
         if EARLY:
             s = first_scores(done, at + 1, memory, bars, fixed, C, after[7] > 0)
-        r, sums = finished(r, sums, 1 if EARLY else 0, fixed)
-        mbarrier.arrive(v_empty.index(stage_v))
+        if not fixed.skips:
+            r, sums = finished(r, sums, 1 if EARLY else 0, fixed)
+            mbarrier.arrive(v_empty.index(stage_v))
+            acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
+            if not fixed.exact_sums:
+                l_i = l_i * beta[:, None] + of_thread(sums, quads)
 
         # the end
-        acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
-        if fixed.exact_sums:
-            l_all = gl.sum(l_i, 1)
-        else:
-            l_i = l_i * beta[:, None] + of_thread(sums, quads)
-            l_all = gl.max(l_i, 1)  # four of a quad are alike
+        l_all = gl.sum(l_i, 1) if fixed.exact_sums else gl.max(l_i, 1)  # four of a quad are alike
         l_row = gl.convert_layout(l_all, ROW, assert_trivial=True)
         m2 = gl.convert_layout(m_i, ROW, assert_trivial=True) - SHIFT
         if fixed.biased and fixed.score is None:
@@ -398,13 +452,13 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
 @gluon.jit(
     do_not_specialize=[
         "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "items", "list_stride_b", "list_stride_h",
-        "list_stride_r", "mask_nums", "score_nums", "blocks_q", "blocks_k", "scale",
+        "list_stride_r", "mask_nums", "score_nums", "blocks_q", "blocks_k", "scale", "skip",
     ]
 )  # fmt: skip
 def attention_codes_sm90(
     Q, K, V, SINK, O, LSE, CU_Q, CU_K, Q_SCALE, K_SCALE, V_SCALE, V_MEAN, Q_BIAS, LISTED, list_stride_b, list_stride_h,
     list_stride_r, NEXT, mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, blocks_q, blocks_k, scale, fixed,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, blocks_q, blocks_k, scale, skip, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
     D_V: gl.constexpr = O.block_shape[4]
@@ -451,7 +505,7 @@ def attention_codes_sm90(
         c = scale
     else:
         c = scale * LOG2E
-    scalars = (scale, c)
+    scalars = (scale, c, skip if fixed.skips else 0.0)
     bias = Q_BIAS if fixed.biased else LSE
     codes = (Q_SCALE, K_SCALE, V_SCALE, V_MEAN if fixed.centred else LSE, bias, blocks_q, blocks_k)
     memory = (q_ring, k_ring, v_ring, o_ring, board, ones)

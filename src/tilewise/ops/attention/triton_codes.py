@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tilewise.core.dispatch import capability
@@ -24,6 +26,7 @@ from tilewise.ops.attention.triton_plans import (
 )
 from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.quant.blocks import Quantized
+from tilewise.tiles.arithmetic import LOG2E
 
 _M = QUERIES.value
 # chosen by compiling with few spills (tests/compile/resources.json)
@@ -46,7 +49,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     scales = (x.q_scale, x.k_scale, x.v_scale, x.q_mean, x.v_mean, x.q_bias)
     with on_device(o):
         lists = lists_of(call, plan, False, key, {})
-        plan.launch((*tensors, *scales, *lists), formula_arguments(call), (call.scale,))
+        plan.launch((*tensors, *scales, *lists), formula_arguments(call), (call.scale, call.skip * LOG2E.value))
     return o, lse
 
 
@@ -69,7 +72,7 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
             *visibility(mask, False), side and side.once, side and side.apply,
             call.score is not None or call.scale <= 0.0, call.packed, "fp8" if x.scheme.qk == "fp8" else "int8",
             x.scheme.pv, x.q_scale.shape[-1], x.k_scale.shape[-1], x.scheme.v_scale == "block", x.scheme.p_largest,
-            capability(call.q.device) >= 89,
+            capability(call.q.device) >= 89, call.skip < math.inf,
         ),
         warps=cfg.warps,
         stages=cfg.stages,

@@ -58,11 +58,11 @@ def group_of_key(row, GROUPS: tl.constexpr):
 @triton.jit
 def fold_codes(
     acc, l_i, m_i, q, q_scale, q_mean, bias, n, K_rows, KX_rows, V_tile, KS, VS, stride_ks, stride_kxs, stride_vc,
-    stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c, scale, mask_once, mask_args, mask_nums, score_once,
+    stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c, scale, skip, mask_once, mask_args, mask_nums, score_once,
     score_args, score_nums, K_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE: tl.constexpr, SCALE_FIRST: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr, LARGEST: tl.constexpr,
-    CONVERTS: tl.constexpr,
+    CONVERTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Fold key tile n into the online softmax state, as `triton_fwd.fold_tile`."""
     offs_n = n * BLOCK_N + key_at(tl.arange(0, BLOCK_N))
@@ -91,7 +91,31 @@ def fold_codes(
         else:
             seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
         s = tl.where(seen, s, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(s, 1))
+    largest = tl.max(s, 1)
+    if SKIPS:
+        above = tl.where(m_i == float("-inf"), float("inf"), largest - m_i)
+        # (in a layout of its own, as in triton_fwd)
+        if tl.max(tl.ravel(above, can_reorder=True), 0) * c >= -skip:
+            acc, l_i, m_i = fold_scores(
+                acc, l_i, m_i, s, largest, n, offs_n, in_k, V_tile, VS, stride_vc, stride_vs, c, HEAD_DIM_V, BLOCK_N,
+                BLOCK_DV, MASKED, SCORE, PV, LARGEST, CONVERTS,
+            )  # fmt: skip
+    else:
+        acc, l_i, m_i = fold_scores(
+            acc, l_i, m_i, s, largest, n, offs_n, in_k, V_tile, VS, stride_vc, stride_vs, c, HEAD_DIM_V, BLOCK_N,
+            BLOCK_DV, MASKED, SCORE, PV, LARGEST, CONVERTS,
+        )  # fmt: skip
+    return acc, l_i, m_i
+
+
+@triton.jit
+def fold_scores(
+    acc, l_i, m_i, s, largest, n, offs_n, in_k, V_tile, VS, stride_vc, stride_vs, c, HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, SCORE: tl.constexpr, PV: tl.constexpr,
+    LARGEST: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """Fold the scores of key tile n, and its values."""
+    m_new = tl.maximum(m_i, largest)
     m_use = m_new
     if MASKED or SCORE is not None:
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
@@ -118,7 +142,7 @@ def fold_codes(
 @triton.jit(
     do_not_specialize=[
         "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "list_stride_b", "list_stride_h",
-        "list_stride_r", "mask_nums", "score_nums", "blocks_q", "blocks_k", "scale",
+        "list_stride_r", "mask_nums", "score_nums", "blocks_q", "blocks_k", "scale", "skip",
     ]
 )  # fmt: skip
 def attention_codes_fwd(
@@ -126,13 +150,13 @@ def attention_codes_fwd(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_xb, stride_xs, stride_xh,
     stride_vb, stride_vs, stride_vh, stride_vc, stride_ob, stride_os, stride_oh,
     mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, together, blocks_q, blocks_k, scale,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, blocks_q, blocks_k, scale, skip,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
     SCORE_ONCE: tl.constexpr, SCORE: tl.constexpr, SCALE_FIRST: tl.constexpr, PACKED: tl.constexpr,
     QK: tl.constexpr, PV: tl.constexpr, Q_GROUPS: tl.constexpr, K_GROUPS: tl.constexpr, BY_BLOCK: tl.constexpr,
-    LARGEST: tl.constexpr, CONVERTS: tl.constexpr,
+    LARGEST: tl.constexpr, CONVERTS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """A program has a block of queries. BY_BLOCK: values have a scale for each block of keys, else for each channel."""
     # who am I: the last queries, which see most under a causal mask, go first
@@ -216,9 +240,9 @@ def attention_codes_fwd(
             n, ahead = visit_ahead(t, ahead, count, begin, full_begin, num_full, listed, list_stride_r, LISTS, MASKED)
             acc, l_i, m_i = fold_codes(
                 acc, l_i, m_i, q, q_scale, q_mean, bias, n, K_rows, KX_rows, V_tile, KS_blocks, VS_blocks, stride_ks,
-                stride_xs, stride_vc, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c, scale, mask_once,
+                stride_xs, stride_vc, stride_vs, seqlen_k, b, h, offs_i, first_j, last_j, c, scale, skip, mask_once,
                 mask_args, mask_nums, score_once, score_args, score_nums, K_GROUPS, HEAD_DIM, HEAD_DIM_V, BLOCK_N,
-                BLOCK_D, BLOCK_DV, MASKED, VISIBLE, SCORE, SCALE_FIRST, QK, PV, LARGEST, CONVERTS,
+                BLOCK_D, BLOCK_DV, MASKED, VISIBLE, SCORE, SCALE_FIRST, QK, PV, LARGEST, CONVERTS, SKIPS,
             )  # fmt: skip
 
     # epilogue

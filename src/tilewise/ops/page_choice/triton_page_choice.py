@@ -11,7 +11,8 @@ from tilewise.ops.select.triton_select import ordered
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 
 _ELEMENTS = 4096  # of the pages of a program
-_EACH = 32  # elements of a thread
+_EACH = 32  # elements of a thread that scores pages,
+_OF_ROW = 8  # and pages of one that takes them
 _PLANS = Plans()
 LARGE = tl.constexpr(FORCED)
 AT_ONCE = tl.constexpr(4)  # bits between looks whether one key is left
@@ -135,5 +136,5 @@ def _plans(call: Call) -> tuple[Plan, Plan]:
     block = max(16, triton.next_power_of_2(max(pages, call.width)))
     sizes = (pages, call.width, call.by_page, call.by_head)
     constants = (call.heads, call.page_size, block)
-    warps = min(16, max(1, block // (32 * _EACH)))
+    warps = min(16, max(1, block // (32 * _OF_ROW)))
     return score, Plan(take_pages, rows * call.heads, strides[-1:], sizes, constants, warps, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import TRITON, Need, Row
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ALL_VALUES, ANY_BATCH, HALF, HOPPER, NO_DROPOUT, SCHEME
+from tilewise.ops.attention.rows.needs import ANY_BATCH, HALF, HOPPER, NO_DROPOUT, SCHEME
 
 
 def _other_dims(call: Call) -> str | None:
@@ -29,7 +29,6 @@ ROW: Row[Call] = Row(
     "tilewise.ops.attention.gluon_codes",
     (
         SCHEME,
-        ALL_VALUES,
         NO_DROPOUT,
         ANY_BATCH,
         TRITON,

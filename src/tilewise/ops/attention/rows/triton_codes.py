@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import TRITON, Row
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ALL_VALUES, ANY_BATCH, GPU, NO_DROPOUT, SCHEME, UP_TO_FLOAT32
+from tilewise.ops.attention.rows.needs import ANY_BATCH, GPU, NO_DROPOUT, SCHEME, UP_TO_FLOAT32
 
 ROW: Row[Call] = Row(
     "triton_codes",
     "tilewise.ops.attention.triton_codes",
-    (SCHEME, ALL_VALUES, NO_DROPOUT, ANY_BATCH, TRITON, GPU, UP_TO_FLOAT32),
+    (SCHEME, NO_DROPOUT, ANY_BATCH, TRITON, GPU, UP_TO_FLOAT32),
     "portable kernel: products of bytes, or of float16 where the GPU has no FP8",
     backward="backward",
 )
