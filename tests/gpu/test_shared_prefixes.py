@@ -130,6 +130,7 @@ def test_one_graph_serves_other_groups(impl: str) -> None:
             torch.testing.assert_close(got, tw.attention(q, *pool, **plain), rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.xdist_group("shared_prefixes")  # one after another: 20 GiB each
 @pytest.mark.parametrize(("impl", "keys"), [("triton_paged", 128), ("hopper_decode", 64)])
 def test_a_prefix_is_read_once(impl: str, keys: int) -> None:
     """A unit for each request, behind 2,944 keys, and in a line before one for sixteen of them, of 64 keys a tile."""
@@ -144,6 +145,7 @@ def test_a_prefix_is_read_once(impl: str, keys: int) -> None:
     assert before[2:].eq(2 * 2944 // 64).all()
 
 
+@pytest.mark.xdist_group("shared_prefixes")  # one after another: 20 GiB each
 @pytest.mark.parametrize("impl", IMPLS)
 def test_where_nothing_is_shared_nothing_changes(impl: str) -> None:
     """The same tiles, and so the same bits, as without."""
