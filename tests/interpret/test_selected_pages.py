@@ -94,7 +94,8 @@ TWINS = [
     (triton_page_choice, "take_pages", "(before <= width)", "(before < width)", "bounds"),
     (triton_page_choice, "take_pages", "page * by_page + h * by_head", "page * by_page", "bounds"),
     (triton_page_choice, "take_pages", "read * PAGE - missing * newest", "read * PAGE", "bounds"),
-    (triton_page_choice, "take_pages", "tl.zeros([BLOCK], tl.int32), mask", "tl.full([BLOCK], 7, tl.int32), mask", "all"),
+    (triton_page_choice, "take_pages", "tl.zeros([BLOCK], tl.int32), mask", "tl.full([BLOCK], 7, tl.int32), mask",
+     "all"),
 ]  # fmt: skip
 
 
