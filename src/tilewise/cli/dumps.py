@@ -12,7 +12,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from tilewise.cli.expression import read_mask
 from tilewise.core.errors import InputError, MissingExtraError
+from tilewise.formula import library
+from tilewise.formula.formula import Mask
 
 SAVED = 'torch.save({"q": q, "k": k, "v": v}, "layer.pt")'
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -60,6 +63,16 @@ def layers(command: str, files: list[Path] | None, demo: bool, layout: Layout, w
 
     made = activations(Options(size="tiny", steps=60, seqlen=256, device=str(where)))
     return [Layer(f"layer {n} of the demo's model", None, functools.partial(_as_it_is, x)) for n, x in enumerate(made)]
+
+
+def mask_of(causal: bool, mask: str | None, demo: bool, where: torch.device) -> Mask | None:
+    """The mask that layers are looked at with; raises InputError for options that contradict each other."""
+    if causal and mask is not None:
+        hint = f'--mask "causal & ({mask})"'
+        raise InputError("--mask", got="--causal and --mask", expected="one of them", hint=hint)
+    if demo and (causal or mask is not None):
+        raise InputError("--demo", got="a mask", expected="none: the model is causal", hint="leave it out")
+    return library.causal if causal or demo else read_mask(mask, where)
 
 
 def _as_it_is(tensors: Tensors) -> Tensors:

@@ -44,7 +44,7 @@ def roofline(
     heads_q: shapes.HeadsQ = 32,
     heads_kv: shapes.HeadsKV = None,
     head_dim: shapes.HeadDim = 128,
-    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=shapes.FORMULA)] = False,
+    causal: shapes.Causal = False,
     window: Annotated[
         int | None,
         typer.Option(min=1, help="Causal sliding window: keys a query sees.", rich_help_panel=shapes.FORMULA),

@@ -49,6 +49,7 @@ HeadDim = Annotated[int, typer.Option("--head-dim", min=1, help="Width of q and 
 HeadDimV = Annotated[
     int | None, typer.Option("--head-dim-v", min=1, help="Width of v. Default: that of q.", rich_help_panel=SHAPE)
 ]
+Causal = Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=FORMULA)]
 MaskText = Annotated[
     str | None,
     typer.Option(

@@ -9,9 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import tilewise
 from tilewise.cli import dumps, shapes
-from tilewise.cli.expression import read_mask
 from tilewise.cli.output import FAILED, guarded, machine, say, say_json, table
 from tilewise.cli.timing import quantiles, repeat
 from tilewise.core.errors import InputError, TilewiseError
@@ -44,7 +42,7 @@ def tune_quant(
     rows: Annotated[
         int, typer.Option(min=1, help="Queries to compare with exact attention, spread evenly; all where fewer.")
     ] = 512,
-    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=shapes.FORMULA)] = False,
+    causal: shapes.Causal = False,
     mask: shapes.MaskText = None,
     scale: shapes.Scale = None,
     device: shapes.Device = None,
@@ -62,13 +60,8 @@ def tune_quant(
     """
     where = shapes.device(device)
     gpu = where.type == "cuda"
-    if causal and mask is not None:
-        hint = f'--mask "causal & ({mask})"'
-        raise InputError("--mask", got="--causal and --mask", expected="one of them", hint=hint)
-    if demo and (causal or mask is not None):
-        raise InputError("--demo", got="a mask", expected="none: the model is causal", hint="leave it out")
     schemes = tuple(parse_scheme(text) for text in scheme) if scheme else SCHEMES
-    seen = tilewise.causal if causal or demo else read_mask(mask, where)
+    seen = dumps.mask_of(causal, mask, demo, where)
     found: list[dict[str, Any]] = []
     lacking = False
     for layer in dumps.layers("tune-quant", files, demo, layout, where):

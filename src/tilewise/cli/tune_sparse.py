@@ -11,9 +11,7 @@ import typer
 
 import tilewise
 from tilewise.cli import dumps, shapes, tuning
-from tilewise.cli.expression import read_mask
 from tilewise.cli.output import guarded
-from tilewise.core.errors import InputError
 from tilewise.explain import sparsity
 
 
@@ -38,7 +36,7 @@ def tune_sparse(
     tiles: Annotated[
         int | None, typer.Option(min=1, help="Tiles of queries to look at, spread evenly. Default: all.")
     ] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=shapes.FORMULA)] = False,
+    causal: shapes.Causal = False,
     mask: shapes.MaskText = None,
     scale: shapes.Scale = None,
     device: shapes.Device = None,
@@ -55,12 +53,7 @@ def tune_sparse(
     Example: tilewise tune-sparse layer0.pt layer1.pt --causal --max-error 0.05
     """
     where = shapes.device(device)
-    if causal and mask is not None:
-        hint = f'--mask "causal & ({mask})"'
-        raise InputError("--mask", got="--causal and --mask", expected="one of them", hint=hint)
-    if demo and (causal or mask is not None):
-        raise InputError("--demo", got="a mask", expected="none: the model is causal", hint="leave it out")
-    seen = tilewise.causal if causal or demo else read_mask(mask, where)
+    seen = dumps.mask_of(causal, mask, demo, where)
     sizes = shapes.lengths(block, "--block")
     formulas: dict[str, Any] = {"mask": seen, "scale": scale}
     tile: dict[str, Any] = {"block": (sizes[0], sizes[-1]), "far": far.value, "lam": lam}
@@ -74,8 +67,8 @@ def tune_sparse(
         found["ms_of_all"] = clock(lambda: tilewise.attention(*tensors, **formulas))
         return {"select": given, "found": found}
 
-    settings = {"max_error": max_error, **tile, "block": [*tile["block"]], "tiles": tiles, "scale": scale}
-    settings["mask"] = None if seen is None else repr(seen)
+    shown = None if seen is None else repr(seen)
+    settings = {"max_error": max_error, **tile, "tiles": tiles, "scale": scale, "mask": shown}
     document = tuning.Document(out, settings, where, seconds)
     document.look_at(dumps.layers("tune-sparse", files, demo, layout, where), look)
     document.show(as_json)

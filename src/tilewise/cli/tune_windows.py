@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -62,8 +61,7 @@ def tune_windows(
     grid.tile_of()  # raises what is wrong with it
     windows = [tuple(shapes.lengths(x, "--window")) for x in window or []] or grid.windows()
     costs = sparsity.window_costs(grid, windows)  # and with them
-    of_grid = json.loads(json.dumps(asdict(grid)))
-    settings = {"grid": of_grid, "windows": [list(one) for one in windows], "scale": scale}
+    settings = {"grid": asdict(grid), "windows": windows, "scale": scale}
     document = tuning.Document(out, settings, where, seconds)
     given = dumps.layers("tune-windows", files, False, layout, where)
 
@@ -75,9 +73,9 @@ def tune_windows(
     chosen = iter(sparsity.spend(losses, costs, budget))
     for layer in document.layers:
         taken = [next(chosen) for _ in layer["losses"]]
-        layer["mask"] = {**of_grid, "windows": [list(windows[n]) for n in taken]}
+        layer["mask"] = {**asdict(grid), "windows": [windows[n] for n in taken]}
         lost = [row[n] for row, n in zip(layer["losses"], taken, strict=True)]
-        layer["found"] = {"density": costs[taken].tolist(), "lost": lost, **_unknown(len(taken))}
+        layer["found"] = {"density": costs[taken].tolist(), "lost": lost}
     for source in given:
         layer = next(kept for kept in document.layers if kept["name"] == source.name)
         mask = grid.mask(layer["mask"]["windows"], where)
@@ -92,8 +90,3 @@ def tune_windows(
         layer["found"].update(document.named(source, measure))
     document.write()
     document.show(as_json)
-
-
-def _unknown(heads: int) -> dict[str, Any]:
-    """What is not measured of layers whose files were not named this time."""
-    return {"errors": [float("nan")] * heads, "ms": float("nan"), "ms_of_all": float("nan")}

@@ -35,6 +35,7 @@ class Document:
     def __init__(self, out: Path, settings: dict[str, Any], where: torch.device, seconds: float) -> None:
         self.out, self._where, self._seconds = out, where, seconds
         self._began = time.perf_counter()
+        settings = json.loads(json.dumps(settings))  # as the file gives them back
         self.held: dict[str, Any] = {"format": selections.FORMAT, "settings": settings, "layers": []}
         if not out.exists():
             return
@@ -80,7 +81,9 @@ class Document:
         os.replace(beside, self.out)
 
     def show(self, as_json: bool) -> None:
-        """Print what was found: `found` of each layer has density, lost and errors of its heads, ms and ms_of_all."""
+        """Print what was found: `found` of each layer has density and lost of its heads, and where its file was named
+        this time errors, ms and ms_of_all.
+        """
         spent = time.perf_counter() - self._began
         if as_json:
             say_json({"device": machine(self._where), "torch": torch.__version__, "seconds": spent, **self.held})
@@ -89,17 +92,19 @@ class Document:
         rows = []
         for layer in self.layers:
             found = layer["found"]
-            density, errors = found["density"], found["errors"]
-            worst = max(range(len(errors)), key=errors.__getitem__)
+            density: list[float] = found["density"]
+            measured: tuple[str, ...] = ("", "", "")
+            if "errors" in found:
+                worst = max(range(len(density)), key=found["errors"].__getitem__)
+                times = (f"{found[name]:.3f}" for name in ("ms", "ms_of_all"))
+                measured = (f"{found['errors'][worst]:.4f} ({worst})", *times)
             rows.append(
                 (
                     layer["name"],
                     str(len(density)),
                     *(f"{100 * x:.1f} %" for x in (sum(density) / len(density), min(density), max(density))),
                     f"{100 * sum(found['lost']) / len(density):.2f} %",
-                    f"{errors[worst]:.4f} ({worst})",
-                    f"{found['ms']:.3f}",
-                    f"{found['ms_of_all']:.3f}",
+                    *measured,
                 )
             )
         table("What is computed", columns, rows)

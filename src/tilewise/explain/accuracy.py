@@ -133,19 +133,20 @@ def accuracy(o: torch.Tensor, exact: torch.Tensor) -> Accuracy:
     o, exact = o.double(), exact.double()
     off = o - exact
     others = [dim for dim in range(o.ndim) if dim != o.ndim - 2]
-    by_head = _over(off.abs().sum(others), exact.abs().sum(others))
+    by_head = relative(off.abs().sum(others), exact.abs().sum(others))
     norms = torch.linalg.vector_norm(o) * torch.linalg.vector_norm(exact)
     both_zero = not bool(norms) and not bool(off.any())
     return Accuracy(
         cosine=1.0 if both_zero else float((o * exact).sum() / norms),
-        relative_l1=float(_over(off.abs().sum(), exact.abs().sum())),
+        relative_l1=float(relative(off.abs().sum(), exact.abs().sum())),
         rmse=float(off.square().mean().sqrt()),
         largest=float(off.abs().max()),
         heads=tuple(by_head.tolist()),
     )
 
 
-def _over(off: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+def relative(off: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """One over the other; 0 where both are."""
     return torch.where((off == 0) & (size == 0), 0.0, off / size)
 
 

@@ -16,8 +16,9 @@ import torch
 
 import tilewise as tw
 from tilewise.core.errors import InputError
-from tilewise.explain.accuracy import picked
+from tilewise.explain.accuracy import picked, relative
 from tilewise.explain.masses import tile_masses
+from tilewise.formula.order import grid_of
 from tilewise.ops.attention.choice import classes_of, pooled
 from tilewise.ops.attention.problem import make_call
 from tilewise.schedule.tilemap import EMPTY, PARTIAL
@@ -87,8 +88,7 @@ def fit_sparge(
         lost, density = frontier(q, k, masses, some, block, far, formulas)
         heads = range(q.shape[2])
         points = [(tau, theta) for theta in THETAS for tau in TAUS]
-        points.append((1.0, -1.0))  # all tiles
-        best, errors = [len(points) - 1] * len(heads), [0.0] * len(heads)
+        best, errors = [points.index((1.0, -1.0))] * len(heads), [0.0] * len(heads)  # all tiles
         allowed = torch.full((len(heads),), max_error)
         for _ in range(ROUNDS):
             fits = torch.where(lost <= allowed, density, torch.inf)
@@ -115,8 +115,8 @@ def frontier(
     far: str,
     formulas: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Weight lost by the worst sample, share of tiles computed), each (points, heads): of `TAUS` for each of `THETAS`,
-    then of all tiles; float32, on a CPU.
+    """(Weight lost by the worst sample, share of tiles computed), each (points, heads): of `TAUS` for each of `THETAS`;
+    float32, on a CPU.
     """
     heads, points = q.shape[2], []
     call = make_call(q, k, k, **formulas)
@@ -131,7 +131,6 @@ def frontier(
         kept = seen & (taken | always)
         gone = (masses * ~kept).sum(-1).mean(-1).amax(0)
         points.append((gone, kept.sum((0, 2, 3)) / count))
-    points.append((torch.zeros_like(gone), torch.ones_like(gone)))
     lost, density = (torch.stack(x).float().cpu() for x in zip(*points, strict=True))
     return lost, density
 
@@ -149,7 +148,7 @@ def _of_tiles(
 def by_head(o: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Relative L1 errors (heads,) of the worst sample, float32, on a CPU."""
     off, size = (x.abs().double().sum((1, 3)) for x in (o - exact, exact))
-    return torch.where(off == 0, 0.0, off / size).amax(0).float().cpu()
+    return relative(off, size).amax(0).float().cpu()
 
 
 # windows of each head ------------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ class Canvas:
     @property
     def grid(self) -> tuple[int, ...]:
         """How many tiles it has along each axis."""
-        return tuple(-(-c // t) for c, t in zip(self.extents, self.tile, strict=True))
+        return grid_of(self.extents, self.tile)
 
     @property
     def tokens(self) -> int:
