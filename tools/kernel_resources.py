@@ -41,6 +41,7 @@ def _packed() -> tw.Packed:
     return tw.Packed(torch.tensor([0, 100, 100, 256], dtype=torch.int32))
 
 
+FP8 = tw.Sage("fp8", smooth=("k", "v"))
 CODED: dict[str, Callable[[], dict[str, Any]]] = {  # in few bits
     "sage2": lambda: {"quantize": tw.Sage2()},
     "sage1": lambda: {"mask": tw.causal, "quantize": tw.Sage1()},
@@ -48,8 +49,9 @@ CODED: dict[str, Callable[[], dict[str, Any]]] = {  # in few bits
     "sage2 sums": lambda: {"quantize": tw.Sage2()},  # of weights as they are, for a gradient
     "sage2 causal": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},
     "sage2 softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0), "quantize": tw.Sage2()},
+    "fp8 blocks": lambda: {"mask": tw.blocks(torch.ones(2, HEADS, 8, 8, dtype=torch.bool), 128), "quantize": FP8},
     "sage2 packed": lambda: {"mask": tw.causal, "layout": _packed(), "quantize": tw.Sage2()},
-    "fp8 scores": lambda: {"quantize": tw.Sage("fp8", smooth=("k", "v"))},
+    "fp8 scores": lambda: {"quantize": FP8},
     "fa3": lambda: {"mask": tw.causal, "quantize": tw.FP8(v_scale="channel")},
     "sage2 left out": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},  # tiles of small weights
 }
@@ -284,7 +286,7 @@ def variants() -> Iterator[Variant]:
         for formula in (formula for formula in CODED if formula not in ("sage1", "sage2 int4")):
             yield Variant(90, "hopper_codes", "bf16", head_dim, formula, head_dim == 128)
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256)):
-        for formula in (formula for formula in CODED if formula != "sage2 sums"):
+        for formula in (formula for formula in CODED if formula not in ("sage2 sums", "fp8 blocks")):
             yield Variant(sm, "triton_codes", "bf16", head_dim, formula, head_dim == 128 and formula == "sage2 causal")
 
 

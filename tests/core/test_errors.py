@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from tilewise.core.errors import (
@@ -31,6 +33,16 @@ def test_kinds_are_the_librarys_and_pythons(kind: type[TilewiseError], builtins:
     assert isinstance(error, builtins)
     assert (error.name, error.got, error.expected, error.hint) == ("q", "rank 2", "rank 4", "unsqueeze it")
     assert str(error) == "q: got rank 2; expected rank 4. Hint: unsqueeze it"
+
+
+@pytest.mark.parametrize(
+    "kind", [TilewiseError, InputError, FormulaError, UnsupportedError, OutOfPagesError, MissingExtraError]
+)
+def test_another_process_gets_the_same(kind: type[TilewiseError]) -> None:
+    """A pool of processes waits for ever for an error that cannot be sent."""
+    error = kind("q", got=3, expected="rank 4", hint="unsqueeze it")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.name, again.hint) == (kind, str(error), "q", "unsqueeze it")
 
 
 @pytest.mark.parametrize("kind", [InputError, FormulaError, UnsupportedError, MissingExtraError])

@@ -24,6 +24,14 @@ class TilewiseError(Exception):
         self.expected = expected
         self.hint = hint
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As another process gets it: what was got as the message has it, which any value becomes."""
+        return _again, (type(self), self.name, str(self.got), self.expected, self.hint)
+
+
+def _again(kind: type[TilewiseError], name: str, got: str, expected: str, hint: str) -> TilewiseError:
+    return kind(name, got=got, expected=expected, hint=hint)
+
 
 class InputError(TilewiseError, ValueError):
     """An argument has the wrong rank, shape, dtype, device or value."""

@@ -20,6 +20,7 @@ from tilewise.ops.attention.table import named
 from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.operation import Operation, fields_of
+from tilewise.testing.uniform_registers import read_unset
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of
@@ -153,13 +154,17 @@ def compile_operation(
 
 def resources(kernel: Any) -> Resources:
     """Registers, spills and shared memory of a compiled kernel; an AssertionError for one that Triton made a trap of,
-    which no launch would take, because it wants more tensor memory than there is.
+    which no launch would take, because it wants more tensor memory than there is, and for one of Hopper's with
+    products of what lies at addresses that are not set.
     """
     columns = getattr(kernel.metadata, "tmem_size", None) or 0
     assert columns <= TENSOR_MEMORY, f"{kernel.metadata.name}: {columns} columns of tensor memory"
     report = _inspected(kernel, "cuobjdump", "--dump-resource-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     matrix = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", kernel.asm["ptx"]))
+    if "wgmma" in kernel.asm["ptx"]:
+        unset = read_unset(_inspected(kernel, "nvdisasm", "-c"))
+        assert not unset, f"{kernel.metadata.name} multiplies what lies at addresses that are not set: {unset[:3]}"
     spilled = usage["STACK"] + usage["LOCAL"]
     return Resources(kernel.metadata.name, usage["REG"], spilled, kernel.metadata.shared, matrix)
 

@@ -398,6 +398,30 @@ def thread_max(s):
 
 
 @gluon.jit
+def thread_bits(seen):
+    """[64, 4]: what each thread of a quad holds of a row of [64, 128], one bit a number."""
+    parts = parts_of(seen.to(gl.int32))
+    return gl.sum(gl.sum(parts << bit_of(parts), 3), 1)
+
+
+@gluon.jit
+def bit_of(parts):
+    """The bits that stand for the numbers of a thread (`thread_bits`), along `parts` [64, 16, 4, 2]."""
+    gl.static_assert(parts.shape[1] == 16)
+    EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, parts.type.layout)))
+    PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, parts.type.layout)))
+    return (2 * gl.arange(0, 16, layout=EIGHT))[None, :, None, None] + gl.arange(0, 2, layout=PAIR)[None, None, None, :]
+
+
+@gluon.jit
+def only_bits(s, bits):
+    """Scores [64, 128], -inf where a thread's bits (`thread_bits`) are 0."""
+    parts = parts_of(s)
+    seen = (over_parts(bits, parts) >> bit_of(parts)) & 1
+    return whole(gl.where(seen != 0, parts, float("-inf")), s)
+
+
+@gluon.jit
 def of_row(x, like):
     """x [64], a number for each row, as `like` [64, 4] has it: for each thread of a quad."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.ops.attention.gluon_sm90_fetch import fetch
-from tilewise.ops.attention.gluon_sm90_formula import scored, with_hidden
+from tilewise.ops.attention.gluon_sm90_formula import scored, seen_in, with_hidden
 from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_store, barrier
@@ -31,11 +31,13 @@ from tilewise.tiles.hopper import (
     matrix,
     message_board,
     of_threads,
+    only_bits,
     over_parts,
     parts_of,
     posted,
     product_layout,
     ring_turn,
+    thread_bits,
     thread_max,
     thread_sums,
     tilt_of,
@@ -179,9 +181,10 @@ def scales_of_keys(codes, first, n, fixed, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def final_scores(s, n, masked, rows, scales, formula, fixed):
+def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None):
     """(what the softmax sees of the products with key tile n, up to a factor; that factor [64, 4], for base 2; the
-    largest of each row [64] in base 2, up to the tilt at the tile's first key; that tilt).
+    largest of each row [64] in base 2, up to the tilt at the tile's first key; that tilt). `bits` say what a formula
+    sees, where that was known before.
     """
     LAYOUT: gl.constexpr = s.type.layout
     PLAIN: gl.constexpr = fixed.linear is None and not fixed.scale_first  # scores are as their products are ordered
@@ -208,7 +211,9 @@ def final_scores(s, n, masked, rows, scales, formula, fixed):
                 s = s + gl.convert_layout(bias, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
             s = scored(s, n, rows, formula, fixed)
         factor = none + (1.0 if fixed.in_base_2 else LOG2E)
-    if fixed.guard and masked:
+    if bits is not None:
+        s = only_bits(s, bits)
+    elif fixed.guard and masked:
         s = with_hidden(s, n, rows, formula, fixed)
     raw = thread_max(s)
     largest = raw * factor
@@ -276,6 +281,77 @@ def over_tiles(q, done, run, tiles, rows, first_k, of_queries, memory, bars, ski
 
 
 @gluon.jit
+def with_output(acc, l_i, r, sums, beta, fixed):
+    """(output, sums of weights) with those of a tile, of which what came before is worth `beta`."""
+    acc = acc * gl.convert_layout(beta, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None] + r
+    if not fixed.exact_sums:
+        l_i = l_i * beta[:, None] + of_thread(sums, l_i)
+    return acc, l_i
+
+
+@gluon.jit
+def cut_tile(t, count, q, so_far, around, fixed):
+    """The output of an item's tile t - 1, and then the scores of tile t, which a mask cuts."""
+    p, acc, l_i, m_i, beta, n = so_far
+    done, tiles, rows, first_k, of_queries, memory, bars, formula, codes = around
+    _, k_ring, v_ring, _, _, ones = memory
+    _, _, k_full, k_empty, v_full, v_empty = bars
+    SCORES: gl.constexpr = product_layout(fixed.block_n, DEPTH)
+    OF_KEYS: gl.constexpr = gl.SliceLayout(0, SCORES if fixed.k_groups == fixed.block_n else l_i.type.layout)
+    of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
+    ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
+    bits = None
+    if fixed.visible is not None:
+        bits = thread_bits(seen_in(n, rows, formula, fixed, SCORES))
+    stage_v, v = filled(done + t - 1, v_ring, v_full)
+    r, sums = finished(*output_of(p, v, ones, fixed), 0, fixed)
+    mbarrier.arrive(v_empty.index(stage_v))
+    acc, l_i = with_output(acc, l_i, r, sums, beta, fixed)
+    stage, k = filled(done + t, k_ring, k_full)
+    s = warpgroup_mma_wait(0, deps=(scores_of(q, k),))
+    mbarrier.arrive(k_empty.index(stage))
+    final = final_scores(s, n, True, rows, (of_queries, of_keys), formula, fixed, bits)
+    w, m_i, beta = weights_of(final, m_i, fixed)
+    if fixed.exact_sums:
+        l_i = l_i * beta[:, None] + gl.sum(gl.sum(w, 3), 1)
+    return packed_weights(w), acc, l_i, m_i, beta, ahead
+
+
+@gluon.jit
+def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr):
+    """The output of an item's tile t - 1 and the scores of tile t, which no mask cuts, at the same time."""
+    p, acc, l_i, m_i, beta, n = so_far
+    done, tiles, rows, first_k, of_queries, memory, bars, formula, codes = around
+    _, k_ring, v_ring, _, _, ones = memory
+    _, _, k_full, k_empty, v_full, v_empty = bars
+    SCORES: gl.constexpr = product_layout(fixed.block_n, DEPTH)
+    OF_KEYS: gl.constexpr = gl.SliceLayout(0, SCORES if fixed.k_groups == fixed.block_n else l_i.type.layout)
+    of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
+    ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
+    stage, k = filled(done + t, k_ring, k_full)
+    wait_turn(C)
+    coming = scores_of(q, k)
+    stage_v, v = filled(done + t - 1, v_ring, v_full)
+    r, sums = output_of(p, v, ones, fixed)
+    give_turn((C + 1) % fixed.consumers)
+    s = warpgroup_mma_wait(1 if fixed.exact_sums else 2, deps=(coming,))
+    mbarrier.arrive(k_empty.index(stage))
+    final = final_scores(s, n, False, rows, (of_queries, of_keys), formula, fixed)
+    w, m_i, alpha = weights_of(final, m_i, fixed)
+    if fixed.exact_sums:
+        added = gl.sum(gl.sum(w, 3), 1)
+        l_i = l_i * alpha[:, None] + added
+        keep_before_wait(added)
+    else:
+        keep_last_before_wait(w)
+    r, sums = finished(r, sums, 0, fixed)
+    mbarrier.arrive(v_empty.index(stage_v))
+    p = packed_weights(w)
+    acc, l_i = with_output(acc, l_i, r, sums, beta, fixed)
+    return p, acc, l_i, m_i, alpha, ahead
+
+
+@gluon.jit
 def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr):
     """One warpgroup, as `gluon_sm90_fwd.compute`. The output of each tile is added a tile late, when it is done."""
     O, LSE, SINK = outputs
@@ -284,7 +360,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
     mask_args, mask_nums, score_args, score_nums = formula
     scale, c, skip = scalars
     q_ring, k_ring, v_ring, o_ring, board, ones = memory
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, _k_full, k_empty, v_full, v_empty = bars
     V_SCALE, V_MEAN, Q_BIAS, blocks_k = codes[2], codes[3], codes[4], codes[6]
     HEAD_DIM_V: gl.constexpr = v_ring.shape[-2]
     SCORES: gl.constexpr = product_layout(fixed.block_n, DEPTH)
@@ -349,41 +425,25 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
             mbarrier.arrive(k_empty.index(done % fixed.stages))
             m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW_OF_QUADS)
             final = final_scores(s, n, num_partial > 0, rows, (of_queries, of_keys), formula, fixed)
-            w, m_i, alpha = weights_of(final, m_i, fixed)
+            w, m_i, _alpha = weights_of(final, m_i, fixed)
             l_i = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else quads
             p = packed_weights(w)
             acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
             beta = gl.full([64], 1.0, gl.float32, layout=ROW_OF_QUADS)
 
-            # the others: scores of tile t and output of tile t - 1 at the same time
-            ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
-            for t in range(1, count):
-                n = ahead
-                of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
-                ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
-                stage, k = filled(done + t, k_ring, k_full)
-                wait_turn(C)
-                coming = scores_of(q, k)
-                stage_v, v = filled(done + t - 1, v_ring, v_full)
-                r, sums = output_of(p, v, ones, fixed)
-                give_turn((C + 1) % fixed.consumers)
-                s = warpgroup_mma_wait(1 if fixed.exact_sums else 2, deps=(coming,))
-                mbarrier.arrive(k_empty.index(stage))
-                final = final_scores(s, n, t < num_partial, rows, (of_queries, of_keys), formula, fixed)
-                w, m_i, alpha = weights_of(final, m_i, fixed)
-                if fixed.exact_sums:
-                    added = gl.sum(gl.sum(w, 3), 1)
-                    l_i = l_i * alpha[:, None] + added
-                    keep_before_wait(added)
-                else:
-                    keep_last_before_wait(w)
-                r, sums = finished(r, sums, 0, fixed)
-                mbarrier.arrive(v_empty.index(stage_v))
-                p = packed_weights(w)
-                acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
-                if not fixed.exact_sums:
-                    l_i = l_i * beta[:, None] + of_thread(sums, quads)
-                beta = alpha
+            # the others: first those that are cut, in a loop of their own, for whose formula the other has no registers
+            around = (done, tiles, rows, first_k, of_queries, memory, bars, formula, codes)
+            so_far = (p, acc, l_i, m_i, beta, visit_any(gl.minimum(1, count - 1), tiles, fixed.lists))
+            cut = 1
+            if fixed.guard:
+                # an own address: the assembler would compute the other loop's on the way into this one, run or not
+                q_of_cut = matrix(q_ring.index(spot + gl.where(h < 0, 1, 0)))
+                cut = gl.minimum(gl.maximum(num_partial, 1), count)
+                for t in range(1, cut):
+                    so_far = cut_tile(t, count, q_of_cut, so_far, around, fixed)
+            for t in range(cut, count):
+                so_far = full_tile(t, count, q, so_far, around, fixed, C)
+            p, acc, l_i, m_i, beta, _n = so_far
             done += count
 
         # the last output; the next item, and its first scores, meanwhile
@@ -398,9 +458,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         if not fixed.skips:
             r, sums = finished(r, sums, 1 if EARLY else 0, fixed)
             mbarrier.arrive(v_empty.index(stage_v))
-            acc = acc * gl.convert_layout(beta, ROW, assert_trivial=True)[:, None] + r
-            if not fixed.exact_sums:
-                l_i = l_i * beta[:, None] + of_thread(sums, quads)
+            acc, l_i = with_output(acc, l_i, r, sums, beta, fixed)
 
         # the end
         l_all = gl.sum(l_i, 1) if fixed.exact_sums else gl.max(l_i, 1)  # four of a quad are alike
