@@ -91,10 +91,9 @@ TWINS = [
     (triton_page_choice, "score_pages", "tl.maximum(q * least, q * largest,", "tl.minimum(q * least, q * largest,",
      "bounds"),
     (triton_page_choice, "score_pages", "r = tl.load(REQUEST + row)", "r = 0 * tl.load(REQUEST + row)", "drafts"),
-    (triton_page_choice, "take_pages", "(ties & ((both >> 16) <= width", "(ties & ((both >> 16) < width", "bounds"),
-    (triton_page_choice, "take_pages", "(key >= two)", "(key >= three)", "bounds"),
+    (triton_page_choice, "take_pages", "(before <= width)", "(before < width)", "bounds"),
     (triton_page_choice, "take_pages", "page * by_page + h * by_head", "page * by_page", "bounds"),
-    (triton_page_choice, "take_pages", "read * PAGE - missing", "read * PAGE", "bounds"),
+    (triton_page_choice, "take_pages", "read * PAGE - missing * newest", "read * PAGE", "bounds"),
     (triton_page_choice, "take_pages", "tl.zeros([BLOCK], tl.int32), mask", "tl.full([BLOCK], 7, tl.int32), mask",
      "all"),
 ]  # fmt: skip

@@ -63,7 +63,6 @@ def plan_work(
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # for who writes the lengths
     counters = tl.arange(0, PIECES)
     tl.store(ARRIVED + counters, 0, mask=counters <= pieces)
     before = tl.zeros([], tl.int64)  # tiles or chunks, and units above

@@ -1,13 +1,11 @@
 """Pages chosen on a GPU: a program scores some pages of a row's request for one head of keys, then another holds all of
-their scores, finds the least that is read, two bits at a time, and writes the table of what is read. On Hopper each of
-them starts while the one before ends.
+their scores, finds the least that is read bit by bit, and writes the table of what is read.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tilewise.core.dispatch import capability
 from tilewise.ops.page_choice.problem import FORCED, Call
 from tilewise.ops.select.triton_select import ordered
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
@@ -17,8 +15,7 @@ _EACH = 32  # elements of a thread that scores pages,
 _OF_ROW = 8  # and pages of one that takes them
 _PLANS = Plans()
 LARGE = tl.constexpr(FORCED)
-FIELD = tl.constexpr(21)  # bits of a count: three are added at once
-MOST = tl.constexpr(2**21 - 1)
+AT_ONCE = tl.constexpr(4)  # bits between looks whether one key is left
 
 
 @triton.jit(do_not_specialize=["pages", "parts", "first", "local"])
@@ -26,10 +23,8 @@ def score_pages(
     Q, LEAST, LARGEST, TABLE, REQUEST, LENGTHS, SCORES, q_row, q_head, of_page, of_head, table_row, pages, parts, first,
     local,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, MEANS: tl.constexpr,
-    STEP: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     # who am I
     part = tl.program_id(0) % parts
     h = tl.program_id(0) // parts % HEADS
@@ -65,10 +60,8 @@ def score_pages(
 @triton.jit(do_not_specialize=["pages", "width"])
 def take_pages(
     SCORES, TABLE, REQUEST, LENGTHS, TABLES, TOKENS, KEPT, table_row, pages, width, by_page, by_head,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     # who am I
     h = tl.program_id(0) % HEADS
     row = (tl.program_id(0) // HEADS).to(tl.int64)
@@ -80,47 +73,36 @@ def take_pages(
     count = (length + PAGE - 1) // PAGE
     n = tl.arange(0, BLOCK)
     there = n < count
-    page = tl.load(TABLE + r * table_row + n, mask=there, other=0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()  # for the scores
 
     # the least key that is read: the largest at and above which there are enough
     key = tl.where(there, ordered(tl.load(SCORES + at * pages + n, mask=there, other=0.0)), 0)
     last = tl.full([], 0, tl.uint32)
-    reached = count  # how many keys are `last` at least,
-    above = 0 * count  # and how many have other bits, and more
     bit = 32
-    while (bit > 0) & (reached - above > 1):
-        bit -= 2
-        step = tl.full([], 1, tl.uint32) << bit
-        one, two, three = last + step, last + 2 * step, last + 3 * step
-        each = (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << FIELD)
-        counts = tl.sum(each + ((key >= three).to(tl.int64) << (2 * FIELD)), 0)
-        of_one, of_two = (counts & MOST).to(tl.int32), ((counts >> FIELD) & MOST).to(tl.int32)
-        of_three = (counts >> (2 * FIELD)).to(tl.int32)
-        above = tl.where(
-            of_three >= width, above, tl.where(of_two >= width, of_three, tl.where(of_one >= width, of_two, of_one))
-        )
-        reached = tl.where(
-            of_three >= width, of_three, tl.where(of_two >= width, of_two, tl.where(of_one >= width, of_one, reached))
-        )
-        last = tl.where(of_three >= width, three, tl.where(of_two >= width, two, tl.where(of_one >= width, one, last)))
-    near = there & ((key >> bit) == (last >> bit))
-    last = tl.max(tl.where(near, key, last), 0)  # the only one, or all are equal
+    undecided = 2
+    while undecided > 1:
+        for _ in tl.static_range(AT_ONCE):
+            bit -= 1
+            higher = last | (tl.full([], 1, tl.uint32) << bit)
+            last = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= width, higher, last)
+        near = there & ((key >> bit) == (last >> bit))
+        undecided = tl.where(bit == 0, 0, tl.sum(near.to(tl.int32), 0))
+    last = tl.max(tl.where(there & ((key >> bit) == (last >> bit)), key, last), 0)  # the only one, or all are equal
 
     # of those with this key, the first ones that are needed; all, where there are not more than are read
+    above = there & (key > last)
     ties = there & (key == last)
-    both = tl.cumsum((there & (key > last)).to(tl.int32) + (ties.to(tl.int32) << 16), 0)
-    some = tl.minimum(both >> 16, width - above)
-    kept = there & ((count <= width) | (key > last) | (ties & ((both >> 16) <= width - above)))
-    place = tl.where(count <= width, n, (both & 0xFFFF) + some - 1)
+    before = tl.sum(above.to(tl.int32), 0) + tl.cumsum(ties.to(tl.int32), 0)
+    kept = there & ((count <= width) | above | (ties & (before <= width)))
 
     # epilogue
-    read = tl.minimum(count, width)
+    read = tl.sum(kept.to(tl.int32), 0)
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    page = tl.load(TABLE + r * table_row + n, mask=kept, other=0)
     tl.store(TABLES + at * width + place, page * by_page + h * by_head, mask=kept)
     tl.store(TABLES + at * width + n, tl.zeros([BLOCK], tl.int32), mask=(n >= read) & (n < width))
-    missing = (count * PAGE - length) * kept.to(tl.int32)  # of the newest page
-    tl.store(TOKENS + at + 0 * n, read * PAGE - missing, mask=n == tl.maximum(count - 1, 0))
+    missing = count * PAGE - length
+    newest = tl.sum((kept & (n == count - 1)).to(tl.int32), 0)
+    tl.store(TOKENS + at, read * PAGE - missing * newest)
     tl.store(KEPT + at * pages + n, kept.to(tl.int8), mask=n < pages)
 
 
@@ -147,13 +129,12 @@ def _plans(call: Call) -> tuple[Plan, Plan]:
     step = max(1, min(_ELEMENTS // block_d, triton.next_power_of_2(pages)))
     parts = -(-pages // step)
     strides = (*call.q.stride()[:2], *call.least.stride()[:2], call.table.stride(0))
-    early = capability(call.q.device) >= 90
-    constants = (call.heads, call.group, call.page_size, dim, call.means, step, block_d, early)
+    constants = (call.heads, call.group, call.page_size, dim, call.means, step, block_d)
     warps = min(8, max(1, step * block_d // (32 * _EACH)))
     sizes = (pages, parts, call.first, call.local)
     score = Plan(score_pages, rows * call.heads * parts, strides, sizes, constants, warps, 1)
     block = max(16, triton.next_power_of_2(max(pages, call.width)))
     sizes = (pages, call.width, call.by_page, call.by_head)
-    constants = (call.heads, call.page_size, block, early)
+    constants = (call.heads, call.page_size, block)
     warps = min(16, max(1, block // (32 * _OF_ROW)))
-    return score, Plan(take_pages, rows * call.heads, strides[-1:], sizes, constants, warps, 1, early=early)
+    return score, Plan(take_pages, rows * call.heads, strides[-1:], sizes, constants, warps, 1)
