@@ -19,6 +19,7 @@ Source: Zhang et al., "SageAttention", 2024; "SageAttention2", 2024; "SageAttent
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,8 +77,8 @@ def sageattn(
         InputError: an argument is wrong. TypeError: a keyword that is not here.
     """
     architecture = torch.cuda.get_device_capability(q.device) if getattr(q, "is_cuda", False) else None
-    scheme = _scheme("per_thread", smooth_k, False, **_values_of(architecture))
-    return _attention(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
+    scheme = scheme_of("per_thread", smooth_k, False, **values_of(architecture))
+    return attend(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
 
 
 def sageattn_qk_int8_pv_fp16_triton(
@@ -97,9 +98,9 @@ def sageattn_qk_int8_pv_fp16_triton(
     Args and returns as `sageattn` has them, but:
         quantization_backend: "triton" or "cuda", which changes nothing.
     """
-    _one_of("quantization_backend", quantization_backend, ("triton", "cuda"), "codes are the same by either")
+    one_of("quantization_backend", quantization_backend, ("triton", "cuda"), "codes are the same by either")
     scheme = tw.Sage(pv="fp16", q_scale="block", k_scale="block", smooth=("k",) if smooth_k else ())
-    return _attention(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
+    return attend(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
 
 
 def sageattn_qk_int8_pv_fp16_cuda(
@@ -122,9 +123,9 @@ def sageattn_qk_int8_pv_fp16_cuda(
         pv_accum_dtype: "fp32", "fp16+fp32" or "fp16"; sums are float32.
         smooth_v: centre values by their mean.
     """
-    _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp16+fp32", "fp16"), "sums are float32 for each")
-    scheme = _scheme(qk_quant_gran, smooth_k, smooth_v, pv="fp16")
-    return _attention(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
+    one_of("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp16+fp32", "fp16"), "sums are float32 for each")
+    scheme = scheme_of(qk_quant_gran, smooth_k, smooth_v, pv="fp16")
+    return attend(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
 
 
 def sageattn_qk_int8_pv_fp8_cuda(
@@ -145,9 +146,9 @@ def sageattn_qk_int8_pv_fp8_cuda(
     Args and returns as `sageattn_qk_int8_pv_fp16_cuda` has them, but:
         pv_accum_dtype: "fp32+fp16", "fp32+fp32" or "fp32"; the last two are the same here.
     """
-    _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp16", "fp32+fp32", "fp32"), "how weights times values are summed")
-    scheme = _scheme(qk_quant_gran, smooth_k, smooth_v, pv_sum="fp16" if pv_accum_dtype == "fp32+fp16" else "fp32")
-    return _attention(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
+    one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp16", "fp32+fp32", "fp32"), "how weights times values are summed")
+    scheme = scheme_of(qk_quant_gran, smooth_k, smooth_v, pv_sum="fp16" if pv_accum_dtype == "fp32+fp16" else "fp32")
+    return attend(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
 
 
 def sageattn_qk_int8_pv_fp8_cuda_sm90(
@@ -167,12 +168,12 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
     Args and returns as `sageattn_qk_int8_pv_fp8_cuda` has them, but:
         pv_accum_dtype: "fp32+fp32"; "fp32" raises UnsupportedError, a NotImplementedError, as theirs does.
     """
-    _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp32", "fp32"), "Hopper has no faster sums in float16")
+    one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp32", "fp32"), "Hopper has no faster sums in float16")
     if pv_accum_dtype == "fp32":
         hint = "one accumulator of 13 bits loses more the more keys there are"
         raise UnsupportedError("pv_accum_dtype", got="'fp32'", expected="'fp32+fp32'", hint=hint)
-    scheme = _scheme(qk_quant_gran, smooth_k, False)
-    return _attention(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
+    scheme = scheme_of(qk_quant_gran, smooth_k, False)
+    return attend(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
 
 
 def sageattn_varlen(
@@ -218,20 +219,22 @@ def sageattn_varlen(
     return tw.attention(q, k, v, mask=mask, layout=Packed(*cu), scale=sm_scale, quantize=scheme)
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...], hint: str) -> None:
+def one_of(name: str, value: Any, allowed: tuple[str, ...], hint: str) -> None:
+    """Raise InputError unless `value` is allowed."""
     if not isinstance(value, str) or value not in allowed:
         raise InputError(name, got=repr(value), expected=f"one of {', '.join(map(repr, allowed))}", hint=hint)
 
 
-def _scheme(qk_quant_gran: Any, smooth_k: bool, smooth_v: bool, **values: str) -> tw.Sage:
-    _one_of("qk_quant_gran", qk_quant_gran, ("per_thread", "per_warp"), "who shares a scale of queries and keys")
+def scheme_of(qk_quant_gran: Any, smooth_k: bool, smooth_v: bool, **values: str) -> tw.Sage:
+    """The scheme of INT8 scores whose scales are shared so."""
+    one_of("qk_quant_gran", qk_quant_gran, ("per_thread", "per_warp"), "who shares a scale of queries and keys")
     smooth = tuple(side for side, wanted in (("k", smooth_k), ("v", smooth_v)) if wanted)
     if qk_quant_gran == "per_warp":
         return tw.Sage(q_scale="warp", k_scale="block", smooth=smooth, **values)  # type: ignore[arg-type]
     return tw.Sage(smooth=smooth, **values)  # type: ignore[arg-type]
 
 
-def _values_of(architecture: tuple[int, int] | None) -> dict[str, str]:
+def values_of(architecture: tuple[int, int] | None) -> dict[str, str]:
     """What becomes of values on a GPU of this compute capability; None: no GPU."""
     if architecture is not None and architecture < (8, 9):
         return {"pv": "fp16"}
@@ -239,7 +242,7 @@ def _values_of(architecture: tuple[int, int] | None) -> dict[str, str]:
     return {"pv_sum": "fp16"} if faster else {}
 
 
-def _attention(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -249,8 +252,10 @@ def _attention(
     sm_scale: float | None,
     return_lse: bool,
     attn_mask: torch.Tensor | None = None,
+    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = tw.attention_with_lse,
 ) -> Result:
-    _one_of("tensor_layout", tensor_layout, ("HND", "NHD"), "H heads, N tokens, D dimensions, behind the batch")
+    """What all of them do: `attention` of tensors (batch, seqlen, heads, dim), whose result goes back."""
+    one_of("tensor_layout", tensor_layout, ("HND", "NHD"), "H heads, N tokens, D dimensions, behind the batch")
     heads_first = tensor_layout == "HND"
     shape = "(batch, heads, seqlen, dim)" if heads_first else "(batch, seqlen, heads, dim)"
     check_tensors(shape, (4,), "sageattn_varlen takes three dimensions", q=q, k=k, v=v)
@@ -265,6 +270,6 @@ def _attention(
         mask = raw_mask(top_left, shift) if shift else tw.causal
     elif attn_mask is not None:
         mask, score = formula_of(attn_mask, (q.shape[0], q.shape[2]), q.shape[1], k.shape[1])
-    o, lse = tw.attention_with_lse(q, k, v, mask=mask, score=score, scale=sm_scale, quantize=scheme)
+    o, lse = attention(q, k, v, mask=mask, score=score, scale=sm_scale, quantize=scheme)
     o = o.transpose(1, 2) if heads_first else o
     return (o, lse) if return_lse else o

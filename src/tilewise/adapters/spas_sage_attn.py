@@ -1,0 +1,333 @@
+"""SpargeAttn's functions (package spas_sage_attn), run by tilewise: same names, arguments and layouts.
+
+Arguments become a selection (`tilewise.Sparge`, `tilewise.TopK`) and a scheme (`tilewise.Sage`); attention runs with
+`select=` and `quantize=` these. Tiles are of 128 queries and 128 keys on every GPU (theirs: 128 and 64, on Hopper 64
+and 128).
+
+Where theirs takes an argument and ignores it, this one does what it says, or refuses it: `attn_mask` is a mask,
+`dropout_p` must be 0, `smooth_k=False` runs, and causal is causal inside a tile, too, for SageAttention 2 as for 1.
+`output_dtype` alone changes nothing, as theirs: out has q's dtype.
+
+Beyond SpargeAttn: any head_dim up to 256 and a head_dim_v, any length, fewer heads of keys and values than of queries,
+float32, the CPU, rows that see nothing (0, and lse -inf), lse from each function, gradients. Keywords that a function
+does not have are TypeErrors.
+
+Source: Zhang et al., "SpargeAttention: Accurate and Training-free Sparse Attention Accelerating Any Model Inference",
+2025.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from tilewise.adapters import sageattention as sage
+from tilewise.core.errors import InputError
+from tilewise.ops.attention.choice import Selected
+from tilewise.schedule.tilemap import FULL
+
+__all__ = [
+    "block_sparse_sage2_attn_cuda",
+    "spas_sage2_attn_meansim_cuda",
+    "spas_sage2_attn_meansim_topk_cuda",
+    "spas_sage_attn_meansim_cuda",
+    "spas_sage_attn_meansim_topk_cuda",
+]
+
+Result = torch.Tensor | tuple[Any, Any]
+PerHead = float | torch.Tensor
+_TILE = (128, 128)
+_ALL = 50.0  # powers of 2 by which a weight is too small for any sum of float32
+
+
+def spas_sage2_attn_meansim_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    simthreshd1: PerHead = 0.6,
+    cdfthreshd: PerHead = 0.98,
+    pvthreshd: PerHead = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: torch.dtype = torch.float16,
+    return_sparsity: bool = False,
+    return_lse: bool = False,
+) -> Result:
+    """The tiles that hold `cdfthreshd` of a softmax over means of tiles, by SageAttention 2 (INT8, and FP8 for values).
+
+    Args:
+        q: (batch, num_heads_q, seqlen_q, head_dim), or as `tensor_layout` has it.
+        k, v: (batch, num_heads_kv, seqlen_k, head_dim and head_dim_v); num_heads_kv divides num_heads_q.
+        attn_mask: bool, True where a pair may meet, or float, added to the scaled scores; broadcastable to (batch,
+            num_heads_q, seqlen_q, seqlen_k).
+        dropout_p: 0.
+        is_causal: query i sees keys 0 to i.
+        scale: factor of q k^T; default head_dim ** -0.5.
+        smooth_k: centre keys by their mean.
+        simthreshd1: tiles whose self-similarity is not above it are computed anyway, in [-1, 1]: a number, or a tensor
+            (num_heads_q,), which is read on the host.
+        cdfthreshd: the share of the softmax, in (0, 1]; a number or a tensor, likewise.
+        pvthreshd: tiles of scores that are this many powers of 2 below the largest of their rows so far count for
+            nothing; 50 or more: none. Of a tensor, the largest number is every head's.
+        attention_sink: take the first tile of keys, too.
+        tensor_layout: "HND" or "NHD".
+        output_dtype: accepted, and not looked at.
+        return_sparsity: return (out, share of the tiles that the mask does not hide that are left out, a float).
+        return_lse: return (out, lse).
+
+    Returns:
+        out like q with head_dim_v, in the same layout; lse float32 (batch, num_heads_q, seqlen_q).
+
+    Raises:
+        InputError: an argument is wrong. TypeError: a keyword that is not here.
+    """
+    select = _select(_sparge(cdfthreshd, simthreshd1, pvthreshd), attention_sink)
+    given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
+    return _attention(q, k, v, select, _sage2(q, smooth_k), *given)
+
+
+def spas_sage2_attn_meansim_topk_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    simthreshd1: PerHead = -0.1,
+    cdfthreshd: PerHead | None = None,
+    topk: PerHead | None = 0.35,
+    pvthreshd: PerHead = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: torch.dtype = torch.float16,
+    return_sparsity: bool = False,
+    return_lse: bool = False,
+) -> Result:
+    """The share `topk` of all tiles of keys that score best by means of tiles, by SageAttention 2.
+
+    Args, returns and raises as `spas_sage2_attn_meansim_cuda` has them, but:
+        topk: in (0, 1]; a number or a tensor (num_heads_q,). As theirs, of all tiles of a sequence, rounded down, at
+            least one, whatever the mask lets a row see. None where `cdfthreshd` is given.
+        pvthreshd: looked at with `cdfthreshd` only.
+    """
+    select = _select(_top(topk, cdfthreshd, simthreshd1, pvthreshd, k, tensor_layout), attention_sink)
+    given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
+    return _attention(q, k, v, select, _sage2(q, smooth_k), *given)
+
+
+def spas_sage_attn_meansim_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    simthreshd1: PerHead = 0.6,
+    cdfthreshd: PerHead = 0.98,
+    pvthreshd: PerHead = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: torch.dtype = torch.float16,
+    return_sparsity: bool = False,
+    return_lse: bool = False,
+) -> Result:
+    """`spas_sage2_attn_meansim_cuda` by SageAttention 1: INT8 scores by block, values in float16."""
+    select = _select(_sparge(cdfthreshd, simthreshd1, pvthreshd), attention_sink)
+    given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
+    return _attention(q, k, v, select, _sage1(smooth_k), *given)
+
+
+def spas_sage_attn_meansim_topk_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    simthreshd1: PerHead = -0.1,
+    cdfthreshd: PerHead | None = None,
+    topk: PerHead | None = 0.35,
+    pvthreshd: PerHead = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: torch.dtype = torch.float16,
+    return_sparsity: bool = False,
+    return_lse: bool = False,
+) -> Result:
+    """`spas_sage2_attn_meansim_topk_cuda` by SageAttention 1: INT8 scores by block, values in float16."""
+    select = _select(_top(topk, cdfthreshd, simthreshd1, pvthreshd, k, tensor_layout), attention_sink)
+    given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
+    return _attention(q, k, v, select, _sage1(smooth_k), *given)
+
+
+def block_sparse_sage2_attn_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask_id: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    pvthreshd: PerHead = 50,
+    attention_sink: bool = False,
+    tensor_layout: str = "HND",
+    output_dtype: torch.dtype = torch.float16,
+    return_sparsity: bool = False,
+    return_lse: bool = False,
+) -> Result:
+    """Tiles of your own choice, by SageAttention 2.
+
+    Args, returns and raises as `spas_sage2_attn_meansim_cuda` has them, but:
+        mask_id: bool or integers (batch, num_heads_q, tiles_q, tiles_k), not 0 where a tile is computed; None: all. A
+            tile has 128 queries and 64 keys, or 64 and 128 (theirs on Hopper), or 128 and 128, whichever gives that
+            many tiles, the first of these where several do; on any GPU.
+    """
+    select = None if mask_id is None else _given_tiles(q, k, mask_id, pvthreshd, attention_sink, tensor_layout)
+    given = (tensor_layout, False, scale, dropout_p, None, return_sparsity, return_lse)
+    return _attention(q, k, v, select, _sage2(q, smooth_k), *given)
+
+
+# what arguments become -----------------------------------------------------------------------------------------------
+
+
+def _sage1(smooth_k: bool) -> tw.Sage:
+    return tw.Sage(pv="fp16", q_scale="block", k_scale="block", smooth=("k",) if smooth_k else ())
+
+
+def _sage2(q: torch.Tensor, smooth_k: bool) -> tw.Sage:
+    architecture = torch.cuda.get_device_capability(q.device) if getattr(q, "is_cuda", False) else None
+    return sage.scheme_of("per_thread", smooth_k, False, **sage.values_of(architecture))
+
+
+def _sparge(cdfthreshd: PerHead, simthreshd1: PerHead, pvthreshd: PerHead) -> tw.Sparge:
+    tau, theta = _by_head("cdfthreshd", cdfthreshd), _by_head("simthreshd1", simthreshd1)
+    return tw.Sparge(tau, theta, _lam(pvthreshd))
+
+
+def _top(
+    topk: PerHead | None,
+    cdfthreshd: PerHead | None,
+    simthreshd1: PerHead,
+    pvthreshd: PerHead,
+    k: torch.Tensor,
+    tensor_layout: str,
+) -> tw.Sparge | tw.TopK:
+    if (topk is None) == (cdfthreshd is None):
+        got = "neither" if topk is None else "both"
+        raise InputError("topk, cdfthreshd", got=got, expected="one of them", hint="leave cdfthreshd out")
+    if cdfthreshd is not None:
+        return _sparge(cdfthreshd, simthreshd1, pvthreshd)
+    _lam(pvthreshd)  # raises what is wrong with it
+    assert topk is not None
+    shares = _by_head("topk", topk)
+    tiles = _tiles(_seqlen(k, tensor_layout), _TILE[1])
+    for share in shares if isinstance(shares, tuple) else (shares,):
+        if not 0.0 < share <= 1.0:
+            raise InputError("topk", got=f"{share}", expected="in (0, 1]", hint="a share of the tiles of keys")
+    counts = tuple(max(1, int(x * tiles)) for x in (shares if isinstance(shares, tuple) else (shares,)))
+    theta = _by_head("simthreshd1", simthreshd1)
+    return tw.TopK(counts if isinstance(shares, tuple) else counts[0], theta)
+
+
+def _select(prediction: tw.Sparge | tw.TopK, attention_sink: bool) -> tw.Select:
+    parts = (prediction, tw.sinks(1)) if attention_sink else (prediction,)
+    return tw.Select(*parts, block=_TILE)
+
+
+def _given_tiles(
+    q: torch.Tensor, k: torch.Tensor, mask_id: Any, pvthreshd: PerHead, attention_sink: bool, tensor_layout: str
+) -> Selected:
+    seqlen_q, seqlen_k = (_seqlen(x, tensor_layout) for x in (q, k))
+    heads = q.shape[1 if tensor_layout == "HND" else 2] if q.ndim == 4 else 0
+    sizes = [(m, n) for m, n in ((128, 64), (64, 128), (128, 128))]
+    shapes: list[tuple[int, ...]] = [(q.shape[0], heads, _tiles(seqlen_q, m), _tiles(seqlen_k, n)) for m, n in sizes]
+    if not isinstance(mask_id, torch.Tensor) or mask_id.is_floating_point() or tuple(mask_id.shape) not in shapes:
+        got = f"{mask_id.dtype} {tuple(mask_id.shape)}" if isinstance(mask_id, torch.Tensor) else repr(mask_id)
+        hint = "tiles of 128 queries and 64 keys, 64 and 128, or 128 and 128"
+        raise InputError("mask_id", got=got, expected=f"bool {' or '.join(map(str, shapes))}", hint=hint)
+    kept = mask_id != 0
+    if attention_sink:
+        kept[..., :1] = True
+    classes = torch.full((1, 1, *kept.shape[2:]), FULL, dtype=torch.int8, device=q.device)
+    skip = _lam(pvthreshd)
+    block = sizes[shapes.index(tuple(mask_id.shape))]
+    return Selected(kept, classes, block, seqlen_q, seqlen_k, "drop", math.inf if skip is None else skip)
+
+
+def _by_head(name: str, value: Any) -> float | tuple[float, ...]:
+    """A number, or those of a tensor, which is read on the host."""
+    if isinstance(value, torch.Tensor) and value.ndim <= 1:
+        return tuple(value.tolist()) if value.ndim else float(value)
+    if not isinstance(value, numbers.Real):
+        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise InputError(name, got=got, expected="a number, or a tensor (num_heads_q,)", hint="one for each query head")
+    return float(value)
+
+
+def _lam(pvthreshd: PerHead) -> float | None:
+    """The difference of scores that so many powers of 2 are; None where nothing is left out."""
+    powers = _by_head("pvthreshd", pvthreshd)
+    most = max(powers, default=_ALL) if isinstance(powers, tuple) else powers
+    if not most > 0.0:
+        raise InputError("pvthreshd", got=f"{most}", expected="above 0", hint="50 leaves nothing out")
+    return most * math.log(2.0) if most < _ALL else None
+
+
+def _tiles(seqlen: int, size: int) -> int:
+    return -(-seqlen // size)
+
+
+def _seqlen(x: Any, tensor_layout: str) -> int:
+    """0 for what is no tensor of four dimensions, which is refused later."""
+    good = isinstance(x, torch.Tensor) and x.ndim == 4
+    return x.shape[2 if tensor_layout == "HND" else 1] if good else 0
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    select: tw.Select | Selected | None,
+    scheme: tw.Sage,
+    tensor_layout: str,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    attn_mask: torch.Tensor | None,
+    return_sparsity: bool,
+    return_lse: bool,
+) -> Result:
+    if dropout_p != 0.0:
+        raise InputError("dropout_p", got=f"{dropout_p}", expected="0.0", hint="it is a function for inference")
+    if return_sparsity and return_lse:
+        got = "both return_sparsity and return_lse"
+        raise InputError("return_sparsity", got=got, expected="one of them", hint="tilewise.select_tiles gives both")
+    sparsity = 0.0
+
+    def attention(*qkv: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal sparsity
+        tiles = select
+        if return_sparsity and tiles is not None:
+            if isinstance(tiles, tw.Select):
+                formulas = {name: arguments[name] for name in ("mask", "score", "scale")}
+                tiles = tw.select_tiles(qkv[0], qkv[1], tiles, **formulas)
+            sparsity = 1.0 - float(tiles.density())
+        return tw.attention_with_lse(*qkv, select=tiles, **arguments)
+
+    found = sage.attend(q, k, v, scheme, tensor_layout, is_causal, scale, return_lse, attn_mask, attention=attention)
+    return (found, sparsity) if return_sparsity else found
