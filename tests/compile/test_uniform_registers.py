@@ -54,3 +54,21 @@ def test_a_table_of_branches_leads_to_every_role() -> None:
         /*0050*/                   EXIT ;
 """
     assert [line.split(":")[0] for line in read_unset(roles)] == ["0040"]
+
+
+def test_a_branch_of_threads_that_part_leads_on() -> None:
+    parting = """
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x208] ;
+        /*0010*/                   UMOV UR6, UR4 ;
+        /*0018*/                   UMOV UR7, UR4 ;
+        /*0020*/                   BRA.DIV UR4, `(.L_x_1) ;
+.L_x_0:
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0040*/                   EXIT ;
+.L_x_1:
+        /*0050*/                   WARPSYNC.ALL ;
+        /*0060*/                   BRA `(.L_x_0) ;
+"""
+    assert read_unset(parting.replace("BRA.DIV UR4, `(.L_x_1)", "NOP")) == []
+    assert read_unset(parting) == []
+    assert len(read_unset(parting.replace("UMOV UR7, UR4", "NOP"))) == 1

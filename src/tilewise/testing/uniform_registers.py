@@ -63,7 +63,7 @@ def _program(disassembly: str) -> list[_Instruction]:
         ends = name.startswith(("BRX", "RET")) or (name in ("EXIT", "BRA") and not predicate and "P" not in rest[:3])
         if not ends and n + 1 < len(found):
             program[n].after.append(n + 1)
-        if name == "BRA" and to:
+        if name.startswith("BRA") and to:
             program[n].after.append(labels[to[1]])
     # a table of branches leads to the labels that nothing else does
     led_to = {after for one in program for after in one.after}
