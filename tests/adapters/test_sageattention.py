@@ -76,7 +76,7 @@ def test_arguments_become_a_scheme(name: str, arguments: dict[str, Any], scheme:
     ],
 )
 def test_sageattn_takes_what_the_gpu_is_fast_at(architecture: tuple[int, int] | None, scheme: tw.Sage) -> None:
-    assert sage.scheme_of("per_thread", True, False, **sage.values_of(architecture)) == scheme
+    assert sage._scheme("per_thread", True, False, **sage._values_of(architecture)) == scheme
 
 
 @pytest.mark.parametrize("sizes", [(150, 150), (40, 150), (150, 40)], ids=str)

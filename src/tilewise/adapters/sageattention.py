@@ -76,9 +76,7 @@ def sageattn(
     Raises:
         InputError: an argument is wrong. TypeError: a keyword that is not here.
     """
-    architecture = torch.cuda.get_device_capability(q.device) if getattr(q, "is_cuda", False) else None
-    scheme = scheme_of("per_thread", smooth_k, False, **values_of(architecture))
-    return attend(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
+    return attend(q, k, v, fastest(q, smooth_k), tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
 
 
 def sageattn_qk_int8_pv_fp16_triton(
@@ -98,8 +96,8 @@ def sageattn_qk_int8_pv_fp16_triton(
     Args and returns as `sageattn` has them, but:
         quantization_backend: "triton" or "cuda", which changes nothing.
     """
-    one_of("quantization_backend", quantization_backend, ("triton", "cuda"), "codes are the same by either")
-    scheme = tw.Sage(pv="fp16", q_scale="block", k_scale="block", smooth=("k",) if smooth_k else ())
+    _one_of("quantization_backend", quantization_backend, ("triton", "cuda"), "codes are the same by either")
+    scheme = by_block(smooth_k)
     return attend(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
 
 
@@ -123,8 +121,8 @@ def sageattn_qk_int8_pv_fp16_cuda(
         pv_accum_dtype: "fp32", "fp16+fp32" or "fp16"; sums are float32.
         smooth_v: centre values by their mean.
     """
-    one_of("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp16+fp32", "fp16"), "sums are float32 for each")
-    scheme = scheme_of(qk_quant_gran, smooth_k, smooth_v, pv="fp16")
+    _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp16+fp32", "fp16"), "sums are float32 for each")
+    scheme = _scheme(qk_quant_gran, smooth_k, smooth_v, pv="fp16")
     return attend(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
 
 
@@ -146,8 +144,8 @@ def sageattn_qk_int8_pv_fp8_cuda(
     Args and returns as `sageattn_qk_int8_pv_fp16_cuda` has them, but:
         pv_accum_dtype: "fp32+fp16", "fp32+fp32" or "fp32"; the last two are the same here.
     """
-    one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp16", "fp32+fp32", "fp32"), "how weights times values are summed")
-    scheme = scheme_of(qk_quant_gran, smooth_k, smooth_v, pv_sum="fp16" if pv_accum_dtype == "fp32+fp16" else "fp32")
+    _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp16", "fp32+fp32", "fp32"), "how weights times values are summed")
+    scheme = _scheme(qk_quant_gran, smooth_k, smooth_v, pv_sum="fp16" if pv_accum_dtype == "fp32+fp16" else "fp32")
     return attend(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
 
 
@@ -168,11 +166,11 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
     Args and returns as `sageattn_qk_int8_pv_fp8_cuda` has them, but:
         pv_accum_dtype: "fp32+fp32"; "fp32" raises UnsupportedError, a NotImplementedError, as theirs does.
     """
-    one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp32", "fp32"), "Hopper has no faster sums in float16")
+    _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp32", "fp32"), "Hopper has no faster sums in float16")
     if pv_accum_dtype == "fp32":
         hint = "one accumulator of 13 bits loses more the more keys there are"
         raise UnsupportedError("pv_accum_dtype", got="'fp32'", expected="'fp32+fp32'", hint=hint)
-    scheme = scheme_of(qk_quant_gran, smooth_k, False)
+    scheme = _scheme(qk_quant_gran, smooth_k, False)
     return attend(q, k, v, scheme, tensor_layout, is_causal, sm_scale, return_lse)
 
 
@@ -215,26 +213,37 @@ def sageattn_varlen(
         shift = cu[1].diff() - cu[0].diff()
         mask = tw.causal if cu_seqlens_q is cu_seqlens_k else tw.mask(lambda b, h, i, j: j <= i - shift[b], "top_left")
     q, k, v = (unit_stride(x) for x in (q, k, v))
-    scheme = tw.Sage(pv="fp16", q_scale="block", k_scale="block", smooth=("k",) if smooth_k else ())
+    scheme = by_block(smooth_k)
     return tw.attention(q, k, v, mask=mask, layout=Packed(*cu), scale=sm_scale, quantize=scheme)
 
 
-def one_of(name: str, value: Any, allowed: tuple[str, ...], hint: str) -> None:
+def _one_of(name: str, value: Any, allowed: tuple[str, ...], hint: str) -> None:
     """Raise InputError unless `value` is allowed."""
     if not isinstance(value, str) or value not in allowed:
         raise InputError(name, got=repr(value), expected=f"one of {', '.join(map(repr, allowed))}", hint=hint)
 
 
-def scheme_of(qk_quant_gran: Any, smooth_k: bool, smooth_v: bool, **values: str) -> tw.Sage:
+def _scheme(qk_quant_gran: Any, smooth_k: bool, smooth_v: bool, **values: str) -> tw.Sage:
     """The scheme of INT8 scores whose scales are shared so."""
-    one_of("qk_quant_gran", qk_quant_gran, ("per_thread", "per_warp"), "who shares a scale of queries and keys")
+    _one_of("qk_quant_gran", qk_quant_gran, ("per_thread", "per_warp"), "who shares a scale of queries and keys")
     smooth = tuple(side for side, wanted in (("k", smooth_k), ("v", smooth_v)) if wanted)
     if qk_quant_gran == "per_warp":
         return tw.Sage(q_scale="warp", k_scale="block", smooth=smooth, **values)  # type: ignore[arg-type]
     return tw.Sage(smooth=smooth, **values)  # type: ignore[arg-type]
 
 
-def values_of(architecture: tuple[int, int] | None) -> dict[str, str]:
+def by_block(smooth_k: bool) -> tw.Sage:
+    """The scheme of SageAttention 1."""
+    return tw.Sage(pv="fp16", q_scale="block", k_scale="block", smooth=("k",) if smooth_k else ())
+
+
+def fastest(q: torch.Tensor, smooth_k: bool) -> tw.Sage:
+    """The scheme of SageAttention 2 that the GPU of `q` is fast at."""
+    architecture = torch.cuda.get_device_capability(q.device) if getattr(q, "is_cuda", False) else None
+    return _scheme("per_thread", smooth_k, False, **_values_of(architecture))
+
+
+def _values_of(architecture: tuple[int, int] | None) -> dict[str, str]:
     """What becomes of values on a GPU of this compute capability; None: no GPU."""
     if architecture is not None and architecture < (8, 9):
         return {"pv": "fp16"}
@@ -255,7 +264,7 @@ def attend(
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = tw.attention_with_lse,
 ) -> Result:
     """What all of them do: `attention` of tensors (batch, seqlen, heads, dim), whose result goes back."""
-    one_of("tensor_layout", tensor_layout, ("HND", "NHD"), "H heads, N tokens, D dimensions, behind the batch")
+    _one_of("tensor_layout", tensor_layout, ("HND", "NHD"), "H heads, N tokens, D dimensions, behind the batch")
     heads_first = tensor_layout == "HND"
     shape = "(batch, heads, seqlen, dim)" if heads_first else "(batch, seqlen, heads, dim)"
     check_tensors(shape, (4,), "sageattn_varlen takes three dimensions", q=q, k=k, v=v)

@@ -41,6 +41,7 @@ __all__ = [
 Result = torch.Tensor | tuple[Any, Any]
 PerHead = float | torch.Tensor
 _TILE = (128, 128)
+_OWN_TILES = ((128, 64), (64, 128), (128, 128))
 _ALL = 50.0  # powers of 2 by which a weight is too small for any sum of float32
 
 
@@ -92,7 +93,7 @@ def spas_sage2_attn_meansim_cuda(
     """
     select = _select(_sparge(cdfthreshd, simthreshd1, pvthreshd), attention_sink)
     given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
-    return _attention(q, k, v, select, _sage2(q, smooth_k), *given)
+    return _attention(q, k, v, select, sage.fastest(q, smooth_k), *given)
 
 
 def spas_sage2_attn_meansim_topk_cuda(
@@ -123,7 +124,7 @@ def spas_sage2_attn_meansim_topk_cuda(
     """
     select = _select(_top(topk, cdfthreshd, simthreshd1, pvthreshd, k, tensor_layout), attention_sink)
     given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
-    return _attention(q, k, v, select, _sage2(q, smooth_k), *given)
+    return _attention(q, k, v, select, sage.fastest(q, smooth_k), *given)
 
 
 def spas_sage_attn_meansim_cuda(
@@ -147,7 +148,7 @@ def spas_sage_attn_meansim_cuda(
     """`spas_sage2_attn_meansim_cuda` by SageAttention 1: INT8 scores by block, values in float16."""
     select = _select(_sparge(cdfthreshd, simthreshd1, pvthreshd), attention_sink)
     given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
-    return _attention(q, k, v, select, _sage1(smooth_k), *given)
+    return _attention(q, k, v, select, sage.by_block(smooth_k), *given)
 
 
 def spas_sage_attn_meansim_topk_cuda(
@@ -172,7 +173,7 @@ def spas_sage_attn_meansim_topk_cuda(
     """`spas_sage2_attn_meansim_topk_cuda` by SageAttention 1: INT8 scores by block, values in float16."""
     select = _select(_top(topk, cdfthreshd, simthreshd1, pvthreshd, k, tensor_layout), attention_sink)
     given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
-    return _attention(q, k, v, select, _sage1(smooth_k), *given)
+    return _attention(q, k, v, select, sage.by_block(smooth_k), *given)
 
 
 def block_sparse_sage2_attn_cuda(
@@ -199,19 +200,10 @@ def block_sparse_sage2_attn_cuda(
     """
     select = None if mask_id is None else _given_tiles(q, k, mask_id, pvthreshd, attention_sink, tensor_layout)
     given = (tensor_layout, False, scale, dropout_p, None, return_sparsity, return_lse)
-    return _attention(q, k, v, select, _sage2(q, smooth_k), *given)
+    return _attention(q, k, v, select, sage.fastest(q, smooth_k), *given)
 
 
 # what arguments become -----------------------------------------------------------------------------------------------
-
-
-def _sage1(smooth_k: bool) -> tw.Sage:
-    return tw.Sage(pv="fp16", q_scale="block", k_scale="block", smooth=("k",) if smooth_k else ())
-
-
-def _sage2(q: torch.Tensor, smooth_k: bool) -> tw.Sage:
-    architecture = torch.cuda.get_device_capability(q.device) if getattr(q, "is_cuda", False) else None
-    return sage.scheme_of("per_thread", smooth_k, False, **sage.values_of(architecture))
 
 
 def _sparge(cdfthreshd: PerHead, simthreshd1: PerHead, pvthreshd: PerHead) -> tw.Sparge:
@@ -236,10 +228,11 @@ def _top(
     assert topk is not None
     shares = _by_head("topk", topk)
     tiles = _tiles(_seqlen(k, tensor_layout), _TILE[1])
-    for share in shares if isinstance(shares, tuple) else (shares,):
+    each = shares if isinstance(shares, tuple) else (shares,)
+    for share in each:
         if not 0.0 < share <= 1.0:
             raise InputError("topk", got=f"{share}", expected="in (0, 1]", hint="a share of the tiles of keys")
-    counts = tuple(max(1, int(x * tiles)) for x in (shares if isinstance(shares, tuple) else (shares,)))
+    counts = tuple(max(1, int(share * tiles)) for share in each)
     theta = _by_head("simthreshd1", simthreshd1)
     return tw.TopK(counts if isinstance(shares, tuple) else counts[0], theta)
 
@@ -254,8 +247,9 @@ def _given_tiles(
 ) -> Selected:
     seqlen_q, seqlen_k = (_seqlen(x, tensor_layout) for x in (q, k))
     heads = q.shape[1 if tensor_layout == "HND" else 2] if q.ndim == 4 else 0
-    sizes = [(m, n) for m, n in ((128, 64), (64, 128), (128, 128))]
-    shapes: list[tuple[int, ...]] = [(q.shape[0], heads, _tiles(seqlen_q, m), _tiles(seqlen_k, n)) for m, n in sizes]
+    shapes: list[tuple[int, ...]] = [
+        (q.shape[0], heads, _tiles(seqlen_q, m), _tiles(seqlen_k, n)) for m, n in _OWN_TILES
+    ]
     if not isinstance(mask_id, torch.Tensor) or mask_id.is_floating_point() or tuple(mask_id.shape) not in shapes:
         got = f"{mask_id.dtype} {tuple(mask_id.shape)}" if isinstance(mask_id, torch.Tensor) else repr(mask_id)
         hint = "tiles of 128 queries and 64 keys, 64 and 128, or 128 and 128"
@@ -265,7 +259,7 @@ def _given_tiles(
         kept[..., :1] = True
     classes = torch.full((1, 1, *kept.shape[2:]), FULL, dtype=torch.int8, device=q.device)
     skip = _lam(pvthreshd)
-    block = sizes[shapes.index(tuple(mask_id.shape))]
+    block = _OWN_TILES[shapes.index(tuple(mask_id.shape))]
     return Selected(kept, classes, block, seqlen_q, seqlen_k, "drop", math.inf if skip is None else skip)
 
 
@@ -316,7 +310,9 @@ def _attention(
         raise InputError("dropout_p", got=f"{dropout_p}", expected="0.0", hint="it is a function for inference")
     if return_sparsity and return_lse:
         got = "both return_sparsity and return_lse"
-        raise InputError("return_sparsity", got=got, expected="one of them", hint="tilewise.select_tiles gives both")
+        raise InputError(
+            "return_sparsity", got=got, expected="one of them", hint="tilewise.select_tiles has a density, too"
+        )
     sparsity = 0.0
 
     def attention(*qkv: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
