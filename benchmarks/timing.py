@@ -1,8 +1,9 @@
 """Timing that treats every contender alike: they take turns call by call, so clocks and heat are shared.
 
-On a GPU each call is timed by CUDA events after a write to a buffer larger than the L2 cache; the host never waits
-between calls, and the GPU does, so that a time holds no launch that came late (what launches cost is a case of its own,
-`overhead`). On a CPU each call is timed by the monotonic clock.
+On a GPU each call is timed by CUDA events after a read of a buffer larger than the L2 cache, which then holds nothing
+of the call's, and nothing that its first reads would have to write back for others (benchmarks/NOTES.md). The host
+never waits between calls, and the GPU does, so that a time holds no launch that came late (what launches cost is a case
+of its own, `overhead`). On a CPU each call is timed by the monotonic clock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FLUSH_BYTES = 256 * 2**20
 WARMUP_MS = 50.0
 WAIT_CYCLES = 600_000  # 0.3 ms, in which the host gets through most calls
 METHOD_GPU = (
-    "CUDA events around each call, L2 flushed before it by a 256 MiB write and the GPU kept waiting until the host is "
+    "CUDA events around each call, L2 filled before it by a read of 256 MiB and the GPU kept waiting until the host is "
     "ahead, contenders alternating call by call, {rounds} rounds after {warmup_ms:.0f} ms of warm-up each"
 )
 METHOD_CPU = (
@@ -107,12 +108,12 @@ def _order(names: list[str], turn: int) -> list[str]:
 
 
 def _gpu_rounds(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in _order(list(calls), turn):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()
+            flush.sum()
             torch.cuda._sleep(WAIT_CYCLES)
             start.record()
             calls[name]()

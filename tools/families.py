@@ -87,7 +87,7 @@ _HOPPER_TILED = tuple(
 )
 _HOPPER_DECODE = (
     "src/tilewise/tiles/gluon_codes.py",
-    *(_ATTENTION + f"gluon_{name}.py" for name in ("decode", "sm90_decode", "sm90_fold", "sm90_gather", "sm90_pages")),
+    *(_ATTENTION + f"gluon_{name}.py" for name in ("decode", "sm90_decode*", "sm90_fold", "sm90_gather", "sm90_pages")),
 )
 
 _GPU_TESTS = ("tests/gpu/test_attention_[clpr]*.py", "tests/gpu/test_adapters.py", "tests/gpu/test_sanitizer.py")

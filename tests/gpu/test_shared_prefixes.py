@@ -131,18 +131,21 @@ def test_one_graph_serves_other_groups(impl: str) -> None:
 
 
 @pytest.mark.xdist_group("shared_prefixes")  # one after another: 20 GiB each
-@pytest.mark.parametrize(("impl", "keys"), [("triton_paged", 128), ("hopper_decode", 64)])
-def test_a_prefix_is_read_once(impl: str, keys: int) -> None:
-    """A unit for each request, behind 2,944 keys, and in a line before one for sixteen of them, of 64 keys a tile."""
+@pytest.mark.parametrize(
+    ("impl", "together", "tile", "prefix_tile"), [("triton_paged", 16, 128, 64), ("hopper_decode", 32, 64, 128)]
+)
+def test_a_prefix_is_read_once(impl: str, together: int, tile: int, prefix_tile: int) -> None:
+    """A unit for each request, behind 2,944 keys, and in a line before one for as many of them as fit a tile."""
     batch = many(32, 3000)
     plan = tw.plan(batch.q, batch.k, batch.v, impl=impl, **batch.arguments)
     memory = plan._prepared._memory  # type: ignore[union-attr, attr-defined]
     units, prefixes, before = memory.units.view(-1, 8), memory.prefixes[0].view(-1, 8), memory.prefixes[1]
-    assert units[:32, 7].tolist() == 16 * [0] + 16 * [1]
-    assert units[:32, 2].eq(2944 // keys).all()
-    assert prefixes[:2, 0].tolist() == [0, 16]
-    assert prefixes[:2, 3].tolist() == 2 * [2944 // 64]
-    assert before[2:].eq(2 * 2944 // 64).all()
+    first = list(range(0, 32, together))
+    assert units[:32, 7].tolist() == [n // together for n in range(32)]
+    assert units[:32, 2].eq(2944 // tile).all()
+    assert prefixes[: len(first), 0].tolist() == first
+    assert prefixes[: len(first), 3].eq(2944 // prefix_tile).all()
+    assert before[len(first) :].eq(len(first) * 2944 // prefix_tile).all()
 
 
 @pytest.mark.xdist_group("shared_prefixes")  # one after another: 20 GiB each

@@ -23,7 +23,7 @@ from tilewise.ops.attention.triton_work import (
     UNIT,
     piece_at,
     piece_of_turn,
-    piece_start,
+    piece_span,
     program_start,
     row_pieces,
     tile_at,
@@ -185,7 +185,8 @@ def shares(FOUND, BEFORE, UNITS, slots, programs, HEADS_KV: tl.constexpr):
 @triton.jit
 def pieces_and_owners(STARTS, OWNERS, TURNS, programs, rounds, work, N: tl.constexpr):
     n = tl.arange(0, N)
-    tl.store(STARTS + n, piece_start(n, programs, rounds, work))
+    start, _count = piece_span(n, programs, rounds, work)
+    tl.store(STARTS + n, start)
     tl.store(OWNERS + n, piece_at(n, programs, rounds, work))
     tl.store(TURNS + n, piece_of_turn(n, programs, rounds))
 

@@ -19,7 +19,8 @@ from tests.interpret.test_shared_prefixes import GROUPINGS, PAGED, call_of, case
 from tilewise.ops.attention import triton_paged, triton_prefixes, triton_work
 from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.sharing import bytes_of, requests_of_tile, rows_of_shared_tile, unshared
-from tilewise.ops.attention.triton_planned import PREFIX_KEYS
+from tilewise.ops.attention.triton_paged import PREFIX_KEYS
+from tilewise.ops.attention.triton_planned import PrefixTile, shared_work_of
 from tilewise.ops.attention.triton_work import UNIT
 from tilewise.schedule.sharing import Group, common_tiles, groups_of
 from tilewise.schedule.worklist import WorkList
@@ -54,8 +55,9 @@ def test_the_device_plans_as_the_host(
     tiles = common_tiles(tables, keys, queries, page_size, block_n)
     assert memory.common.tolist() == tiles
     token, part = bytes_of(call)
-    together = requests_of_tile(call)
-    assert together * queries * group <= rows_of_shared_tile(call) < 2 * together * queries * group
+    shared_rows = rows_of_shared_tile(call, "triton_paged")
+    together = requests_of_tile(call, shared_rows)
+    assert together * queries * group <= shared_rows < 2 * together * queries * group
     assert rows >= queries * group
     groups = groups_of(tiles, together=together, block_n=block_n, token_bytes=token, part_bytes=part)
     want = WorkList.build(
@@ -67,6 +69,33 @@ def test_the_device_plans_as_the_host(
         assert memory.prefixes[1].eq(0).all()
     else:
         same_line(want.prefixes, *memory.prefixes)
+
+
+@settings(max_examples=20, deadline=None)
+@given(requests=GROUPINGS, page_size=st.integers(1, 40), queries=st.integers(1, 4))
+@example(requests=[(700, 0)] + [(700, 600)] * 6, page_size=1, queries=4)
+def test_prefixes_of_larger_tiles(requests: list[tuple[int, int]], page_size: int, queries: int) -> None:
+    """A prefix has whole ones of its own tiles, of four of the others each."""
+    keys, common = [n for n, _ in requests], [0, *(n for _, n in requests[1:])]
+    call = call_of(alike(PAGED, case_of(keys, queries, heads_q=4), common, page_size))
+    work = shared_work_of(call, 32, 16, 6, 0, PrefixTile(3, 64, 128))
+    memory = work.memory(call)
+    work.launch(call, memory)
+    assert call.pages is not None
+    assert memory.prefixes is not None
+    tables = [row[: -(-n // page_size)] for row, n in zip(call.pages.table.tolist(), keys, strict=True)]
+    tiles = common_tiles(tables, keys, queries, page_size, 32, 128)
+    token, part = bytes_of(call)
+    together = requests_of_tile(call, 64)
+    groups = groups_of(tiles, together=together, block_n=32, token_bytes=token, part_bytes=part)
+    want = WorkList.build(
+        [queries] * len(keys), keys, heads_q=4, heads_kv=2, programs=6, block_n=32, groups=groups, together=together,
+        prefix_n=128,
+    )  # fmt: skip
+    same_line(want, memory.units, memory.before)
+    if want.prefixes is not None:
+        same_line(want.prefixes, *memory.prefixes)
+        assert (want.prefixes.count * 128 == want.begin[want.prefixes.request] * 32).all()
 
 
 def same_line(want: WorkList, units: torch.Tensor, before: torch.Tensor) -> None:

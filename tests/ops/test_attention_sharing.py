@@ -10,7 +10,7 @@ import torch
 import tilewise as tw
 from tilewise.core.errors import InputError
 from tilewise.ops.attention.problem import Call, make_call
-from tilewise.ops.attention.sharing import bytes_of, remark, requests_of_tile, rows_of_shared_tile
+from tilewise.ops.attention.sharing import bytes_of, may_share, remark, requests_of_tile, rows_of_shared_tile
 from tilewise.ops.attention.triton_keys import call_key
 from tilewise.quant import encode
 from tilewise.testing.case import Case
@@ -65,20 +65,25 @@ def test_calls_that_share_are_planned_for_themselves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rows", "together"),
+    ("sizes", "portable", "hopper"),
     [
-        ({"batch": 2}, 16, 4),
-        ({"batch": 16}, 64, 16),
-        ({"batch": 100, "heads": 10}, 64, 8),  # groups of five: 12 would fit, a power of two do
-        ({"batch": 3, "queries": 4, "heads": 12}, 64, 2),
-        ({"batch": 9, "heads": 16, "dim": 256}, 32, 4),
-        ({"batch": 4, "heads": 64}, 64, 2),
+        ({"batch": 2}, (16, 4), (64, 16)),
+        ({"batch": 16}, (64, 16), (64, 16)),
+        ({"batch": 17}, (64, 16), (128, 32)),
+        ({"batch": 100, "heads": 10}, (64, 8), (128, 16)),  # groups of five: 12 would fit, a power of two do
+        ({"batch": 3, "queries": 4, "heads": 12}, (64, 2), (128, 4)),
+        ({"batch": 9, "heads": 16, "dim": 256}, (32, 4), (64, 8)),
+        ({"batch": 4, "heads": 64}, (64, 2), (128, 4)),
     ],
 )
-def test_rows_of_a_tile(sizes: dict[str, int], rows: int, together: int) -> None:
+def test_rows_of_a_tile(sizes: dict[str, int], portable: tuple[int, int], hopper: tuple[int, int]) -> None:
+    """And how many requests have them."""
     call = call_of(**sizes)
-    assert (rows_of_shared_tile(call), requests_of_tile(call)) == (rows, together)
-    assert requests_of_tile(call_of(share=False, **sizes)) == 0
+    assert may_share(call)
+    assert not may_share(call_of(share=False, **sizes))
+    for name, want in (("triton_paged", portable), ("hopper_decode", hopper)):
+        rows = rows_of_shared_tile(call, name)
+        assert (rows, requests_of_tile(call, rows)) == want
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,7 @@ def test_rows_of_a_tile(sizes: dict[str, int], rows: int, together: int) -> None
 )
 def test_why_nothing_is_shared(changes: dict[str, Any], reason: str) -> None:
     call = call_of(**changes)
-    assert requests_of_tile(call) == 0
+    assert not may_share(call)
     for name in ("triton_paged", "hopper_decode"):
         assert remark(call, name).startswith(f"; shares no prefix: {reason}")
     assert remark(call, "hopper") == "; share_prefixes changes nothing here"

@@ -24,6 +24,8 @@ def test_what_neighbours_have_in_common() -> None:
     assert common_tiles(tables, seqlens, 1, 16, 8) == [0, 6, 7, 3, 0, 0, 3]
     assert common_tiles(tables, seqlens, 8, 16, 8) == [0, 6, 6, 3, 0, 0, 2]
     assert common_tiles(tables, seqlens, 1, 16, 64) == [0] * 7
+    assert common_tiles(tables, seqlens, 1, 16, 8, 16) == [0, 6, 6, 2, 0, 0, 2]
+    assert common_tiles(tables, seqlens, 1, 16, 16, 8) == common_tiles(tables, seqlens, 1, 16, 16)
     assert common_tiles([], [], 1, 16, 64) == []
 
 

@@ -78,11 +78,11 @@ def _events(call: Callable[[], object], count: int, device: torch.device) -> lis
     """Events around each call, the L2 cache overwritten before it and the GPU kept waiting until the host is ahead, so
     that no time holds a launch that came late.
     """
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    flush = torch.zeros(FLUSH_BYTES // 4, device=device)
     event: Any = torch.cuda.Event
     pairs = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(count)]
     for start, stop in pairs:
-        flush.zero_()
+        flush.sum()  # a write would leave what the call's first reads had to write back
         torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
         start.record()
         call()

@@ -18,19 +18,26 @@ class Group(NamedTuple):
 
 
 def common_tiles(
-    tables: Sequence[Sequence[int]], seqlens: Sequence[int], queries: int, page_size: int, block_n: int
+    tables: Sequence[Sequence[int]],
+    seqlens: Sequence[int],
+    queries: int,
+    page_size: int,
+    block_n: int,
+    prefix_n: int | None = None,
 ) -> list[int]:
     """How many tiles of keys each request has in common with the one before it, all before the queries of both.
 
     Args:
         tables: the pages of each request. seqlens: its keys, of which the last `queries` are those of its queries.
         page_size, block_n: tokens of a page, and of a tile.
+        prefix_n: of a tile of a prefix, which has whole ones of these.
     """
+    together = max((prefix_n or block_n) // block_n, 1)
     found = [0] if tables else []
     for (before, keys_before), (table, keys) in itertools.pairwise(zip(tables, seqlens, strict=True)):
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, table, strict=False))
         tokens = min(page_size * sum(1 for _ in same), keys_before - queries, keys - queries)
-        found.append(max(tokens, 0) // block_n)
+        found.append(max(tokens, 0) // (block_n * together) * together)
     return found
 
 

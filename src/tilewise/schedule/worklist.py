@@ -46,8 +46,8 @@ class WorkList:
 
     A unit is a tile of one request's queries (rows of queries and heads of a group), with the run of key tiles that any
     of its rows sees, at least one. For each key/value head, its tiles stand in line behind those of the head before,
-    and behind those of all units before. Of `programs` the p-th takes the positions from p W / P to (p + 1) W / P of
-    the line's W, P being no more than W (Stream-K, Osama et al. 2023).
+    and behind those of all units before. Of P `programs` the first W mod P take W // P + 1 of the line's W positions,
+    the others W // P, P being no more than W (Stream-K, Osama et al. 2023).
 
     Attributes:
         request, tile: of each unit, which request and which of its tiles.
@@ -93,7 +93,7 @@ class WorkList:
             mask: as `attention` takes it; masks that are no run visit every tile.
             groups: requests that share prefixes (`schedule.sharing.groups_of`), of which the rows of `together` make a
                 tile; all requests have then one tile.
-            prefix_n: keys of a tile of theirs, of which `block_n` is a multiple, where not that.
+            prefix_n: keys of a tile of theirs, where not `block_n`.
 
         Raises:
             InputError: a size is not positive, lengths differ in number, or requests that share have several tiles or
@@ -144,7 +144,7 @@ class WorkList:
             count[those] -= group.tiles
             prefix[those] = np.arange(group.requests) // together + len(first)
             first += those[::together].tolist()
-            tiles += [group.tiles * (block_n // prefix_n)] * -(-group.requests // together)
+            tiles += [group.tiles * block_n // prefix_n] * -(-group.requests // together)
         requests, counts, zeros = np.array(first), np.array(tiles), np.zeros(len(first), dtype=np.int64)
         pieces = min(self.programs, -(-int(counts.sum()) * self.heads * prefix_n // PIECE_KEYS))
         prefixes = WorkList(requests, zeros, zeros, counts, self.heads, pieces, zeros - 1)
@@ -167,9 +167,9 @@ class WorkList:
     def starts(self) -> Array:
         """The first position of each program, and the end of the line: (programs + 1,)."""
         busy = min(self.programs, self.work)
-        starts = np.full(self.programs + 1, self.work)
-        starts[:busy] = np.arange(busy) * self.work // max(busy, 1)
-        return starts
+        each, more = divmod(self.work, max(busy, 1))
+        p: Array = np.minimum(np.arange(self.programs + 1), busy)
+        return np.minimum(p, more) + p * each
 
     def places(self, positions: Array) -> tuple[Array, Array, Array]:
         """(unit, head, tile of the unit's run) of positions in the line; the end of the line is one more unit's."""

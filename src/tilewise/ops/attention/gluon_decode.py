@@ -14,12 +14,12 @@ from tilewise.layouts import Pages
 from tilewise.ops.attention import triton_decode, triton_paged
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.gluon_sm90_decode import attention_decode_sm90
+from tilewise.ops.attention.gluon_sm90_decode_prefixes import PLACES, attention_prefixes_sm90
 from tilewise.ops.attention.gluon_sm90_pages import ENDLESS
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.sharing import requests_of_tile, rows_of_shared_tile
+from tilewise.ops.attention.sharing import may_share, rows_of_shared_tile
 from tilewise.ops.attention.triton_paged import pool_of, rows_of_tile
 from tilewise.ops.attention.triton_planned import (
-    PREFIX_KEYS,
     Beside,
     Planned,
     PlannedCalls,
@@ -51,6 +51,7 @@ class Build(NamedTuple):
 
 # Programs hide each other's waits, where products leave them room.
 _ONE = Build(1, 220 * 1024, None, 224)
+_TWO_WARPGROUPS = Build(1, 220 * 1024, None, 128)
 _TWO = Build(2, 108 * 1024, 128, 104)
 _TWO_OF_CODES = Build(2, 108 * 1024, 128, 120)
 _THREE_OF_CODES = Build(3, 72 * 1024, 80, 64)
@@ -73,6 +74,7 @@ class Fixed(NamedTuple):
     stages: Any
     rounds: Any
     of_prefixes: Any  # whether the units are prefixes, of which parts are left
+    consumers: Any  # warpgroups that compute
     prefix: Any  # of the launch before, whose parts are merged
     rows_of_part: Any
     merged: Any  # rows of a part that are merged at a time
@@ -148,17 +150,20 @@ def _plans(call: Call) -> Planned:
     programs = build.programs * multiprocessors(call.q.device)
     rows = block_r if call.packed else min(block_r, triton.next_power_of_2(call.rows_q * call.group))
     tile = Tile(block_r, block_n, block_d, block_dv, rows, encoding)
-    if not requests_of_tile(call):
+    if not may_share(call):
         work = work_of(call, block_r, block_n, block_dv, _ROUNDS * programs, rows, early=True)
         return Planned(work, _plan(call, build, tile, work.slots))
-    prefix = PrefixTile(_ONE.programs * multiprocessors(call.q.device), rows_of_shared_tile(call), PREFIX_KEYS)
+    shared_rows = rows_of_shared_tile(call, "hopper_decode")
+    shared_keys = 128 if block_d + block_dv <= 256 else 64
+    many = _TWO_WARPGROUPS if shared_rows > 64 else _ONE
+    prefix = PrefixTile(many.programs * multiprocessors(call.q.device), shared_rows, shared_keys)
     pieces = _ROUNDS * programs
     work = shared_work_of(call, block_n, block_dv, pieces, 2 * pieces * rows, prefix, early=True)
-    of_prefixes = tile._replace(block_r=prefix.rows, block_n=prefix.keys, rows=prefix.rows)
+    of_prefixes = Tile(shared_rows, shared_keys, block_d, block_dv, shared_rows, None)
     return Planned(
         work,
         _plan(call, build, tile, work.slots, prefix=prefix),
-        _plan(call, _ONE, of_prefixes, work.slots, of_prefixes=True),
+        _plan(call, many, of_prefixes, work.slots, of_prefixes=True),
     )
 
 
@@ -196,13 +201,14 @@ def _plan(
     of_key, most = 2 * (block_d + block_dv), 4
     if encoding is not None:
         of_key, most = (block_d + block_dv) // KINDS[encoding].in_byte + 8, 8
-    stages = min(most, (build.shared - 2 * block_r * (2 * block_d + block_n)) // (block_n * of_key))
+    of_row = PLACES.value * 2 * block_d + (0 if of_prefixes else 2 * block_n)  # queries, and weights
+    stages = min(most, (build.shared - block_r * of_row) // (block_n * of_key))
     assert call.pages is not None
     one_each = call.pages.first is None and call.pages.longest == 1
     fixed = (
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         ENDLESS.value if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
-        block_dv, stages, 1 if of_prefixes else _ROUNDS, of_prefixes, prefix, rows, min(rows, _MERGED // block_dv),
+        block_dv, stages, _ROUNDS, of_prefixes, -(-block_r // 64), prefix, rows, min(rows, _MERGED // block_dv),
         encoding, build.registers_of_fetch, block_d == block_dv and call.k.stride() == call.v.stride(),
         build.programs if beside else None, side and side.rows, side and side.once, side and side.visible,
         score and score.queries.once,
@@ -210,7 +216,13 @@ def _plan(
     )  # fmt: skip
     constants = Fixed(*(gl.constexpr(x) if isinstance(x, int | str | PrefixTile) else x for x in fixed))
     return Plan(
-        attention_decode_sm90, build.programs * multiprocessors(call.q.device), strides_of_pages(call),
-        (call.rows_q, slots), (constants,), 4, 1, early=True,
+        attention_prefixes_sm90 if of_prefixes else attention_decode_sm90,
+        build.programs * multiprocessors(call.q.device),
+        strides_of_pages(call),
+        (call.rows_q, slots),
+        (constants,),
+        4,
+        1,
+        early=True,
         options={} if build.registers is None else {"maxnreg": build.registers},
-    )  # fmt: skip
+    )

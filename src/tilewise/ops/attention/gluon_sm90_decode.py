@@ -22,7 +22,7 @@ from tilewise.ops.attention.gluon_sm90_fold import (
     unit_of_weights,
 )
 from tilewise.ops.attention.gluon_sm90_gather import PIECE, fetch, programs_of
-from tilewise.ops.attention.triton_prefixes import parts_of_prefix, room_of_prefixes, row_of_part
+from tilewise.ops.attention.triton_prefixes import parts_of_prefix, room_of_prefixes
 from tilewise.ops.attention.triton_work import has_all_parts, next_tile, rounds_of, row_pieces, rows_of_unit, unit_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import barrier
@@ -55,22 +55,26 @@ def end_row(outputs, strides, unit, hk, r, dv, o, l, top, rows_q, AXIS: gl.const
     row = b * strides[0] + query.to(gl.int64) * strides[1] + h * strides[2]
     dv = gl.expand_dims(dv, 1 - AXIS)
     mask = gl.expand_dims(in_r, AXIS) & (dv < fixed.head_dim_v)
-    gl.store(O + gl.expand_dims(row, AXIS) + dv, (o / gl.expand_dims(l_safe, AXIS)).to(O.dtype.element_ty), mask=mask)
+    o = (o * gl.expand_dims(1.0 / l_safe, AXIS)).to(O.dtype.element_ty)
+    gl.store(O + gl.expand_dims(row, AXIS) + dv, o, mask=mask)
 
 
 @gluon.jit
-def leave_part(parts, at, rows, r, dv, o, l, top, fixed):
-    """Leave `rows` of a normalised partial result [DV, R] with its lse in base 2, -inf of nothing, from row `at` on."""
+def leave_part(parts, at, rows, r, dv, o, l, top, AXIS: gl.constexpr, fixed):
+    """Leave `rows` of a normalised partial result, with dimensions dv along AXIS, and its lse in base 2, -inf of
+    nothing, from row `at` on.
+    """
     O_PART, LSE_PART = parts
-    D_V: gl.constexpr = o.shape[0]
+    D_V: gl.constexpr = o.shape[AXIS]
     empty = l == 0.0
     l_safe = gl.where(empty, 1.0, l)
     to = at + r
     gl.store(LSE_PART + to, gl.where(empty, float("-inf"), top + gl.log2(l_safe)), mask=r < rows)
-    mask = (r < rows)[None, :]
+    mask = gl.expand_dims(r < rows, AXIS)
     if fixed.encoding == "int4":  # whose rows of a tile may be of no dimension
-        mask = mask & (dv < D_V)[:, None]
-    gl.store(O_PART + to[None, :] * D_V + dv[:, None], o / l_safe[None, :], mask=mask)
+        mask = mask & gl.expand_dims(dv < D_V, 1 - AXIS)
+    to = gl.expand_dims(to, AXIS) * D_V + gl.expand_dims(dv, 1 - AXIS)
+    gl.store(O_PART + to, o * gl.expand_dims(1.0 / l_safe, AXIS), mask=mask)
 
 
 @gluon.jit
@@ -138,6 +142,7 @@ def merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q,
     if has_all_parts(ARRIVED, first, last, fixed.prefix is None or first < last):
         prefix = ()
         if fixed.prefix is not None:
+            tl.extra.cuda.gdc_wait()  # for parts of prefixes
             HEADS_KV: gl.constexpr = fixed.heads // fixed.group
             shared, row = parts_of_prefix(
                 work[7], work[0], u, unit, hk, rows_q, work[3], HEADS_KV, fixed.group, fixed.prefix
@@ -153,21 +158,16 @@ def leave_row(outputs, parts, strides, work, row, piece, r, dv, o, l, top, rows_
     whether it begins here, whether it is all here).
     """
     u, unit, hk, row_start, begins, whole = row
-    if fixed.of_prefixes:
-        rows = unit[5] * fixed.group
-        to = row_of_part(unit[0], hk, rows, rows_q * fixed.group, piece, fixed.heads // fixed.group, fixed.block_r)
-        leave_part(parts, to, rows, r, dv, o, l, top, fixed)
+    alone = whole
+    if fixed.prefix is not None:
+        alone = whole & (unit[2] == 0)
+    if alone:
+        end_row(outputs, strides, unit, hk, unit[1] * fixed.block_r + r, dv, o, l, top, rows_q, 0, fixed)
     else:
-        alone = whole
-        if fixed.prefix is not None:
-            alone = whole & (unit[2] == 0)
-        if alone:
-            end_row(outputs, strides, unit, hk, unit[1] * fixed.block_r + r, dv, o, l, top, rows_q, 0, fixed)
-        else:
-            to = (2 * piece + begins.to(gl.int32)).to(gl.int64) * fixed.rows_of_part
-            leave_part(parts, to + own_room(work, rows_q, fixed), fixed.rows_of_part, r, dv, o, l, top, fixed)
-            barrier()
-            merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q, D_V, fixed)
+        to = (2 * piece + begins.to(gl.int32)).to(gl.int64) * fixed.rows_of_part
+        leave_part(parts, to + own_room(work, rows_q, fixed), fixed.rows_of_part, r, dv, o, l, top, 0, fixed)
+        barrier()
+        merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q, D_V, fixed)
 
 
 @gluon.jit
@@ -313,23 +313,18 @@ def attention_decode_sm90(
     fence_async_shared()
     memory = (q_ring, k_ring, v_ring, p_tile, board, flags, scale_rings)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    if fixed.of_prefixes:
-        tl.extra.cuda.gdc_launch_dependents()  # which wait for this launch's end
-    if fixed.beside is None:
-        tl.extra.cuda.gdc_wait()  # for the plan, or for parts of prefixes
+    if fixed.beside is None and fixed.prefix is None:
+        tl.extra.cuda.gdc_wait()  # for the plan, which a launch over prefixes has waited for
     tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
-    programs = programs_of(tiles, OTHERS, fixed)
-    if (fixed.of_prefixes or fixed.beside is not None) and gl.program_id(0) >= programs:
-        if fixed.beside is not None:
-            tl.extra.cuda.gdc_wait()
+    programs = programs_of(OTHERS, fixed)
+    if fixed.beside is not None and gl.program_id(0) >= programs:
+        tl.extra.cuda.gdc_wait()
         return
     work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds_of(programs, tiles, fixed.rounds), programs)
     if fixed.prefix is not None:
         work = work + (OTHERS,)  # noqa: RUF005 (unknown to Triton)
     inputs = (Q, K, V, TABLE, FIRST, SCALES, stride_t)
     strides_q = (stride_qb, stride_qs, stride_qh)
-    if fixed.of_prefixes:
-        strides_q = (stride_qb, stride_qs, stride_qh, rows_q)
     strides_o = (stride_ob, stride_os, stride_oh)
     strides = (strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh)
     formula = (mask_args, mask_nums, score_args, score_nums)
@@ -343,5 +338,5 @@ def attention_decode_sm90(
         [4],
         [fixed.registers],
     )
-    if fixed.beside is not None:  # so that who waits for this launch waits for both
+    if fixed.beside is not None or fixed.prefix is not None:  # so that who waits for this launch waits for both
         tl.extra.cuda.gdc_wait()

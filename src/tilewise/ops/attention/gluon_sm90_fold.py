@@ -133,15 +133,15 @@ def relative_to(s, m_i, l_i, acc):
 
 
 @gluon.jit
-def scores_of(s, unit, hk, r, offs_n, formula, scale, fixed):
-    """Scores [keys, rows] in base 2, of keys that are not seen, too."""
+def scores_of(s, unit, hk, r, offs_n, formula, scale, AXIS: gl.constexpr, fixed):
+    """Scores in base 2, with keys along AXIS, of keys that are not seen, too."""
     _mask_args, _mask_nums, score_args, score_nums = formula
     if fixed.score is not None:
         _in_r, _m, h, offs_i = rows_of_unit(unit, hk, r, fixed.group)
-        offs_j = gl.maximum(gl.minimum(offs_n, unit[4] - 1), 0)
-        once = call_once(unit[0], h[None, :], offs_i[None, :], score_args, score_nums, fixed.score_once)
-        s = fixed.score(s * scale, unit[0], h[None, :], offs_i[None, :], offs_j[:, None], once, score_args, score_nums)
-        return s * LOG2E
+        h, offs_i = gl.expand_dims(h, AXIS), gl.expand_dims(offs_i, AXIS)
+        offs_j = gl.expand_dims(gl.maximum(gl.minimum(offs_n, unit[4] - 1), 0), 1 - AXIS)
+        once = call_once(unit[0], h, offs_i, score_args, score_nums, fixed.score_once)
+        return fixed.score(s * scale, unit[0], h, offs_i, offs_j, once, score_args, score_nums) * LOG2E
     else:
         return s * (scale * LOG2E)
 
@@ -167,9 +167,7 @@ def only_seen(s, unit, hk, r, offs_n, formula, fixed):
 @gluon.jit
 def seen_by_all(unit, hk, r, formula, fixed):
     """(first, last) of the keys that all rows of a unit see, where that is known from their ends."""
-    if fixed.of_prefixes:
-        return 0, unit[4] - 1
-    elif fixed.visible is not None:
+    if fixed.visible is not None:
         return unit[4], unit[4] - 1
     else:
         _in_r, _m, h, offs_i = rows_of_unit(unit, hk, r, fixed.group)
@@ -191,8 +189,8 @@ def fold(state, q, stage, phase, memory, bars, where, formula, scale, fixed):
     s = warpgroup_mma(k_ring.index(stage), q.permute((1, 0)), no_scores(fixed), use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(stage))
-    s = scores_of(s, unit, hk, r, offs_n, formula, scale, fixed)
-    if not fixed.of_prefixes and ~all_seen:  # all rows see the keys of a prefix
+    s = scores_of(s, unit, hk, r, offs_n, formula, scale, 0, fixed)
+    if ~all_seen:
         s = only_seen(s, unit, hk, r, offs_n, formula, fixed)
     tell(thread_largest(s - m_i[None, :]) > RISE, flags)
     w = gl.exp2(s - m_i[None, :])
@@ -265,7 +263,7 @@ def fold_codes(state, q, q_scale, stage, phase, memory, bars, where, formula, sc
     codes = load_values(v_ring.index(stage))
     v_scale = scale_rings[1].index(stage).load(KEY)
     scale = (scale / parts_of_one(KIND) * q_scale)[None, :]
-    s = scores_of(s, unit, hk, r, offs_n, formula, scale, fixed)
+    s = scores_of(s, unit, hk, r, offs_n, formula, scale, 0, fixed)
     if ~all_seen:
         s = only_seen(s, unit, hk, r, offs_n, formula, fixed)
     x = s - m_i[None, :]

@@ -1,4 +1,5 @@
-"""The warps that fetch for `gluon_sm90_decode`: they take pieces of work, tell who computes of them, and gather.
+"""The warps that fetch for `gluon_sm90_decode` and `gluon_sm90_decode_prefixes`: they take pieces of work, tell who
+computes of them, and gather.
 
 Rows of keys are found through a block table and copied 16 bytes a thread at a time; where the next tile lies is looked
 up before this one's copies are asked for.
@@ -10,12 +11,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewise.ops.attention.gluon_sm90_pages import of_rows, places_of, rows_of
-from tilewise.ops.attention.triton_prefixes import pieces_of_prefixes
 from tilewise.ops.attention.triton_work import (
     LOOK,
     next_tile,
     piece_of_turn,
-    piece_start,
+    piece_span,
     rows_of_unit,
     tile_at,
     unit_of,
@@ -30,20 +30,22 @@ PIECE = gl.constexpr(6)  # numbers of a message: tiles, first position, unit, he
 
 @gluon.jit
 def next_turn(TURNS, turns, programs):
-    """The next turn that nobody has taken. Each program takes them until one is beyond the last, so as many are taken
-    as there are: who takes the last sets the counter back for the next run of the plan.
+    """The next turn that nobody has taken, beyond the last where each program has but one. Each takes them until one is
+    beyond the last, so as many are taken as there are: who takes the last sets the counter back for the next run of the
+    plan.
     """
-    taken = take(TURNS)
-    gl.store(TURNS, 0, mask=taken == turns - 1)
-    return programs + taken
+    turn = turns
+    if turns > programs:
+        taken = take(TURNS)
+        gl.store(TURNS, 0, mask=taken == turns - 1)
+        turn = programs + taken
+    return turn
 
 
 @gluon.jit
-def programs_of(tiles, OTHERS, fixed):
+def programs_of(OTHERS, fixed):
     """How many programs have pieces, where there are enough tiles."""
-    if fixed.of_prefixes:
-        return pieces_of_prefixes(gl.num_programs(0), tiles, fixed.block_n)
-    elif fixed.beside is not None:
+    if fixed.beside is not None:
         return gl.load(OTHERS + 2) * fixed.beside
     else:
         return gl.num_programs(0)
@@ -65,13 +67,14 @@ def find_piece(turn, work, fixed):
     looking = turn < turns
     while looking:
         piece = piece_of_turn(turn, programs, rounds)
-        lo = piece_start(piece, programs, rounds, tiles)
-        count = piece_start(piece + 1, programs, rounds, tiles) - lo
+        lo, count = piece_span(piece, programs, rounds, tiles)
         looking = count == 0
         if looking:
             turn = next_turn(TURNS, turns, programs)
             looking = turn < turns
-    u, hk, t = tile_at(lo, BEFORE, UNITS, slots, gl.arange(0, LOOK, layout=ALL), HEADS_KV)
+    u, hk, t = slots, 0 * lo, 0 * lo
+    if count > 0:
+        u, hk, t = tile_at(lo, BEFORE, UNITS, slots, gl.arange(0, LOOK, layout=ALL), HEADS_KV)
     return count, lo, u, hk, t, piece
 
 
@@ -98,11 +101,18 @@ def gather(pool, rows, mask, scales, at, ring, full, empty):
 
 
 @gluon.jit
-def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
-    """Copy the rows of a unit's tile into the ring's place for the `at`-th; beside codes as bytes, several rows each,
-    and a scale.
+def gather_queries(Q, strides, unit, hk, rows, ring, scales, full, empty, fixed):
+    """Copy the rows of a unit's tile into the ring's places for the `rows`-th, one of each warpgroup that computes."""
+    for c in gl.static_range(fixed.consumers):
+        gather_rows_of_queries(Q, strides, unit, hk, rows * fixed.consumers + c, c, ring, scales, full, empty, fixed)
+
+
+@gluon.jit
+def gather_rows_of_queries(Q, strides, unit, hk, at, C: gl.constexpr, ring, scales, full, empty, fixed):
+    """Copy a warpgroup's rows into the ring's place for the `at`-th; beside codes as bytes, several rows each, and a
+    scale.
     """
-    R: gl.constexpr = fixed.block_r
+    R: gl.constexpr = fixed.block_r // fixed.consumers
     D: gl.constexpr = fixed.block_d
     LAYOUT: gl.constexpr = of_rows(D, 16)
     offs_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
@@ -110,12 +120,16 @@ def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
         HALF: gl.constexpr = fixed.head_dim // 2
         column = offs_d % (D // 2)
         offs_d = gl.where(column < HALF, offs_d // (D // 2) * HALF + column, fixed.head_dim)
-    r = unit[1] * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
+    r = unit[1] * fixed.block_r + C * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
     if fixed.of_prefixes:  # of several requests
         rows_q = strides[3]
-        b = unit[0] + m // rows_q
-        row = b.to(gl.int64) * strides[0] + (m % rows_q).to(gl.int64) * strides[1] + h * strides[2]
+        b = m
+        query = 0 * m
+        if rows_q > 1:  # a division takes as long as a look-up
+            b = m // rows_q
+            query = m - b * rows_q
+        row = (unit[0] + b).to(gl.int64) * strides[0] + query.to(gl.int64) * strides[1] + h * strides[2]
     else:
         row = unit[0].to(gl.int64) * strides[0] + (unit[6] + m).to(gl.int64) * strides[1] + h * strides[2]
     mask = in_r[:, None] & (offs_d < fixed.head_dim)[None, :]
@@ -180,20 +194,18 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     posts = 1
     left, _lo, u, hk, t, _p = piece
     unit = unit_of(UNITS, u)
+    first = (unit[2] + t) * BLOCK_N
+    pages = pages_of(table, unit, first, r, BLOCK_N, fixed)  # on their way while queries become bytes
+    pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
     if left > 0:
         gather_queries(Q, strides_q, unit, hk, 0, q_ring, q_scales, q_full, q_empty, fixed)
-    first = (unit[2] + t) * BLOCK_N
-    pages = pages_of(table, unit, first, r, BLOCK_N, fixed)
-    pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
     after = unit
     coming = unit_of(UNITS, u + 1)
     turn = 0
     known = 0  # of the next piece: nothing, its turn, all
     while left > 0:
         if (left <= 3) & (known == 0):
-            turn = work[6] * work[5]
-            if not fixed.of_prefixes:  # of which each program has one piece
-                turn = next_turn(TURNS, turn, work[6])
+            turn = next_turn(TURNS, work[6] * work[5], work[6])
             known = 1
         if (left <= 2) & (known == 1):
             piece = find_piece(turn, work, fixed)

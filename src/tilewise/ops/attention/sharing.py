@@ -11,27 +11,31 @@ from tilewise.ops.attention.variant import CAUSAL
 from tilewise.schedule.sharing import saves
 
 REQUESTS = 1024  # of a batch, that the plan sees at a time
-ROWS = ("triton_paged", "hopper_decode")  # implementations that share
+# implementations that share: the least and the most rows of queries of a tile of theirs, and the most values of o
+TILES = {"triton_paged": (16, 64, 8192), "hopper_decode": (64, 128, 16384)}
 _LOOKED = 2048  # tokens: who does not save by then does not
 
 
-def most_rows(call: Call) -> int:
-    """Rows of queries of a tile: up to 8,192 values of o."""
-    return max(16, min(64, 8192 // padded(max(call.head_dim, call.head_dim_v))))
+def may_share(call: Call) -> bool:
+    """Whether requests of the call may share prefixes."""
+    return call.share_prefixes and unshared(call) is None
 
 
-def requests_of_tile(call: Call) -> int:
-    """Requests whose rows make a tile of a prefix, a power of two; 0 where the call shares none."""
-    if not call.share_prefixes or unshared(call) is not None:
-        return 0
-    rows = call.rows_q * call.group
-    return 1 << (rows_of_shared_tile(call) // rows).bit_length() - 1
+def most_rows(call: Call, name: str = "triton_paged") -> int:
+    """Rows of queries of a tile, at most, of an implementation."""
+    _least, most, values = TILES[name]
+    return max(16, min(most, values // padded(max(call.head_dim, call.head_dim_v))))
 
 
-def rows_of_shared_tile(call: Call) -> int:
+def rows_of_shared_tile(call: Call, name: str) -> int:
     """As many as a tile may have, so that few tiles read a prefix, but no more than the batch has."""
     rows = call.batch * call.rows_q * call.group
-    return min(most_rows(call), max(16, 1 << (rows - 1).bit_length()))
+    return min(most_rows(call, name), max(TILES[name][0], 1 << (rows - 1).bit_length()))
+
+
+def requests_of_tile(call: Call, rows: int) -> int:
+    """Requests whose queries fit so many rows, a power of two."""
+    return 1 << (rows // (call.rows_q * call.group)).bit_length() - 1
 
 
 def unshared(call: Call) -> str | None:
@@ -70,12 +74,12 @@ def remark(call: Call, name: str) -> str:
     """What sharing prefixes comes to in a call that an implementation runs."""
     if not call.share_prefixes:
         return ""
-    if name not in ROWS:
+    if name not in TILES:
         return "; share_prefixes changes nothing here"
     reason = unshared(call)
     if reason is not None:
         return f"; shares no prefix: {reason}"
-    together = requests_of_tile(call)
+    together = requests_of_tile(call, rows_of_shared_tile(call, name))
     return (
         f"; shares prefixes of neighbours in a launch before, {together} requests to a tile, where keys saved are more "
         f"bytes than partial results: two requests {_least_tokens(call)}"

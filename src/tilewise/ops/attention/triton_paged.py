@@ -17,11 +17,10 @@ import triton.language as tl
 from tilewise.formula.emit import encoded
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.sharing import most_rows, requests_of_tile, rows_of_shared_tile
+from tilewise.ops.attention.sharing import may_share, most_rows, rows_of_shared_tile
 from tilewise.ops.attention.triton_channels import bits_by_channel, keys_by_channel, load_by_channel
 from tilewise.ops.attention.triton_parts import leave_part, merge_row, merge_share, store_part, store_rows
 from tilewise.ops.attention.triton_planned import (
-    PREFIX_KEYS,
     Planned,
     PlannedCalls,
     PrefixTile,
@@ -50,6 +49,7 @@ from tilewise.tiles.arithmetic import decoded, softmax_step
 from tilewise.tiles.codes import columns_of_codes, load_codes, numbers_of
 from tilewise.tiles.visit import call_once, row_ends
 
+PREFIX_KEYS = 64  # of a tile of a prefix, at most: more of them beside its many rows would not fit registers
 _PROGRAMS_PER_SM = 2
 CHUNK_KEYS = 2048  # of a chunk, where results must not depend on the batch
 _PLANS = Plans()
@@ -391,8 +391,9 @@ def _plans(call: Call) -> Planned:
     block_r, block_n = _tile(call)
     block_dv = padded(call.head_dim_v)
     programs = _PROGRAMS_PER_SM * multiprocessors(call.q.device)
-    if requests_of_tile(call):
-        prefix = PrefixTile(multiprocessors(call.q.device), rows_of_shared_tile(call), min(block_n, PREFIX_KEYS))
+    if may_share(call):
+        rows = rows_of_shared_tile(call, "triton_paged")
+        prefix = PrefixTile(multiprocessors(call.q.device), rows, min(block_n, PREFIX_KEYS))
         own = programs * block_r + call.batch * call.rows_q * call.num_heads_q
         work = shared_work_of(call, block_n, block_dv, programs, own, prefix)
         return Planned(
@@ -431,7 +432,7 @@ def rows_of_tile(call: Call, least: int = 16, most: int = 64) -> int:
     """For the mean request, for all of a request that may share a prefix, or for four queries where other requests must
     not matter.
     """
-    if requests_of_tile(call):
+    if may_share(call):
         return max(least, triton.next_power_of_2(call.rows_q * call.group))
     mean = -(-call.rows_q // max(call.batch, 1)) if call.packed else call.rows_q
     rows = (4 if call.batch_invariant else mean) * call.group

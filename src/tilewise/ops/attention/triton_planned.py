@@ -21,7 +21,6 @@ from tilewise.ops.triton_launch import Plan, Plans, on_device
 
 _AT_ONCE = 1024  # slots that the plan looks at at a time
 _COMPARED = 4096  # pages of two requests that are compared at a time
-PREFIX_KEYS = 64  # of a tile of a prefix, at most: more of them beside its many rows would not fit registers
 
 
 def planned_forward(
@@ -159,6 +158,11 @@ class Work:
         self.plan.launch((call.cu_seqlens_q, pages.seqlens, *lines, shares), bound_arguments(call.mask))
 
 
+def _warps_for(slots: int) -> int:
+    """Of the one program that plans so many slots at a time: few have less to tell each other."""
+    return max(2, min(8, slots // 64))
+
+
 def _line(slots: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for units, and for what is before each."""
     return tuple(torch.empty(n, dtype=torch.int32, device=device) for n in ((slots + 2) * UNIT.value, slots + 1))  # type: ignore[return-value]
@@ -192,11 +196,13 @@ def work_of(
     of_request = call.rows_q * call.group
     slots = of_request // block_r + call.batch if call.packed else -(-of_request // block_r) * call.batch
     steps = max(slots + 2, call.batch).bit_length() + 1
+    at_once = min(_AT_ONCE, triton.next_power_of_2(slots))
     plan = Plan(
         plan_work, 1, (), (call.batch, call.rows_q, slots, pieces, 0 if beside is None else beside.programs),
         (call.packed, call.num_heads_q, call.group, mask is not None and mask.by_head, side and side.tiles, block_r,
-         block_n, min(_AT_ONCE, triton.next_power_of_2(slots)), triton.next_power_of_2(pieces + 1), steps, early,
-         chunk, None if beside is None else beside.few, None if beside is None else beside.multiprocessors), 8, 1,
+         block_n, at_once, triton.next_power_of_2(pieces + 1), steps, early, chunk,
+         None if beside is None else beside.few, None if beside is None else beside.multiprocessors),
+        _warps_for(at_once), 1,
     )  # fmt: skip
     most = -(-call.rows_k // (chunk * block_n)) if chunk > 1 else 1
     return Work(plan, slots, pieces, 2 * pieces * most * rows, block_dv, most)
@@ -207,15 +213,16 @@ def shared_work_of(
 ) -> Work:
     """`work_of` requests that may share prefixes, whose own partial results have so many rows."""
     assert call.pages is not None
+    requests = triton.next_power_of_2(call.batch)
     at_once = min(_COMPARED, max(16, triton.next_power_of_2(call.pages.longest)))
     common = Plan(
         common_prefixes, call.batch, (call.pages.row_stride,), (call.rows_q,),
-        (call.k.shape[1], block_n, at_once, early), 8, 1,
+        (call.k.shape[1], block_n, prefix.keys, at_once, early), 8, 1,
     )  # fmt: skip
     plan = Plan(
         plan_shared_work, 1, (), (call.batch, call.rows_q, pieces, *bytes_of(call)),
-        (requests_of_tile(call), block_n, prefix.keys, triton.next_power_of_2(call.batch),
-         triton.next_power_of_2(pieces + 1), early), 8, 1, early=early,
+        (requests_of_tile(call, prefix.rows), block_n, prefix.keys, requests,
+         triton.next_power_of_2(pieces + 1), early), _warps_for(requests), 1, early=early,
     )  # fmt: skip
     parts += call.batch * call.rows_q * call.num_heads_q + prefix.programs * prefix.rows
     return Work(plan, call.batch, pieces, parts, block_dv, common=common)

@@ -4,9 +4,9 @@ composable formats; Juravsky et al., "Hydragen").
 Neighbours in the batch whose rows of the block table begin alike make a *group*, where that saves more than it costs.
 The rows of SHARED requests of a group at a time are a *prefix unit*: as if one request had all their queries behind the
 keys that they share. These units stand in a line of their own, and so does what is left of each request, which begins
-where its prefix ends. One launch does the first line, in tiles of many rows, and leaves parts of everything; the next
-one does the second, and whoever ends a request's rows folds the parts of its prefix in. `schedule.sharing` and
-`schedule.worklist` are the same on the host.
+where its prefix ends, a multiple of both launches' tiles of keys. One launch does the first line, in tiles of many
+rows, and leaves parts of everything; the next one does the second, and whoever ends a request's rows folds the parts of
+its prefix in. `schedule.sharing` and `schedule.worklist` are the same on the host.
 """
 
 import triton
@@ -23,11 +23,12 @@ LEAST = tl.constexpr(PIECE_KEYS)
 @triton.jit(do_not_specialize=["stride_t", "seqlen_q"])
 def common_prefixes(
     TABLE, FIRST, SEQLENS, COMMON, stride_t, seqlen_q, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    PREFIX_N: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write how many tiles of keys a request has in common with the one before it, all of them before the queries of
-    both. A program for each request.
+    both, and where tiles of PREFIX_N keys are larger, whole ones of these. A program for each request.
     """
+    TOGETHER: tl.constexpr = PREFIX_N // BLOCK_N if PREFIX_N > BLOCK_N else 1
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0)
@@ -44,7 +45,8 @@ def common_prefixes(
         differ = tl.load(mine + n, mask=n < pages, other=-1) != tl.load(others + n, mask=n < pages, other=-1)
         seen = tl.minimum(seen + AT_ONCE, pages)
         common = tl.min(tl.where(differ, n, seen), 0)
-    tl.store(COMMON + b, tl.minimum(tl.minimum(common * PAGE, keys) // BLOCK_N, MOST - 1))
+    tiles = tl.minimum(tl.minimum(common * PAGE, keys) // (BLOCK_N * TOGETHER), (MOST - 1) // TOGETHER)
+    tl.store(COMMON + b, tiles * TOGETHER)
 
 
 @triton.jit
@@ -107,7 +109,7 @@ def plan_shared_work(
     there = at < batch
     first, count, shared = groups_of(COMMON, at, batch, token_bytes, part_bytes, SHARED, BLOCK_N)
     heads = there & (shared > 0) & ((at - first) % SHARED == 0)  # a prefix unit's first request
-    tiles = tl.where(heads, shared * (BLOCK_N // PREFIX_N), 0)
+    tiles = tl.where(heads, shared * BLOCK_N // PREFIX_N, 0)
     both = tiles.to(tl.int64) + heads.to(tl.int64) * FIELD
     upto = tl.cumsum(both, 0)
     unit = (upto // FIELD).to(tl.int32) - 1

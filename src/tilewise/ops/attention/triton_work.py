@@ -1,8 +1,8 @@
 """Who does which tile of a paged call: an even split of all tiles, planned on the device.
 
 A *unit* is a tile of one request's queries, with the run of key tiles that any of its rows sees, and at least one. All
-units' tiles, head by head, make one line of W positions. Of P programs the p-th has the positions from p W / P to
-(p + 1) W / P, whatever the lengths, as one *piece*, or as several of which others may take the last. A row of tiles
+units' tiles, head by head, make one line of W positions. Of P programs the first W mod P have W // P + 1 of them, the
+others W // P, whatever the lengths, as one *piece*, or as several of which others may take the last. A row of tiles
 that pieces cut leaves a part in each of them, and whoever leaves the last one merges them by their log-sum-exp, in
 order (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). `schedule.worklist` is the same on the host.
 
@@ -150,21 +150,27 @@ def rounds_of(programs, work, MOST: tl.constexpr):
 
 
 @triton.jit
-def piece_start(piece, programs, rounds, work):
-    """The first position of a piece.
+def piece_span(piece, programs, rounds, work):
+    """(the first position of a piece, how many it has).
 
     Programs have alike many positions, where there are more of them the last ones none. Of a program's pieces the first
     is most of them, and each next one half of the rest: whoever is early takes more of these, and all end together.
     """
     p = piece // rounds
+    round = piece % rounds
     first = program_start(p, programs, work)
-    return first + piece_before(piece % rounds, rounds, program_start(p + 1, programs, work) - first)
+    count = program_start(p + 1, programs, work) - first
+    before = piece_before(round, rounds, count)
+    return first + before, piece_before(round + 1, rounds, count) - before
 
 
 @triton.jit
 def program_start(p, programs, work):
+    """The first position of a program: the first ones have one more than the others, where they cannot be alike."""
     busy = tl.minimum(programs, work)
-    return tl.where(p < busy, (p.to(tl.int64) * work // tl.maximum(busy, 1)).to(tl.int32), work)
+    p = tl.minimum(p, busy)
+    each = work // tl.maximum(busy, 1)
+    return p * each + tl.minimum(p, work - busy * each)
 
 
 @triton.jit
@@ -177,9 +183,12 @@ def piece_before(round, rounds, count):
 def piece_at(position, programs, rounds, work):
     """The piece that holds a position."""
     busy = tl.minimum(programs, work)
-    p = (((position + 1).to(tl.int64) * busy - 1) // work).to(tl.int32)
-    first = program_start(p, programs, work)
-    count = program_start(p + 1, programs, work) - first
+    each = work // tl.maximum(busy, 1)
+    more = work - busy * each  # programs that have one position more
+    upto = more * (each + 1)
+    p = tl.where(position < upto, position // (each + 1), more + (position - upto) // each)
+    first = p * each + tl.minimum(p, more)
+    count = each + (p < more).to(tl.int32)
     round = 0 * position
     for n in range(1, rounds):
         round += (position - first >= piece_before(n, rounds, count)).to(tl.int32)

@@ -9,7 +9,7 @@ from tilewise.formula.structure import parse
 from tilewise.formula.walk import symbols
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.rows.needs import ALL_VALUES, ANY_BATCH, HALF, HOPPER, NO_DROPOUT, NO_GRAD
-from tilewise.ops.attention.sharing import requests_of_tile
+from tilewise.ops.attention.sharing import may_share
 from tilewise.quant.codes import KINDS
 
 
@@ -25,7 +25,7 @@ def _half_and_codes(call: Call) -> str | None:
 
 
 def _shared_codes(call: Call) -> str | None:
-    return "both" if call.scales is not None and requests_of_tile(call) else None
+    return "both" if call.scales is not None and may_share(call) else None
 
 
 def _rows_apart(call: Call) -> str | None:
