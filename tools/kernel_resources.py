@@ -201,7 +201,7 @@ class Variant:
             return {found.kernel: found for found in compile_operation(operation, call, self.sm, *backward)}
         found = compile_call(self.call(), self.sm, self.row)
         named = {one.kernel: one for one in found}
-        if len(named) < len(found):  # the same kernel twice: over prefixes, then over requests
+        if self.formula == "shared" and len(named) < len(found):  # the same kernel over prefixes, then over requests
             first = next(one for one in found if one.kernel == found[-1].kernel)
             named = {f"{first.kernel} of prefixes": first} | named
         return named

@@ -75,8 +75,8 @@ def _wall(call: Callable[[], object], count: int) -> list[float]:
 
 
 def _events(call: Callable[[], object], count: int, device: torch.device) -> list[float]:
-    """Events around each call, the L2 cache overwritten before it and the GPU kept waiting until the host is ahead, so
-    that no time holds a launch that came late.
+    """Events around each call, the L2 cache filled before it by a read and the GPU kept waiting until the host is
+    ahead, so that no time holds a launch that came late.
     """
     flush = torch.zeros(FLUSH_BYTES // 4, device=device)
     event: Any = torch.cuda.Event
