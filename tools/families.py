@@ -42,7 +42,9 @@ class Family:
         return digest.hexdigest()[:12] if files else "none"
 
 
-_FORMULA = ("src/tilewise/formula/*.py", "src/tilewise/schedule/*.py", "src/tilewise/core/[pr]*.py")
+_SCHEDULE = "src/tilewise/schedule/"
+_TILES = tuple(_SCHEDULE + f"{name}.py" for name in ("__init__", "page_selection", "rule", "selection", "tilemap"))
+_FORMULA = ("src/tilewise/formula/*.py", *_TILES, "src/tilewise/core/[pr]*.py")
 _ATTENTION = "src/tilewise/ops/attention/"
 _DISPATCH = "src/tilewise/core/dispatch.py"
 _LAUNCH = "src/tilewise/ops/triton_launch.py"
@@ -79,6 +81,8 @@ _PAGED = (
     _CODES,
     *(_ATTENTION + f"triton_{name}.py" for name in ("channels", "paged", "parts", "planned", "prefixes", "work")),
     _ATTENTION + "sharing.py",
+    _SCHEDULE + "sharing.py",
+    _SCHEDULE + "worklist.py",
 )
 
 _HOPPER = tuple(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "hopper"))
@@ -119,7 +123,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
     "rope": ("src/tilewise/rotary.py", "src/tilewise/ops/rope/torch_op.py", _ROTARY),
     "tile_means": ("src/tilewise/tiles/visit.py",),
     "select": (
-        "src/tilewise/schedule/*.py",
+        *_TILES,
         "src/tilewise/ops/tile_means/*.py",
         *(_ATTENTION + name for name in ("choice.py", "selected.py")),
     ),
