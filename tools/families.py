@@ -125,7 +125,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
     "select": (
         *_TILES,
         "src/tilewise/ops/tile_means/*.py",
-        *(_ATTENTION + name for name in ("choice.py", "selected.py")),
+        *(_ATTENTION + name for name in ("choice.py", "paged_rows.py", "selected.py")),
     ),
     "page_summaries": ("src/tilewise/layouts.py", "src/tilewise/ops/kv_write/*.py"),
     "page_choice": (
@@ -178,7 +178,7 @@ def _layer(name: str, attention: tuple[str, ...], kind: int) -> Family:
 _IN_FEW_BITS = (
     *_neighbour("quantize")[0].sources,
     "src/tilewise/ops/quantize/*.py",
-    _ATTENTION + "codes.py",
+    *(_ATTENTION + name for name in ("codes.py", "paged_rows.py")),
 )
 
 _TRITON_CODES = (_ATTENTION + "triton_codes*.py", _ATTENTION + "rows/triton_codes.py", _CODES)

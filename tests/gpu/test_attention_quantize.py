@@ -13,7 +13,10 @@ from tests.gpu.matrix import DEVICE
 from tilewise.testing import attention_codes as cases
 from tilewise.testing.attention_codes import CASES, FP8_VALUES, CodedCase
 from tilewise.testing.attention_select import check_left_out
+from tilewise.testing.case import Case
 from tilewise.testing.graphs import captured
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.paging import paged
 
 ROW, PORTABLE = ROWS = ("hopper_codes", "triton_codes")
 BY_NAME = {case.name: case for case in CASES}
@@ -81,6 +84,25 @@ def test_a_graph_replays_with_other_numbers(name: str, row: str) -> None:
         x.mul_(0.7).add_(0.5)
     graph.replay()
     assert torch.equal(o, tw.attention(q, k, v, quantize=scheme, impl=row, **arguments))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_keys_in_pages_under_a_graph_whose_lengths_change(row: str) -> None:
+    case = Case("pages", packed=((70, 300), (5, 90), (0, 3), (129, 129)), heads_q=4, heads_kv=2, head_dim=64)
+    inputs = make_inputs(case, torch.bfloat16, DEVICE)
+    pool = paged(inputs, 16)
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            return tw.attention(
+                inputs.q, pool.k, pool.v, mask=tw.causal, layout=pool.layout, quantize=tw.Sage2(), impl=row
+            )
+
+    graph, o = captured(step)
+    for less in (0, 2):
+        pool.layout.seqlens_k.sub_(less)
+        graph.replay()
+        assert torch.equal(o, step())
 
 
 def test_inductor_compiles_it_whole() -> None:

@@ -109,11 +109,6 @@ def test_zeros() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], type[TilewiseError], str]] = {
     "no scheme": ({"quantize": "int8"}, InputError, "quantize"),
-    "pages": (
-        {"layout": tw.Paged(torch.zeros(1, 2, dtype=torch.int32), torch.tensor([5], dtype=torch.int32))},
-        InputError,
-        "kv_write",
-    ),
     "dropout": ({"dropout": 0.5}, UnsupportedError, "dropout"),
     "batch_invariant": ({"batch_invariant": True}, UnsupportedError, "batch_invariant"),
     "another row": ({"impl": "cpu_tiled"}, UnsupportedError, "quantize"),

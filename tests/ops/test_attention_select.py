@@ -253,12 +253,10 @@ def test_nothing_to_do(lengths: tuple[int, int], far: str) -> None:
 
 def test_errors() -> None:
     q, k, v = (x.detach() for x in cases.make_inputs(BY_NAME["mass"], torch.float32))
-    table, seqlens = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     far, far2 = (tw.Select(tw.TopK(1), far=far) for far in ("summary", "summary2"))
     short = tw.select_tiles(q[:, :50], k, tw.TopK(1))
     for changes, name in (
         ({"select": "sparge"}, "select"),
-        ({"select": tw.TopK(1), "layout": tw.Paged(table, seqlens)}, "select"),
         ({"select": far, "dropout": 0.1}, "dropout"),
         ({"select": far2, "score": tw.softcap(3.0)}, "select far"),
         ({"select": short}, "select"),

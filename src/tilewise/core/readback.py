@@ -1,7 +1,8 @@
-"""Values of small device tensors, read on the host once for each version of the tensor."""
+"""Small device tensors: values read on the host once for each version of a tensor, constants made once."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -64,3 +65,23 @@ def host_range(tensor: torch.Tensor) -> tuple[int, int]:
         return (0, 0)
     low, high = torch.aminmax(tensor.detach())
     return int(low), int(high)
+
+
+def constant(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Cache `make(*arguments, device)`, a tensor that nobody changes, for each stream. A CUDA graph, with memory of its
+    own, makes it anew.
+    """
+
+    @functools.lru_cache(maxsize=256)
+    def known(arguments: tuple[Any, ...], _stream: int | None) -> torch.Tensor:
+        return make(*arguments)
+
+    def cached(*arguments: Any) -> torch.Tensor:
+        device: torch.device = arguments[-1]
+        if device.type != "cuda":
+            return known(arguments, None)
+        if torch.cuda.is_current_stream_capturing():
+            return make(*arguments)
+        return known(arguments, torch.cuda.current_stream(device).cuda_stream)
+
+    return cached

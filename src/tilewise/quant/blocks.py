@@ -149,7 +149,7 @@ class Quantized:
         starts = (self.layout.cu_seqlens_q if side == "q" else self.layout.keys).long()
         step = rows_of_block(side)
         row = torch.arange((self.q if side == "q" else self.k).shape[0], device=starts.device)
-        b = torch.searchsorted(starts[1:], row, right=True)
+        b = torch.searchsorted(starts[1:], row, right=True).clamp(max=len(starts) - 2)  # rows behind the last, any
         row = row - starts[b]
         return b, starts[b] // step + b + row // step, row % step
 

@@ -32,7 +32,6 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (X[..., :6],) * 3, {"scheme": tw.FP8(rotate="hadamard")}, "q: got head_dim 6; expected a power of 2",
     ),
     "gradient": ((X, X.clone().requires_grad_(), X), {}, "k: got a tensor that takes a gradient"),
-    "pages": ((X, X, X), {"layout": tw.Paged(CU[None], CU[1:])}, "layout: got Paged"),
     "layout": ((X, X, X), {"layout": "packed"}, "layout: got str"),
     "packing": ((X[0],) * 3, {"layout": tw.Packed(CU)}, "layout cu_seqlens_q: got first 0, last 2"),
     "impl": ((X, X, X), {"impl": "cuda"}, "impl: got 'cuda'"),

@@ -16,6 +16,7 @@ from tilewise.core.readback import being_traced
 from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.choice import Selected
+from tilewise.ops.attention.paged_rows import PagedRows, rows_of_call
 from tilewise.ops.attention.planned import AttentionPlan, refuse_gradients
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.selected import attend, narrowed
@@ -57,30 +58,31 @@ def attention_with_lse(
         o as `attention` gives it, and lse: float32 (float64 for float64 input), natural logarithm, (batch,
         num_heads_q, seqlen_q), packed (num_heads_q, total_q); -inf for a row that sees no key. Both are differentiable.
     """
-    if select is not None:
-        over: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
-            attend_pages if isinstance(select, (TopPages, SparQ)) else attend
-        )
-        return over(
-            _run, q, k, v, select, impl, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout,
-            seed=seed, deterministic=deterministic, batch_invariant=batch_invariant, quantize=quantize,
-        )  # fmt: skip
-    call = make_call(
-        q,
-        k,
-        v,
-        mask=mask,
-        score=score,
-        sink=sink,
-        layout=layout,
-        scale=scale,
-        dropout=dropout,
-        seed=seed,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-        quantize=quantize,
-    )
-    return _run(call, impl)
+    arguments: dict[str, Any] = {
+        "mask": mask, "score": score, "sink": sink, "layout": layout, "scale": scale, "dropout": dropout, "seed": seed,
+        "deterministic": deterministic, "batch_invariant": batch_invariant, "quantize": quantize,
+    }  # fmt: skip
+    rows = _in_rows(q, k, v, select, arguments)
+    if rows is not None:
+        q, k, v, arguments["layout"] = rows.q, rows.k, rows.v, rows.layout
+    if select is None:
+        found = _run(make_call(q, k, v, **arguments), impl)
+    elif isinstance(select, (TopPages, SparQ)):
+        found = attend_pages(_run, q, k, v, select, impl, **arguments)
+    else:
+        found = attend(_run, q, k, v, select, impl, **arguments)
+    return found if rows is None else rows.results(*found)
+
+
+def _in_rows(q: Any, k: Any, v: Any, select: SelectLike, arguments: dict[str, Any]) -> PagedRows | None:
+    """The rows of keys in pages, for what has no kernel over pages."""
+    layout = arguments.get("layout")
+    if not isinstance(layout, Paged) or isinstance(select, (TopPages, SparQ)):
+        return None
+    if select is None and arguments.get("quantize") is None:
+        return None
+    rows: PagedRows = rows_of_call(q, k, v, layout)
+    return rows
 
 
 def _run(call: Call, impl: str | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,12 +140,13 @@ def attention(
             grows with the tokens that one request's pages can hold: `block_table` should be no wider than it must.
         quantize: a scheme (`tilewise.Sage2()`, `tilewise.FP8(...)`): q, k and v become codes of few bits, which are
             multiplied (Zhang et al., "SageAttention2", 2024; Shah et al., "FlashAttention-3", 2024), in any dtype but
-            float64, dense or packed, under any mask, score and sink. Weights become codes, too, relative to the largest
+            float64, under any mask, score and sink. Weights become codes, too, relative to the largest
             of their row so far; without a gradient to come, implementations may sum these, and lse has their rounding.
             Gradients go straight through the rounding: those of exact attention over the numbers that codes stand for.
+            Keys in pages are first copied into rows of packed sequences: worth it for prompts, not for single queries.
         select: which tiles of keys are computed: a `tilewise.Select` or one of its parts (`tilewise.Sparge(...)`, a
-            Mask), or what `tilewise.select_tiles` has found, for dense and packed tensors. A mask says which pairs may
-            meet, a selection which of those matter, by tiles; `far=` of a Select says what stands for the rest.
+            Mask), or what `tilewise.select_tiles` has found. A mask says which pairs may meet, a selection which of
+            those matter, by tiles; `far=` of a Select says what stands for the rest. Keys in pages are copied, too.
             Gradients are those of what is computed: which tiles are taken is a constant. Over pages
             `tilewise.TopPages(...)` or `tilewise.SparQ(...)`, with `layout=tilewise.Paged(..., summaries=...)`: which
             pages, or tokens, a query reads; without gradients, and no formula that looks at positions but `causal`.
@@ -231,6 +234,9 @@ def why(
     Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.
     """
     select = arguments.pop("select", None)
+    in_rows = _in_rows(q, k, v, select, arguments)
+    if in_rows is not None:
+        q, k, v, arguments["layout"] = in_rows.q, in_rows.k, in_rows.v, in_rows.layout
     if isinstance(select, (TopPages, SparQ)):
         call = narrowed_to_pages(q, k, v, select, arguments)
     else:

@@ -12,7 +12,6 @@ from tilewise.core.errors import InputError
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.quant import ByChannel, Encoded
-from tilewise.quant.schemes import Scheme, check_scheme
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -33,23 +32,6 @@ def layout_of(layout: Any) -> Dense | Packed | Paged:
             hint="leave it out for tensors of shape (batch, seqlen, heads, dim)",
         )
     return layout
-
-
-def scheme_of(quantize: Any, layout: Dense | Packed | Paged) -> Scheme:
-    """The scheme, for rows that may become codes."""
-    check_rows(layout)
-    return check_scheme(quantize, "quantize")
-
-
-def check_rows(layout: Dense | Packed | Paged) -> None:
-    """Keys in rows: those in pages are encoded when they are written."""
-    if isinstance(layout, Paged):
-        raise InputError(
-            "layout",
-            got=type(layout).__name__,
-            expected="tilewise.Dense() or tilewise.Packed(...)",
-            hint="keys in pages are encoded when they are written: `tilewise.kv_write`",
-        )
 
 
 def check_encoded(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> None:

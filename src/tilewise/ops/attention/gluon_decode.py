@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon import language as gl
 
+from tilewise.core.readback import constant
 from tilewise.layouts import Pages
 from tilewise.ops.attention import triton_decode, triton_paged
 from tilewise.ops.attention.configs import padded
@@ -116,19 +116,19 @@ def _split(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rows_as_pages(call: Call) -> Pages:
-    """Every batch element's keys as a page of its own; made anew inside a CUDA graph, which has its own memory."""
-    stream = None
-    if call.q.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            return _whole.__wrapped__(call.batch, call.k.shape[1], call.q.device, None)
-        stream = torch.cuda.current_stream(call.q.device).cuda_stream
-    return _whole(call.batch, call.k.shape[1], call.q.device, stream)
+    """Every batch element's keys as a page of its own."""
+    table, lengths = _whole_pages(call.batch, call.q.device), _alike(call.batch, call.k.shape[1], call.q.device)
+    return Pages(table, None, lengths)
 
 
-@functools.lru_cache(maxsize=64)
-def _whole(batch: int, seqlen_k: int, device: torch.device, _stream: int | None) -> Pages:
-    table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-    return Pages(table, None, torch.full((batch,), seqlen_k, dtype=torch.int32, device=device))
+@constant
+def _whole_pages(batch: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+
+
+@constant
+def _alike(batch: int, seqlen_k: int, device: torch.device) -> torch.Tensor:
+    return torch.full((batch,), seqlen_k, dtype=torch.int32, device=device)
 
 
 def _plans(call: Call) -> Planned:

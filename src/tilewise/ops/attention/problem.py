@@ -25,13 +25,12 @@ from tilewise.ops.attention.arguments import (
     dropout_of,
     layout_of,
     scale_of,
-    scheme_of,
     seed_of,
 )
 from tilewise.quant import KINDS, ByChannel, Encoded
 from tilewise.quant.blocks import Quantized
 from tilewise.quant.codes import decoded
-from tilewise.quant.schemes import Scheme
+from tilewise.quant.schemes import Scheme, check_scheme
 
 
 class Signature:
@@ -155,7 +154,7 @@ def make_call(
 ) -> Call:
     """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
     layout = layout_of(layout)
-    scheme = None if quantize is None else scheme_of(quantize, layout)
+    scheme = None if quantize is None else check_scheme(quantize, "quantize")
     bound_mask = None if mask is None else as_mask(mask).bound
     bound_score = None if score is None else as_score(score).bound
     pages = layout.pages if isinstance(layout, Paged) else None

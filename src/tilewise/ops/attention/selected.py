@@ -20,6 +20,7 @@ from tilewise.formula.formula import Mask, Score, as_mask, as_score, score
 from tilewise.formula.walk import transform
 from tilewise.layouts import Paged
 from tilewise.ops.attention.choice import Selected, choose_tiles, sums_serve
+from tilewise.ops.attention.paged_rows import rows_of_call
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.variant import formula_kind
 from tilewise.ops.merge import merge
@@ -48,7 +49,7 @@ def select_tiles(
     formula at the tiles' middles. Nothing is read on the host.
 
     Args:
-        q, k, mask, score, layout, scale: as `attention` takes them, dense or packed.
+        q, k, mask, score, layout, scale: as `attention` takes them.
         select: which tiles.
         impl: of the prediction, "triton", "cpu" or "reference"; None picks the first that can.
 
@@ -56,6 +57,9 @@ def select_tiles(
         InputError, FormulaError: an argument is wrong.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
     """
+    if isinstance(layout, Paged):
+        rows = rows_of_call(q, k, k, layout)
+        q, k, layout = rows.q, rows.k, rows.layout
     arguments = {"mask": mask, "score": score, "layout": layout, "scale": scale}
     _check(as_select(select), arguments)
     return _made(q, k, k, select, arguments, impl)[1]
@@ -123,13 +127,6 @@ def _made(
 
 def _check(select: Select | Selected, arguments: dict[str, Any]) -> None:
     """Raise InputError unless a selection can be made for these arguments."""
-    if isinstance(arguments.get("layout"), Paged):
-        raise InputError(
-            "select",
-            got=f"{select!r}, for keys in pages",
-            expected="dense or packed tensors",
-            hint="tiles are of keys that lie one after another",
-        )
     if select.far != "drop" and arguments.get("dropout"):
         hint = "a summary stands for many keys, of which some would be dropped"
         got = f"{arguments['dropout']}, with far={select.far!r}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.layouts import Dense, Packed
+from tilewise.layouts import Dense, Packed, Paged
+from tilewise.ops.attention.paged_rows import rows_of_call
 from tilewise.ops.quantize.problem import NUMBERS, check, has_sums, make_call, names
 from tilewise.ops.quantize.table import QUANTIZE
 from tilewise.quant.blocks import Quantized
@@ -18,7 +19,7 @@ def quantize_qkv(
     v: torch.Tensor,
     *,
     scheme: Scheme,
-    layout: Dense | Packed | None = None,
+    layout: Dense | Packed | Paged | None = None,
     sums: bool = False,
     impl: str | None = None,
 ) -> Quantized:
@@ -40,7 +41,8 @@ def quantize_qkv(
         k: (batch, seqlen_k, num_heads_kv, head_dim), num_heads_kv a divisor of num_heads_q; dtype and device of q.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v), likewise. Any of the three may be empty.
         scheme: which codes.
-        layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for packed sequences; None is dense.
+        layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for packed sequences; None is dense. Requests over pages
+            (`tilewise.Paged`) are copied into packed sequences first, and codes are of these.
         sums: whether sums of blocks of queries and keys are wanted, too, of which a prediction of tiles is made; not of
             a scheme that rotates them, or has one scale for a head of either.
         impl: "triton", "cpu" or "reference"; None picks the first that can.
@@ -56,6 +58,9 @@ def quantize_qkv(
         InputError: an argument is wrong, or takes a gradient.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
     """
+    if isinstance(layout, Paged):
+        rows = rows_of_call(q, k, v, layout)
+        q, k, v, layout = rows.q, rows.k, rows.v, rows.layout
     scheme, layout = check(q, k, v, scheme, layout)
     if sums and not has_sums(scheme):
         raise InputError(

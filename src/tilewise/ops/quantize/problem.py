@@ -10,7 +10,7 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.layouts import Dense, Packed, Paged, check_packing
-from tilewise.ops.attention.arguments import check_rows, check_shapes, check_tensors, layout_of
+from tilewise.ops.attention.arguments import check_shapes, check_tensors, layout_of
 from tilewise.quant.blocks import row_groups, rows_of_block, sequences
 from tilewise.quant.schemes import LARGEST, Scheme, check_scheme
 
@@ -154,7 +154,6 @@ def has_sums(scheme: Scheme) -> bool:
 def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Dense | Packed]:
     """Scheme and layout, if all fits; raises InputError."""
     scheme, layout = check_scheme(scheme), layout_of(layout)
-    check_rows(layout)
     assert not isinstance(layout, Paged)
     check_tensors(q, k, v, layout)
     check_shapes(q, k, v, layout)
