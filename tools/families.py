@@ -138,6 +138,8 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         "src/tilewise/layouts.py",
         "src/tilewise/quant/*.py",
         _CODES,
+        "src/tilewise/rotary.py",
+        _ROTARY,
         "src/tilewise/tiles/visit.py",
         _ATTENTION + "arguments.py",
     ),

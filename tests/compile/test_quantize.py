@@ -27,7 +27,7 @@ def moved(kernel: Any, what: str) -> set[str]:
     return set(re.findall(rf"{what}\.global[.\w:]*?((?:\.v\d)?\.b\d+)", kernel.asm["ptx"]))
 
 
-@pytest.mark.parametrize("variant", ["q thread", "k thread", "k token", "v channel", "v block"])
+@pytest.mark.parametrize("variant", ["q thread", "k thread", "k token", "v channel", "v block", "q turned", "k turned"])
 def test_16_bytes_travel_at_once(variant: str) -> None:
     """Of q, k and v; codes are 8 numbers of a thread or more, in one piece."""
     kernels = compiled(VARIANTS[variant](4096, torch.bfloat16)[1])

@@ -108,6 +108,8 @@ TWINS = [
     ("encode_rows", "first + h.to(tl.int64) * total", "first + h.to(tl.int64) * length", "sage2_packed"),
     ("encode_rows", "tl.where(block * ROWS < length, scale_of(by_group, CODE), 0.0)", "scale_of(by_group, CODE)",
      "blank_slot"),
+    ("encode_rows", "b * seqlen + row\n    columns", "row\n    columns", "turned"),
+    ("sum_chunks", "token = first + row if CU", "token = row if CU", "turned_packed"),
     ("encode_columns", "place // 2 % 2 * 8", "place // 2 % 2 * 4", "sage2"),
     ("encode_columns", "if block == 0:", "if block == 1:", "odd_head"),
     ("encode_columns", "line * DIM * ROWS", "line * ROWS", "sage2_packed"),

@@ -54,6 +54,7 @@ class Quantized:
         k_exact: the keys as they were given, where queries are centred.
         q_sums, k_sums: where they were asked for, sums of the rows of each block as they were given, and of these as
             rows of length 1, float32 (batch, heads, blocks, head_dim).
+        turned: whether queries or keys were turned by their positions, which those that were given are not.
     """
 
     scheme: Scheme
@@ -71,6 +72,7 @@ class Quantized:
     k_exact: torch.Tensor | None
     q_sums: tuple[torch.Tensor, torch.Tensor] | None = None
     k_sums: tuple[torch.Tensor, torch.Tensor] | None = None
+    turned: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,8 @@ EPS = 2.0**-23  # of float32
 @dataclass(frozen=True)
 class QuantizeCase:
     """Queries and keys of some lengths, packed where `packed`; `shift` moves keys and values away from 0. `memory` is
-    "" for contiguous rows, "joint" for parts of one projection, "HND" for heads before tokens.
+    "" for contiguous rows, "joint" for parts of one projection, "HND" for heads before tokens. `turns` are how many
+    dimensions of queries and keys are turned first, and whether neighbours.
     """
 
     name: str
@@ -34,6 +35,7 @@ class QuantizeCase:
     shift: float = 3.0
     packed: bool = False
     memory: str = ""
+    turns: tuple[int, bool] = (0, False)
 
     def __repr__(self) -> str:
         return self.name
@@ -62,6 +64,12 @@ CASES = [
     QuantizeCase("odd_head", tw.FP8(), ((63, 127),), (3, 3), 100, 9, memory="joint"),
     QuantizeCase("widest", tw.Sage2("int4"), ((3, 5),), (2, 1), 256, 256),
     QuantizeCase("long", tw.Sage(smooth=("k", "v")), ((1, 1300),), (1, 1), 8, 8),
+    QuantizeCase("turned", tw.Sage2(), dim=32, turns=(32, False)),
+    QuantizeCase("turned_packed", tw.Sage2(), RAGGED, packed=True, memory="joint", turns=(16, False)),
+    QuantizeCase("turned_centred", tw.Sage2("int4"), turns=(16, True)),
+    QuantizeCase("turned_rotated", tw.Sage(rotate="hadamard"), ((65, 129),), turns=(8, True), memory="HND"),
+    QuantizeCase("turned_heads", tw.FP8(), dim=23, turns=(10, False)),
+    QuantizeCase("turned_neighbours", tw.FP8(), RAGGED, packed=True, dim=7, turns=(6, True)),
     QuantizeCase("no_queries", tw.Sage2("int4"), ((0, 5),)),
     QuantizeCase("no_keys", tw.Sage2("int4"), ((5, 0),)),
     QuantizeCase("no_sequence", tw.Sage2(), ()),
@@ -70,7 +78,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def make_inputs(case: QuantizeCase, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
-    """q, k, v and layout."""
+    """q, k, v, layout, and where rows are turned rope."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Any] = {"layout": tw.Dense()}
     sizes = {"q": (0, case.heads[0], case.dim), "k": (1, case.heads[1], case.dim), "v": (1, case.heads[1], case.dim_v)}
@@ -83,7 +91,16 @@ def make_inputs(case: QuantizeCase, dtype: torch.dtype, device: str = "cpu", see
     if case.packed:
         cu = [torch.tensor([0, *itertools.accumulate(both[n] for both in case.lengths)]) for n in (0, 1)]
         made["layout"] = tw.Packed(*(x.to(device, torch.int32) for x in cu))
+    if case.turns[0]:
+        made["rope"] = tuple(_rope(case.turns, made[side].shape[:-2].numel(), device, generator) for side in "qk")
     return made
+
+
+def _rope(turns: tuple[int, bool], tokens: int, device: str, generator: torch.Generator) -> tw.Rope:
+    """Tokens that stand anywhere."""
+    angle = torch.rand(40, turns[0] // 2, generator=generator) * 6.28
+    positions = torch.randint(0, 40, (tokens,), generator=generator)
+    return tw.Rope(angle.cos().to(device), angle.sin().to(device), positions.to(device), turns[1])
 
 
 def laid(case: QuantizeCase, x: torch.Tensor) -> torch.Tensor:
@@ -150,6 +167,8 @@ def _of_sums(x: dict[str, torch.Tensor], name: str) -> float:
     if "unit" in name:
         return 128 * EPS * (128 + x[name].shape[-1])
     side = name[0]
+    if not x[side].numel():
+        return 0.0
     largest = float(x[side].float().abs().max() * x[f"{side}_scale"].nan_to_num().max())
     means = float(x[f"{side}_mean"].float().nan_to_num().abs().max()) if f"{side}_mean" in x else 0.0
     return 128 * EPS * 128 * (largest + means)
@@ -161,6 +180,8 @@ def check_meaning(case: QuantizeCase, dtype: torch.dtype, impl: str, device: str
     """
     given = make_inputs(case, dtype, device)
     x = tw.quantize_qkv(**given, scheme=case.scheme, impl=impl)
+    for side, rope in zip("qk", given.get("rope", ()), strict=False):
+        given[side] = tw.rope(given[side], rope=rope)
     q, k, v = x.numbers()
     assert_near(v, given["v"].double(), _of_values(x))
     if case.packed or not q.numel() or not k.numel():
@@ -200,7 +221,9 @@ def _of_values(x: Quantized) -> torch.Tensor:
     return apart * bits * (1 + 2.0**-3) + least + 4 * EPS * (v.abs() + apart)
 
 
-def _variant(scheme: Scheme, side: str, sums: bool = False) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
+def _variant(
+    scheme: Scheme, side: str, sums: bool = False, turns: bool = False
+) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
     def make(width: int, dtype: torch.dtype) -> tuple[Operation[Any], Any]:
         """Heads of 128, or of 100 (64 where they are rotated), or of 256."""
         dim = {4096: 128, 1000: 64 if scheme.rotate != "none" else 100}.get(width, 256)
@@ -208,7 +231,9 @@ def _variant(scheme: Scheme, side: str, sums: bool = False) -> Callable[[int, to
         lead = (300,) if width == 1000 else (2, 256)
         x, mean = torch.zeros(*lead, 4, dim, dtype=dtype), torch.zeros(2, 2, dim)
         other = mean if side == "q" and "k" in scheme.smooth else None
-        return QUANTIZE, make_call(side, x, scheme, layout, other, sums)
+        table = torch.zeros(300, dim // 2)
+        rope = tw.Rope(table, table, torch.zeros(x.shape[:-2].numel(), dtype=torch.int32)) if turns else None
+        return QUANTIZE, make_call(side, x, scheme, layout, other, sums, rope)
 
     return make
 
@@ -216,6 +241,8 @@ def _variant(scheme: Scheme, side: str, sums: bool = False) -> Callable[[int, to
 VARIANTS = {
     "q thread": _variant(tw.Sage2("int4"), "q"),
     "q rotated": _variant(replace(tw.Sage2(), rotate="hadamard"), "q"),
+    "q turned": _variant(tw.Sage2(), "q", turns=True),
+    "k turned": _variant(tw.Sage2(), "k", turns=True),
     "q head": _variant(tw.FP8(), "q"),
     "q sums": _variant(tw.Sage2(), "q", sums=True),
     "k sums": _variant(tw.Sage("fp8"), "k", sums=True),

@@ -31,14 +31,16 @@ _LENGTH = st.one_of(st.integers(0, 3), st.sampled_from([63, 64, 65, 127, 128, 12
 def any_case(draw: st.DrawFn) -> QuantizeCase:
     """Of dense ones, both sequences have the same lengths."""
     lengths = draw(st.lists(st.tuples(_LENGTH, _LENGTH), max_size=3))
+    dim = draw(st.sampled_from([1, 2, 4, 8]))
     packed, group, heads = draw(st.booleans()), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     return QuantizeCase(
         "any",
         draw(SCHEMES),
         tuple(lengths if packed else lengths[:1] * 2),
         (group * heads, heads),
-        draw(st.sampled_from([1, 2, 4, 8])),
+        dim,
         draw(st.integers(1, 9)),
         packed=packed,
         memory=draw(st.sampled_from(["", "joint", "HND"])),
+        turns=(2 * draw(st.integers(0, dim // 2)), draw(st.booleans())),
     )

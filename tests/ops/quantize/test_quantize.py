@@ -41,6 +41,20 @@ def test_any_shape(case: QuantizeCase, dtype: torch.dtype) -> None:
     cases.check_meaning(case, dtype, "cpu")
 
 
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.turns[0]])
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_turned_rows_are_those_of_rope(impl: str, name: str) -> None:
+    inputs = cases.make_inputs(BY_NAME[name], torch.bfloat16)
+    scheme, ropes = BY_NAME[name].scheme, inputs["rope"]
+    found = tw.quantize_qkv(**inputs, scheme=scheme, impl=impl)
+    turned = {side: tw.rope(inputs[side], rope=rope) for side, rope in zip("qk", ropes, strict=True)}
+    want = tw.quantize_qkv(**inputs | turned | {"rope": None}, scheme=scheme, impl=impl)
+    cases.alike(cases.tensors(found), cases.tensors(want), rotated=False)
+    one = tw.quantize_qkv(**inputs | {"rope": (ropes[0], None)}, scheme=scheme, impl=impl)
+    assert torch.equal(one.q, found.q)
+    assert not torch.equal(one.k, found.k)
+
+
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.packed])
 def test_packed_sequences_are_what_they_are_alone(name: str) -> None:
     case = BY_NAME[name]
@@ -50,7 +64,11 @@ def test_packed_sequences_are_what_they_are_alone(name: str) -> None:
     for b in range(len(case.lengths)):
         rows, keys = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
         given = (inputs["q"][rows][None], inputs["k"][keys][None], inputs["v"][keys][None])
-        alone = tw.quantize_qkv(*given, scheme=case.scheme).numbers()
+        ropes = [
+            replace(rope, positions=rope.positions[at])
+            for rope, at in zip(inputs.get("rope", ()), (rows, keys), strict=False)
+        ]
+        alone = tw.quantize_qkv(*given, scheme=case.scheme, rope=ropes or None).numbers()
         for whole, part, at in zip(together, alone, (rows, keys, keys), strict=True):
             # products with the rotation's matrix depend on how many rows there are
             tolerance = 1e-2 if case.scheme.rotate != "none" else 1e-6

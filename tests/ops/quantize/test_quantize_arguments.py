@@ -34,6 +34,10 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "gradient": ((X, X.clone().requires_grad_(), X), {}, "k: got a tensor that takes a gradient"),
     "layout": ((X, X, X), {"layout": "packed"}, "layout: got str"),
     "packing": ((X[0],) * 3, {"layout": tw.Packed(CU)}, "layout cu_seqlens_q: got first 0, last 2"),
+    "rope": ((X, X, X), {"rope": "llama"}, "rope: got str"),
+    "positions": ((X, X, X), {"rope": tw.Rope(X[0, :, 0, :4], X[0, :, 0, :4], CU)}, "rope: got 2 positions"),
+    "wide_rope": ((X, X, X), {"rope": (None, tw.Rope(X[0, :, 0], X[0, :, 0], torch.arange(6)))}, "got rotary_dim 16"),
+    "far": ((X, X, X), {"rope": tw.Rope(X[0, :2, 0, :4], X[0, :2, 0, :4], torch.arange(6))}, "rope: got position 2"),
     "impl": ((X, X, X), {"impl": "cuda"}, "impl: got 'cuda'"),
 }  # fmt: skip
 

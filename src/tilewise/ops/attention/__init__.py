@@ -24,7 +24,7 @@ from tilewise.ops.attention.selected_pages import attend_pages, narrowed_to_page
 from tilewise.ops.attention.sharing import remark
 from tilewise.ops.attention.table import ROWS, choose, named
 from tilewise.ops.attention.torch_op import compiled, eager
-from tilewise.quant import ByChannel, Encoded
+from tilewise.quant import ByChannel, Encoded, Quantized
 from tilewise.quant.schemes import Scheme
 from tilewise.schedule.page_selection import SparQ, TopPages
 from tilewise.schedule.selection import Prediction, Select
@@ -48,7 +48,7 @@ def attention_with_lse(
     seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
-    quantize: Scheme | None = None,
+    quantize: Scheme | Quantized | None = None,
     select: SelectLike = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +105,7 @@ def attention(
     seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
-    quantize: Scheme | None = None,
+    quantize: Scheme | Quantized | None = None,
     select: SelectLike = None,
     impl: str | None = None,
 ) -> torch.Tensor:
@@ -144,6 +144,8 @@ def attention(
             of their row so far; without a gradient to come, implementations may sum these, and lse has their rounding.
             Gradients go straight through the rounding: those of exact attention over the numbers that codes stand for.
             Keys in pages are first copied into rows of packed sequences: worth it for prompts, not for single queries.
+            Or codes that `tilewise.quantize_qkv` made of q, k and v: to use them again, or with `rope=`, which q and k
+            that are given here then have not met; without gradients.
         select: which tiles of keys are computed: a `tilewise.Select` or one of its parts (`tilewise.Sparge(...)`, a
             Mask), or what `tilewise.select_tiles` has found. A mask says which pairs may meet, a selection which of
             those matter, by tiles; `far=` of a Select says what stands for the rest. Keys in pages are copied, too.

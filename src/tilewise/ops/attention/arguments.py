@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.readback import being_traced, host_values
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Dense, Packed, Paged
-from tilewise.quant import ByChannel, Encoded
+from tilewise.quant import ByChannel, Encoded, Quantized
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
+
+Packing = tuple[torch.Tensor | None, torch.Tensor | None]
 
 _DENSE = Dense()
 
@@ -68,6 +71,33 @@ def check_encoded(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> Non
             raise InputError(
                 name, got=f"device {x.device}", expected=f"{q.device}, the device of q", hint="encode it there"
             )
+
+
+def check_codes(codes: Quantized, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> None:
+    """Codes that are of tensors like these, whose cumulative lengths (None of dense ones) `packing` are."""
+    of = codes.layout
+    packed = (of.cu_seqlens_q, of.keys) if isinstance(of, Packed) else (None, None)
+    dims = codes.v.shape[-1] if codes.v_scale is None else codes.v.shape[-2]
+    like = (codes.q.shape, codes.k.shape, dims, codes.q.device)
+    good = like == (q.shape, k.shape, v.shape[-1], q.device)
+    for x, y in zip(packed, packing, strict=True):
+        good = good and (x is None) is (y is None)
+        if good and x is not None and y is not None and x is not y:
+            good = x.shape == y.shape and host_values(x) == host_values(y)
+    if not good or being_traced():
+        raise InputError(
+            "quantize",
+            got=f"codes {'inside torch.compile' if being_traced() else f'of other tensors, q {tuple(codes.q.shape)}'}",
+            expected="codes that quantize_qkv made of q, k and v, in this layout, outside a compiled region",
+            hint="pass a scheme, and codes are made in the call",
+        )
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise InputError(
+            "quantize",
+            got="codes, and tensors that take a gradient",
+            expected="no gradient",
+            hint="pass a scheme, whose gradients go straight through the rounding",
+        )
 
 
 def check_tensors(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged, encoded: bool = False) -> None:

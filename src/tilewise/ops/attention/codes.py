@@ -19,8 +19,8 @@ from tilewise.quant.blocks import Quantized
 
 
 def encoded(call: Call, impl: str | None = None) -> Quantized:
-    """The codes of a call's queries, keys and values, by an implementation of `quantize_qkv`."""
-    if call.codes is not None and impl is None:
+    """The codes of a call's queries, keys and values, made before or now, by an implementation of `quantize_qkv`."""
+    if call.codes is not None:
         return call.codes
     assert call.scheme is not None
     layout = Dense() if call.cu_seqlens_q is None else Packed(call.cu_seqlens_q, call.cu_seqlens_k)

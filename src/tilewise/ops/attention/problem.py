@@ -18,6 +18,7 @@ from tilewise.formula.structure import Bound
 from tilewise.layouts import Packed, Paged, Pages, check_packing, check_pages, tables_of
 from tilewise.ops.attention.arguments import (
     check_captured,
+    check_codes,
     check_encoded,
     check_shapes,
     check_sink,
@@ -154,7 +155,8 @@ def make_call(
 ) -> Call:
     """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
     layout = layout_of(layout)
-    scheme = None if quantize is None else check_scheme(quantize, "quantize")
+    codes = quantize if isinstance(quantize, Quantized) else None
+    scheme = None if quantize is None else check_scheme(quantize if codes is None else codes.scheme, "quantize")
     bound_mask = None if mask is None else as_mask(mask).bound
     bound_score = None if score is None else as_score(score).bound
     pages = layout.pages if isinstance(layout, Paged) else None
@@ -187,6 +189,8 @@ def make_call(
         check_packing(cu_seqlens_q, cu_seqlens_k, q, k)
     if pages is not None:
         check_pages(pages, cu_seqlens_q, q, k)
+    if codes is not None:
+        check_codes(codes, q, k, v, (cu_seqlens_q, cu_seqlens_k))
     if sink is not None:
         check_sink(sink, q)
     dropout = dropout_of(dropout)
@@ -217,6 +221,7 @@ def make_call(
         scales=scales,
         share_prefixes=share_prefixes,
         scheme=scheme,
+        codes=codes,
     )
     if not checked:
         formulas = [bound.text for bound in (bound_mask, bound_score) if bound is not None]

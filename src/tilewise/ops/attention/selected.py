@@ -26,6 +26,7 @@ from tilewise.ops.attention.variant import formula_kind
 from tilewise.ops.merge import merge
 from tilewise.ops.quantize import quantize_qkv
 from tilewise.ops.tile_means import tile_means
+from tilewise.quant import Quantized
 from tilewise.schedule.selection import Prediction, Select, as_select
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -72,7 +73,7 @@ def attend(
     """(o, lse), where `run` gives those of a call without a selection."""
     whole, selected, arguments = _narrowed(q, k, v, select, arguments)
     near = _near(q, k, v, selected, arguments)
-    near.codes = whole.codes
+    near.codes = near.codes or whole.codes
     found = run(near, impl)
     if selected.far == "drop":
         return found
@@ -117,12 +118,28 @@ def _made(
     with torch.no_grad():
         call = make_call(q, k, v, **formulas)
         if not isinstance(select, Selected):
-            scheme = arguments.get("quantize")
-            if scheme is not None and not being_traced() and sums_serve(call, as_select(select), scheme):
-                call.codes = quantize_qkv(q, k, v, scheme=scheme, sums=True)
-            return call, choose_tiles(call, as_select(select), impl)
+            select = as_select(select)
+            call.codes = _with_sums(call, select, arguments.get("quantize"))
+            return call, choose_tiles(call, select, impl)
     select.check(call)
     return call, select
+
+
+def _with_sums(call: Call, select: Select, quantize: Any) -> Quantized | None:
+    """A call's codes, made before or now, if the means that a selection looks at can be made of their sums."""
+    if isinstance(quantize, Quantized):
+        serves = quantize.q_sums is not None and sums_serve(call, select, quantize.scheme)
+        if quantize.turned and (select.far != "drop" or (select.predictions and not serves)):
+            raise InputError(
+                "select",
+                got=f"{select!r}, for codes of rows that were turned by their positions",
+                expected="means of these: far='drop', blocks of multiples of (64, 128), and codes with sums",
+                hint="quantize_qkv(..., sums=True), or tilewise.rope first, and a scheme",
+            )
+        return quantize if serves else None
+    if quantize is None or being_traced() or not sums_serve(call, select, quantize):
+        return None
+    return quantize_qkv(call.q, call.k, call.v, scheme=quantize, sums=True)
 
 
 def _check(select: Select | Selected, arguments: dict[str, Any]) -> None:

@@ -7,10 +7,12 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.paged_rows import rows_of_call
-from tilewise.ops.quantize.problem import NUMBERS, check, has_sums, make_call, names
+from tilewise.ops.quantize.problem import NUMBERS, check, check_ropes, has_sums, make_call, names
 from tilewise.ops.quantize.table import QUANTIZE
+from tilewise.ops.rope import rope as turn
 from tilewise.quant.blocks import Quantized
 from tilewise.quant.schemes import Scheme
+from tilewise.rotary import Rope
 
 
 def quantize_qkv(
@@ -20,6 +22,7 @@ def quantize_qkv(
     *,
     scheme: Scheme,
     layout: Dense | Packed | Paged | None = None,
+    rope: Rope | tuple[Rope | None, Rope | None] | None = None,
     sums: bool = False,
     impl: str | None = None,
 ) -> Quantized:
@@ -43,6 +46,8 @@ def quantize_qkv(
         scheme: which codes.
         layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for packed sequences; None is dense. Requests over pages
             (`tilewise.Paged`) are copied into packed sequences first, and codes are of these.
+        rope: turns queries and keys by their positions before all else, in the passes that encode (`tilewise.rope` has
+            the same bits, and gradients): a `tilewise.Rope` for both, or a pair, of which either may be None.
         sums: whether sums of blocks of queries and keys are wanted, too, of which a prediction of tiles is made; not of
             a scheme that rotates them, or has one scale for a head of either.
         impl: "triton", "cpu" or "reference"; None picks the first that can.
@@ -62,6 +67,9 @@ def quantize_qkv(
         rows = rows_of_call(q, k, v, layout)
         q, k, v, layout = rows.q, rows.k, rows.v, rows.layout
     scheme, layout = check(q, k, v, scheme, layout)
+    rope_q, rope_k = ropes = check_ropes(rope, q, k)
+    if rope_k is not None and "q" in scheme.smooth:  # means of queries meet keys as they are
+        k, rope_k = turn(k, rope=rope_k), None
     if sums and not has_sums(scheme):
         raise InputError(
             "sums",
@@ -72,7 +80,10 @@ def quantize_qkv(
     given = {"q": q, "k": k, "v": v}
     found: dict[str, dict[str, torch.Tensor]] = {}
     for side in ("k", "v", "q"):  # queries meet the means of keys
-        call = make_call(side, given[side], scheme, layout, found["k"].get("mean") if side == "q" else None, sums)
+        call = make_call(
+            side, given[side], scheme, layout, found["k"].get("mean") if side == "q" else None, sums,
+            {"q": rope_q, "k": rope_k, "v": None}[side],
+        )  # fmt: skip
         if call.kind in NUMBERS and not call.smooth:
             found[side] = {"codes": v.detach().to(NUMBERS[call.kind]).contiguous()}
         else:
@@ -94,4 +105,5 @@ def quantize_qkv(
         k.detach() if "q" in scheme.smooth else None,
         (of_q["sum"], of_q["unit_sum"]) if sums else None,
         (of_k["sum"], of_k["unit_sum"]) if sums else None,
+        ropes != (None, None),
     )

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.readback import values_checked
 from tilewise.layouts import Dense, Packed, Paged, check_packing
 from tilewise.ops.attention.arguments import check_shapes, check_tensors, layout_of
 from tilewise.quant.blocks import row_groups, rows_of_block, sequences
 from tilewise.quant.schemes import LARGEST, Scheme, check_scheme
+from tilewise.rotary import Rope, check_positions, check_rope, rotated
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,6 +30,7 @@ class Call:
     num_heads_kv, dim), with which queries are multiplied. `kind` is "int8", "int4", "fp8", or for values "fp16" or
     "bf16"; `shared` who shares a scale, in a scheme's words; `largest` what the largest number of a group becomes;
     `sums` whether sums of blocks are wanted, too, of queries or keys that are not rotated, with no scale for a head.
+    With `cos`, `sin` and `positions` rows are turned first, and rounded to their dtype (`Rope`).
     """
 
     x: torch.Tensor
@@ -40,6 +43,10 @@ class Call:
     smooth: bool
     rotate: bool
     sums: bool = False
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    interleaved: bool = False
 
     @property
     def batch(self) -> int:
@@ -52,6 +59,11 @@ class Call:
     @property
     def dim(self) -> int:
         return self.x.shape[-1]
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions are turned."""
+        return 0 if self.cos is None else 2 * self.cos.shape[1]
 
     @property
     def columns(self) -> bool:
@@ -101,16 +113,26 @@ def gradients(call: Call, kept: Tensors, wanted: Sequence[str]) -> Tensors:
     return {}
 
 
+def given(call: Call) -> torch.Tensor:
+    """x, turned where that is asked for: what becomes codes."""
+    if call.cos is None:
+        return call.x
+    assert call.sin is not None
+    assert call.positions is not None
+    rope = Rope(call.cos, call.sin, call.positions, call.interleaved)
+    return rotated(call.x.flatten(0, -3), rope).to(call.x.dtype).view(call.x.shape)
+
+
 def parts(call: Call, results: Tensors) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, Tensors]]:
     """For each sequence its rows (seqlen, heads, dim), the means of keys (heads, dim) that its query heads meet, and
     where its results go: codes, bias, and scale and mean of its blocks or of all. Reads packed lengths on the host.
     """
-    other = call.other
+    x, other = given(call), call.other
     if other is not None:
         other = other.repeat_interleave(call.heads // other.shape[1], 1)
     if call.cu_seqlens is None:
         for b in range(call.batch):
-            yield call.x[b], None if other is None else other[b], {name: x[b] for name, x in results.items()}
+            yield x[b], None if other is None else other[b], {name: y[b] for name, y in results.items()}
         return
     step = rows_of_block(call.side)
     for b, rows, slots in sequences(call.cu_seqlens, call.side):
@@ -122,8 +144,8 @@ def parts(call: Call, results: Tensors) -> Iterator[tuple[torch.Tensor, torch.Te
             "sum": (slice(None), slots),
             "unit_sum": (slice(None), slots),
         }
-        found = {name: x[where[name]] for name, x in results.items()}
-        yield call.x[rows], None if other is None else other[b], found
+        found = {name: y[where[name]] for name, y in results.items()}
+        yield x[rows], None if other is None else other[b], found
 
 
 def make_call(
@@ -133,6 +155,7 @@ def make_call(
     layout: Dense | Packed,
     other: torch.Tensor | None = None,
     sums: bool = False,
+    rope: Rope | None = None,
 ) -> Call:
     """The call for one of the tensors that `check` has seen; `other` are the means of keys that queries meet."""
     cu_seqlens = None
@@ -143,7 +166,8 @@ def make_call(
         return Call(x, cu_seqlens, None, side, scheme.pv, scheme.v_scale, scheme.v_largest, smooth, False)
     shared = scheme.q_scale if side == "q" else scheme.k_scale
     rotate = scheme.rotate == "hadamard"
-    return Call(x, cu_seqlens, other, side, scheme.qk, shared, LARGEST[scheme.qk], smooth, rotate, sums)
+    turns = () if rope is None else (rope.cos, rope.sin, rope.positions, rope.interleaved)
+    return Call(x, cu_seqlens, other, side, scheme.qk, shared, LARGEST[scheme.qk], smooth, rotate, sums, *turns)
 
 
 def has_sums(scheme: Scheme) -> bool:
@@ -184,3 +208,14 @@ def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Den
     if isinstance(layout, Packed):
         check_packing(layout.cu_seqlens_q, layout.keys, q, k)
     return scheme, layout
+
+
+def check_ropes(rope: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[Rope | None, Rope | None]:
+    """How queries and keys are turned: alike by one Rope, or by a pair; raises InputError."""
+    ropes = tuple(rope) if isinstance(rope, (tuple, list)) and len(rope) == 2 else (rope, rope)
+    for one, name, x in zip(ropes, "qk", (q, k), strict=True):
+        if one is not None:
+            check_rope(one, name, x)
+            if values_checked(x.device):
+                check_positions(one)
+    return ropes[0], ropes[1]

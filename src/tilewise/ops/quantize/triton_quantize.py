@@ -8,6 +8,7 @@ and taken off behind. Whatever is multiplied by a stride is 64 bits wide.
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
 from tilewise.tiles.codes import MIDDLE, SMALLEST, codes_of
+from tilewise.tiles.rotary import angles_of, turned
 from tilewise.tiles.visit import locate
 
 _CHUNK = 256  # rows of a program that sums
@@ -55,6 +57,18 @@ def place_of(slot, h, CU, batch, seqlen, blocks, HEADS: tl.constexpr, BLOCK: tl.
         length = tl.load(CU + b + 1) - tl.load(CU + b)
         cell = b * 0 + h * blocks + slot
     return b, block, first, length, cell
+
+
+@triton.jit
+def rows_given(x_rows, token, d, inside, there, ROPE, STEP: tl.constexpr, TURNS: tl.constexpr):
+    """Some columns of rows, as they are, or by a ROPE turned and rounded; TURNS are how many dimensions it turns, and
+    whether neighbours  # [ROWS, COLS]
+    """
+    x = tl.load(x_rows + d[None, :], mask=there, other=0.0)
+    if ROPE is not None:
+        cos, sin = angles_of(ROPE, token, inside)
+        x = turned(x, x_rows, d, cos, sin, there, inside, STEP, TURNS[0], TURNS[1]).to(x.dtype)
+    return x
 
 
 @triton.jit
@@ -135,9 +149,9 @@ def most_of_blocks(MOST, first, blocks, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
 def sum_chunks(
-    X, CU, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    X, CU, ROPE, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, UNROLLED: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Sums, least and largest numbers, or sizes of the largest, of the columns of ROWS rows of a head."""
     # who am I
@@ -152,21 +166,25 @@ def sum_chunks(
     low = tl.full([AT_ONCE, BLOCK_D], float("inf"), tl.float32)
     high = tl.full([AT_ONCE, BLOCK_D], float("-inf"), tl.float32)
     size = tl.zeros([AT_ONCE, BLOCK_D], tl.int32)  # as bits, among which those of no number are the largest
-    for step in tl.static_range(ROWS // STEP):
-        row = block * ROWS + step * STEP + offs
-        inside = (row < length)[:, None] & (d < DIM)[None, :]
-        x = tl.load(x_rows + ((first + row) * stride_t)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        if SUMS is not None:
-            total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
-        if SIZES is not None:
-            bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            size = tl.maximum(size, tl.max(bits.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
-        if SPANS is not None:
-            finite = tl.abs(x) < float("inf")
-            least = tl.where(inside, tl.where(finite, x, float("-inf")), float("inf"))
-            most = tl.where(inside, tl.where(finite, x, float("inf")), float("-inf"))
-            low = tl.minimum(low, tl.min(least.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
-            high = tl.maximum(high, tl.max(most.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+    for start in range(0, ROWS, STEP * UNROLLED):
+        for n in tl.static_range(UNROLLED):
+            row = block * ROWS + start + n * STEP + offs
+            in_x = row < length
+            inside = in_x[:, None] & (d < DIM)[None, :]
+            token = first + row if CU is not None else b * seqlen + row
+            at = x_rows + ((first + row) * stride_t)[:, None]
+            x = rows_given(at, token, d, in_x, inside, ROPE, BLOCK_D, TURNS).to(tl.float32)
+            if SUMS is not None:
+                total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
+            if SIZES is not None:
+                bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                size = tl.maximum(size, tl.max(bits.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+            if SPANS is not None:
+                finite = tl.abs(x) < float("inf")
+                least = tl.where(inside, tl.where(finite, x, float("-inf")), float("inf"))
+                most = tl.where(inside, tl.where(finite, x, float("inf")), float("-inf"))
+                low = tl.minimum(low, tl.min(least.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+                high = tl.maximum(high, tl.max(most.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
 
     # epilogue
     if SUMS is not None:
@@ -235,11 +253,11 @@ def join_chunks(
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "total", "blocks"])
 def encode_rows(
-    X, CU, ROTATION, MEAN, TURNED, OTHER, MOST, CODES, SCALE, BIAS, SUM, UNIT_SUM, stride_b, stride_t, stride_h, batch,
-    seqlen, total, blocks,
+    X, CU, ROPE, ROTATION, MEAN, TURNED, OTHER, MOST, CODES, SCALE, BIAS, SUM, UNIT_SUM, stride_b, stride_t, stride_h,
+    batch, seqlen, total, blocks,
     HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
     SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of queries or keys, or centred values; with MOST and no CODES, the block's largest number."""
     # who am I
@@ -248,6 +266,7 @@ def encode_rows(
     row = block * ROWS + tl.arange(0, ROWS)
     inside = row < length
     x_rows = (X + b * stride_b + h.to(tl.int64) * stride_h) + ((first + row) * stride_t)[:, None]
+    token = first + row if CU is not None else b * seqlen + row
     columns = tl.arange(0, BLOCK_D)
 
     # centred and rotated, some columns at a time where they are rotated
@@ -258,7 +277,7 @@ def encode_rows(
     for start in range(0, BLOCK_D, STEP):
         d = start + tl.arange(0, STEP)
         there = inside[:, None] & (d < DIM)[None, :]
-        given = tl.load(x_rows + d[None, :], mask=there, other=0.0)
+        given = rows_given(x_rows, token, d, inside, there, ROPE, STEP, TURNS)
         x = given.to(tl.float32)
         if SUM is not None:
             square = tl.sum(x * x, 1)
@@ -295,10 +314,10 @@ def encode_rows(
     if ROTATION is not None:
         if HALF and SMOOTH:
             if QUERIES:
-                turned = tl.sum(centre, 0)
+                mean_turned = tl.sum(centre, 0)
             else:
-                turned = tl.load(TURNED + (b * HEADS + h) * DIM + columns, mask=columns < DIM, other=0.0)
-            y = tl.where(inside[:, None], y - turned[None, :], 0.0)
+                mean_turned = tl.load(TURNED + (b * HEADS + h) * DIM + columns, mask=columns < DIM, other=0.0)
+            y = tl.where(inside[:, None], y - mean_turned[None, :], 0.0)
         y *= DIM**-0.5
 
     # epilogue
@@ -375,9 +394,13 @@ def encode_columns(
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     """Fills codes, and those of scale, mean, bias and sums that there are."""
-    key = tensors_key(*(x for x in (call.x, call.cu_seqlens, call.other, *results.values()) if x is not None))
+    rope = None
+    if call.cos is not None:
+        rope = (call.cos, call.sin, call.positions, call.cos.stride(0), call.sin.stride(0))
+    tensors = (call.x, call.cu_seqlens, call.other, call.cos, call.sin, call.positions, *results.values())
+    key = tensors_key(*(x for x in tensors if x is not None))
     facts = (call.cu_seqlens is None, call.side, call.kind, call.shared, call.largest, call.smooth, call.rotate)
-    key = None if key is None else (key, facts, call.sums)
+    key = None if key is None else (key, facts, call.sums, call.cos is None, call.interleaved)
     plans = _PLANS.get(key)
     if plans is None:
         plans = _PLANS.put(key, _Plans(call))
@@ -387,15 +410,15 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     codes = codes if call.kind in NUMBERS else codes.view(torch.uint8)
     with on_device(x):
         rotation = _signs(call.dim, x.device, x.dtype) if call.rotate else None
-        size, turned = plans.statistics(x, cu, mean, rotation)
+        size, turned = plans.statistics(x, cu, rope, mean, rotation)
         if call.columns:
             plans.codes.launch((x, cu, mean, size, codes, scale), ())
             return
         most = None
         if plans.most is not None:
             most = torch.empty(plans.cells, dtype=torch.float32, device=x.device)
-            plans.most.launch((x, cu, rotation, mean, turned, None, most, None, None, None, None, None), ())
-        plans.codes.launch((x, cu, rotation, mean, turned, call.other, most, codes, scale, bias, *sums), ())
+            plans.most.launch((x, cu, rope, rotation, mean, turned, None, most, None, None, None, None, None), ())
+        plans.codes.launch((x, cu, rope, rotation, mean, turned, call.other, most, codes, scale, bias, *sums), ())
 
 
 class _Plans:
@@ -419,7 +442,12 @@ class _Plans:
             self.most = make(call)
 
     def statistics(
-        self, x: torch.Tensor, cu: torch.Tensor | None, mean: torch.Tensor | None, rotation: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        cu: torch.Tensor | None,
+        rope: tuple[Any, ...] | None,
+        mean: torch.Tensor | None,
+        rotation: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Fills means of sequences. (How large a column's numbers are, by head, where scales want that; rotated means,
         where numbers of 16 bits are rotated before they are centred.)
@@ -434,7 +462,7 @@ class _Plans:
         sums = torch.empty(parts, dtype=torch.float64, device=x.device) if self.summed else None
         spans, sizes = floats(2 * parts, self.spanned and self.summed), floats(parts, self.spanned and not self.summed)
         size, turned = floats(by_head, self.spanned), floats(by_head, self.turned)
-        self.sums.launch((x, cu, sums, spans, sizes), ())
+        self.sums.launch((x, cu, rope, sums, spans, sizes), ())
         turn = rotation if self.turned else None
         self.join.launch((sums, spans, sizes, turn, mean if self.summed else None, turned, size, cu), ())
         return size, turned
@@ -450,10 +478,12 @@ class _Plans:
         programs = self._programs(call, _CHUNK)
         self.parts, self.by_head = programs * call.dim, call.batch * call.heads * call.dim
         sizes = self._sizes(call, _CHUNK)
+        # where rows are turned, angles and the other numbers of pairs want registers, too
+        step, unrolled = (_STEP, _CHUNK // _STEP) if call.cos is None else (_STEP // 2, 1)
         warps = max(1, _STEP * self.block_d // (32 * _EACH))
-        at_once = min(_STEP, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
-        constants = (call.heads, call.dim, _CHUNK, _STEP, at_once, self.block_d)
-        self.sums = Plan(sum_chunks, programs, self.strides, sizes, constants, warps, 1)
+        at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
+        constants = (call.heads, call.dim, _CHUNK, step, unrolled, at_once, self.block_d, _turns(call))
+        self.sums = Plan(sum_chunks, programs, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
         constants = (call.heads, call.dim, _CHUNK, _PARTS, self.block_d)
         warps = max(warps, self.block_d**2 // (32 * _EACH)) if self.turned else warps
         self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1)
@@ -470,7 +500,7 @@ class _Plans:
         step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
-            _converts(call), self.rows, step, _PARTS, self.block_d,
+            _converts(call), self.rows, step, _PARTS, self.block_d, _turns(call),
         )  # fmt: skip
         sizes = (batch, seqlen, seqlen, blocks)
         warps = self._warps(call.rotate and call.x.dtype == torch.float32)
@@ -481,6 +511,11 @@ class _Plans:
         sizes = self._sizes(call, self.rows)
         warps = self._warps()
         return Plan(encode_columns, self.cells, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
+
+
+def _turns(call: Call) -> tuple[int, bool]:
+    """How many dimensions are turned, and whether neighbours are."""
+    return call.rotary_dim, call.interleaved
 
 
 def _converts(call: Call) -> bool:
