@@ -167,7 +167,7 @@ class Variant:
         q = torch.zeros(*rows, HEADS, self.head_dim, dtype=DTYPES[self.dtype], requires_grad=grad)
         k, v = (torch.zeros(*lead, HEADS_KV, self.head_dim, dtype=q.dtype, requires_grad=grad) for _ in range(2))
         call = make_call(q, k, v, **arguments)
-        call.skip = LEFT_OUT if self.formula.endswith("left out") else call.skip
+        call.skip = torch.full((HEADS,), LEFT_OUT) if self.formula.endswith("left out") else None
         return call
 
     def _paged(self, arguments: dict[str, Any]) -> Call:

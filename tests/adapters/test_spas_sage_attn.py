@@ -29,7 +29,7 @@ SELECTIONS: list[tuple[str, dict[str, Any], tw.Select, tw.Sage]] = [
     ("spas_sage2_attn_meansim_cuda", {"cdfthreshd": 0.5, "pvthreshd": 3, "smooth_k": False},
      tw.Select(tw.Sparge(0.5, lam=3 * math.log(2))), tw.Sage(smooth=())),
     ("spas_sage2_attn_meansim_cuda", {"cdfthreshd": 0.5, "pvthreshd": torch.tensor([1.0, 3.0, 2.0, 1.0])},
-     tw.Select(tw.Sparge(0.5, lam=3 * math.log(2))), tw.Sage2()),
+     tw.Select(tw.Sparge(0.5, lam=tuple(n * math.log(2) for n in (1, 3, 2, 1)))), tw.Sage2()),
     ("spas_sage2_attn_meansim_topk_cuda", {}, tw.Select(tw.TopK(int(0.35 * TILES), -0.1)), tw.Sage2()),
     ("spas_sage2_attn_meansim_topk_cuda", {"topk": BY_HEAD, "simthreshd1": 0.2},
      tw.Select(tw.TopK(tuple(int(x * TILES) for x in BY_HEAD.tolist()), 0.2)), tw.Sage2()),
@@ -74,10 +74,16 @@ def test_arguments_become_a_selection(
 
 @pytest.mark.parametrize(
     ("pvthreshd", "lam"),
-    [(50, math.inf), (60.0, math.inf), (2.5, 2.5 * math.log(2)), (torch.tensor([1.0, 4.0]), 4 * math.log(2))],
+    [
+        (50, None),
+        (60.0, None),
+        (2.5, 2.5 * math.log(2)),
+        (torch.tensor([1.0, 4.0, 60.0, 2.0]), tuple(n * math.log(2) for n in (1.0, 4.0, 60.0, 2.0))),
+        (torch.tensor([50.0, 60.0]), None),
+    ],
     ids=str,
 )
-def test_small_weights_are_left_out_by_powers_of_2(pvthreshd: Any, lam: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_weights_are_left_out_by_powers_of_2(pvthreshd: Any, lam: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU leaves nothing out, so the selection is looked at."""
     seen: list[Any] = []
 

@@ -43,7 +43,7 @@ def test_small_weights_of_codes_are_left_out(scheme: tw.Sage | tw.FP8) -> None:
     cases.check_left_out(torch.float32, "triton_codes", quantize=scheme)
 
 
-@pytest.mark.parametrize(("old", "new"), [(">= -skip", ">= skip"), ("if SKIPS:", "if False:")])
+@pytest.mark.parametrize(("old", "new"), [(">= -skip", ">= skip"), ("if SKIPS:", "if False:"), ("SKIP + h)", "SKIP)")])
 def test_a_kernel_that_leaves_out_others_is_caught(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

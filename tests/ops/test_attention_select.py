@@ -261,6 +261,8 @@ def test_errors() -> None:
         ({"select": far2, "score": tw.softcap(3.0)}, "select far"),
         ({"select": short}, "select"),
         ({"select": tw.Sparge((0.5, 0.6))}, "Sparge tau"),
+        ({"select": tw.Sparge(lam=(5.0, 6.0, 7.0))}, "Sparge lam"),
+        ({"select": tw.Select(tw.Sparge(lam=(5.0, 6.0)), tw.Sparge(lam=(1.0,) * 4))}, "Sparge lam"),
         ({"select": tw.TopK(1, theta=(0.1, 0.2, 0.3))}, "TopK theta"),
         ({"select": tw.TopK(1), "mask": torch.ones(2, 2)}, "mask"),
         ({"select": tw.TopK(1), "scale": "big"}, "scale"),
@@ -288,4 +290,6 @@ def test_who_leaves_nothing_out_says_so() -> None:
     with pytest.raises(TilewiseError, match="no tile left out for small weights"):
         tw.attention(q, k, v, select=tw.Sparge(lam=5.0), impl="reference")
     assert tw.select_tiles(q, k, tw.Select(tw.Sparge(lam=5.0), tw.window(9))).skip == 5.0
-    assert tw.select_tiles(q, k, tw.Select(tw.Sparge(lam=5.0), tw.TopK(1))).skip == math.inf
+    by_head = tw.Select(tw.Sparge(lam=(1.0, 6.0, 2.0, 9.0)), tw.Sparge(0.5, lam=4.0))
+    assert tw.select_tiles(q, k, by_head).skip == (4.0, 6.0, 4.0, 9.0)
+    assert tw.select_tiles(q, k, tw.Select(tw.Sparge(lam=5.0), tw.TopK(1))).skip is None

@@ -78,7 +78,7 @@ def spas_sage2_attn_meansim_cuda(
             (num_heads_q,), which is read on the host.
         cdfthreshd: the share of the softmax, in (0, 1]; a number or a tensor, likewise.
         pvthreshd: tiles of scores that are this many powers of 2 below the largest of their rows so far count for
-            nothing; 50 or more: none. Of a tensor, the largest number is every head's.
+            nothing; 50 or more: none. A number, or a tensor (num_heads_q,) of one for each head.
         attention_sink: take the first tile of keys, too.
         tensor_layout: "HND" or "NHD".
         output_dtype: accepted, and not looked at.
@@ -260,7 +260,7 @@ def _given_tiles(
     classes = torch.full((1, 1, *kept.shape[2:]), FULL, dtype=torch.int8, device=q.device)
     skip = _lam(pvthreshd)
     block = _OWN_TILES[shapes.index(tuple(mask_id.shape))]
-    return Selected(kept, classes, block, seqlen_q, seqlen_k, "drop", math.inf if skip is None else skip)
+    return Selected(kept, classes, block, seqlen_q, seqlen_k, "drop", skip)
 
 
 def _by_head(name: str, value: Any) -> float | tuple[float, ...]:
@@ -273,13 +273,16 @@ def _by_head(name: str, value: Any) -> float | tuple[float, ...]:
     return float(value)
 
 
-def _lam(pvthreshd: PerHead) -> float | None:
+def _lam(pvthreshd: PerHead) -> float | tuple[float, ...] | None:
     """The difference of scores that so many powers of 2 are; None where nothing is left out."""
     powers = _by_head("pvthreshd", pvthreshd)
-    most = max(powers, default=_ALL) if isinstance(powers, tuple) else powers
-    if not most > 0.0:
-        raise InputError("pvthreshd", got=f"{most}", expected="above 0", hint="50 leaves nothing out")
-    return most * math.log(2.0) if most < _ALL else None
+    each = powers if isinstance(powers, tuple) else (powers,)
+    if not all(power > 0.0 for power in each):
+        raise InputError("pvthreshd", got=f"{min(each)}", expected="above 0", hint="50 leaves nothing out")
+    if all(power >= _ALL for power in each):
+        return None
+    lams = tuple(power * math.log(2.0) for power in each)
+    return lams if isinstance(powers, tuple) else lams[0]
 
 
 def _tiles(seqlen: int, size: int) -> int:

@@ -33,7 +33,8 @@ class Sparge:
             its weights are below exp(-lam) of that one's. How much that is in all grows with the sequence: with
             log(seqlen) + 7 at most a thousandth of a row's sum is left out. Which tiles these are depends on the order
             in which an implementation visits tiles, and on their size there; NaN among such scores may be left out,
-            too. Nothing is where gradients are wanted. None, the default, leaves out nothing.
+            too. Nothing is where gradients are wanted. One number, or one for each query head. None, the default,
+            leaves out nothing.
 
     Raises:
         InputError: another value.
@@ -41,14 +42,13 @@ class Sparge:
 
     tau: PerHead = 0.98
     theta: PerHead = 0.6
-    lam: float | None = None
+    lam: PerHead | None = None
 
     def __post_init__(self) -> None:
         _by_head(self, "Sparge tau", "tau", 0.0, 1.0, open_below=True)
         _by_head(self, "Sparge theta", "theta", -1.0, 1.0)
-        if self.lam is not None and not _within(self.lam, 0.0, math.inf):
-            hint = "a difference of scores, such as 15; None leaves nothing out"
-            raise InputError("Sparge lam", got=repr(self.lam), expected="a number > 0, or None", hint=hint)
+        if self.lam is not None:
+            _by_head(self, "Sparge lam", "lam", 0.0, math.inf, open_below=True)
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,18 @@ class Select:
         return tuple(part for part in self.parts if not isinstance(part, Mask))
 
     @property
-    def skip(self) -> float:
-        """The largest `lam` of its parts; infinite where a prediction has none."""
+    def skip(self) -> PerHead | None:
+        """The largest `lam` of its parts, one number or one for each head; None where a prediction has none."""
         lams = [part.lam if isinstance(part, Sparge) else None for part in self.predictions]
-        known = [lam for lam in lams if lam is not None]
-        return max(known) if known and len(known) == len(lams) else math.inf
+        known = [_values(lam) for lam in lams if lam is not None]
+        if not known or len(known) < len(lams):
+            return None
+        heads = max(map(len, known))
+        if any(len(values) not in (1, heads) for values in known):
+            got = " and ".join(f"{len(values)} numbers" for values in known)
+            raise InputError("Sparge lam", got=got, expected="as many in each part", hint="one for each query head")
+        largest = tuple(max(values[n % len(values)] for values in known) for n in range(heads))
+        return largest if heads > 1 else largest[0]
 
     @property
     def masks(self) -> tuple[Mask, ...]:

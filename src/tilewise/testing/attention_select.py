@@ -271,6 +271,10 @@ def check_left_out(dtype: torch.dtype, impl: str | None, device: str = "cpu", qu
         assert float(lost.max()) <= most + 2.0**-16
         off = float((o.double() - want.double()).abs().max())
         assert off <= (2 * most + 8 * unit) * float(v.abs().max())
+    o, lse = tw.attention_with_lse(q, k, v, select=tw.Sparge(1.0, -1.0, lam=(4.0, 1e4)), **arguments)
+    lost = -torch.expm1((lse - want_lse).double())
+    assert float(lost[:, 0].max()) > 1e-6, "nothing was left out"
+    assert torch.equal(o[:, :, 1], same[:, :, 1]), "another head's number"
     grad = q.clone().requires_grad_()
     o = tw.attention(grad, k, v, select=tw.Sparge(1.0, -1.0, lam=4.0), **arguments)
     whole = tw.attention(grad, k, v, select=tw.Sparge(1.0, -1.0), **arguments)

@@ -24,7 +24,7 @@ from tilewise.ops.select.table import TAKE
 from tilewise.ops.tile_means import tile_means
 from tilewise.quant.blocks import Quantized, rows_of_block
 from tilewise.quant.schemes import Scheme
-from tilewise.schedule.selection import Prediction, Select, Sparge, TopK
+from tilewise.schedule.selection import PerHead, Prediction, Select, Sparge, TopK
 from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, Tiles, classify, classify_pairs
 
 
@@ -41,7 +41,8 @@ class Selected:
         block: queries and keys of a tile; queries are counted from the first, whatever their place on the key axis.
         seqlen_q, seqlen_k: sequence lengths, or the totals of packed sequences.
         far: what stands for tiles that are not taken.
-        skip: how far below the largest of their rows so far scores of a tile are that counts for nothing.
+        skip: how far below the largest of their rows so far scores of a tile are that counts for nothing, one number or
+            one for each query head; None where each tile counts.
         layout: of packed sequences.
     """
 
@@ -51,7 +52,7 @@ class Selected:
     seqlen_q: int
     seqlen_k: int
     far: str
-    skip: float
+    skip: PerHead | None
     layout: Packed | None = None
 
     def density(self) -> torch.Tensor:
@@ -89,6 +90,12 @@ class Selected:
 
     def places(self) -> Places:
         return Places(self)
+
+    def skip_of(self, call: Call) -> torch.Tensor | None:
+        """`skip` as a call has it; raises InputError for another number of heads."""
+        return (
+            None if self.skip is None else _by_head("Sparge lam", _values(self.skip), call.num_heads_q, call.q.device)
+        )
 
     def check(self, call: Call) -> None:
         """Raise InputError unless it was made for calls of these sizes."""

@@ -253,8 +253,8 @@ class _Sequence:
         scaled = self._scaled(q)
         for keys, cuts in tile.runs:
             _, s = self._scores(scaled, keys, rows, cuts)
-            if call.skip < math.inf:
-                low = (s.amax(-1) - m).amax(-1) < -call.skip * LOG2E
+            if call.skip is not None:
+                low = (s.amax(-1) - m).amax(-1) < -call.skip * LOG2E  # (batch, heads)
                 s = s.masked_fill(low[..., None, None], -torch.inf)
             m_new = torch.maximum(m, s.amax(-1))
             m_use = torch.where(m_new == -torch.inf, 0.0, m_new)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -215,7 +214,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
         boxes |= {1: _box_of_pages(call.k, cfg.block_n), 2: _box_of_pages(call.v, cfg.block_n)}
     if gathered:
         del boxes[1], boxes[2]
-    skips = call.skip < math.inf
+    skips = call.skip is not None
     used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
     return Plan(
         attention_fwd_sm90,
@@ -444,13 +443,13 @@ def linear_of(call: Call, score: ScoreFunctions | None) -> Any:
     """The function of a linear score, which is folded into the scaling; None for other scores, and where scores
     themselves are compared.
     """
-    folded = score is not None and call.scale > 0.0 and not any(call.grad_captured) and call.skip == math.inf
+    folded = score is not None and call.scale > 0.0 and not any(call.grad_captured) and call.skip is None
     return score.linear if score is not None and folded else None
 
 
 def is_limited(call: Call) -> bool:
     """Whether a formula keeps scores so near 0 that their exponentials, which bfloat16 holds too, need no maximum."""
-    return call.q.dtype == torch.bfloat16 and call.skip == math.inf and stays_near_zero(call.score)
+    return call.q.dtype == torch.bfloat16 and call.skip is None and stays_near_zero(call.score)
 
 
 def _scale_first(call: Call, score: ScoreFunctions | None) -> bool:

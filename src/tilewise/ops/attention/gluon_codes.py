@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from tilewise.ops.attention.codes import backward as backward
@@ -35,7 +33,6 @@ from tilewise.ops.attention.triton_plans import (
 from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.quant.blocks import Quantized
 from tilewise.quant.schemes import KEYS
-from tilewise.tiles.arithmetic import LOG2E
 
 _CONFIG = Config(128, KEYS, 4, 2, True)
 _STAGES = 4
@@ -58,12 +55,11 @@ def of_codes(x: Quantized, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = call.new_output(), call.new_lse()
     counter = torch.zeros(1, dtype=torch.int32, device=o.device) if plan.constants[0].dealt.value else None
     channels = x.v.transpose(1, 2) if x.v.ndim == 4 else x.v.transpose(0, 1)[None]
-    tensors = (x.q, x.k, channels, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k)
+    tensors = (x.q, x.k, channels, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.skip)
     scales = (x.q_scale, x.k_scale, x.v_scale, x.v_mean, x.q_bias)
     with on_device(o):
         lists = lists_of(call, plan, False, key, {})
-        scalars = (call.scale, call.skip * LOG2E.value)
-        plan.launch((*tensors, *scales, *lists, counter), formula_arguments(call), scalars)
+        plan.launch((*tensors, *scales, *lists, counter), formula_arguments(call), (call.scale,))
     return o, lse
 
 
@@ -93,7 +89,7 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
                 sinks=call.sink is not None,
                 dealt=dealt(call, mask, slots),
                 apart=True,
-                ahead=2 if used + cfg.block_m * d <= SHARED and call.skip == math.inf else 1,
+                ahead=2 if used + cfg.block_m * d <= SHARED and call.skip is None else 1,
                 registers=_REGISTERS,
                 head_dim_v=call.head_dim_v,
                 codes=True,
@@ -103,7 +99,7 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
                 biased=x.q_bias is not None,
                 centred=x.v_mean is not None,
                 exact_sums=call.wants_grad,
-                skips=call.skip < math.inf,
+                skips=call.skip is not None,
             ),
         ),
         warps=cfg.warps,

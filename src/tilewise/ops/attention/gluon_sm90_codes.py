@@ -246,10 +246,11 @@ def weights_of(final, m_old, fixed):
 
 
 @gluon.jit
-def over_tiles(q, done, run, tiles, rows, first_k, of_queries, memory, bars, skip, formula, codes, fixed):
+def over_tiles(q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKIP, formula, codes, fixed):
     """(output before it is divided, sums, maxima) of an item's tiles, one after another, as `gluon_sm90_fwd.over_tiles`
-    has them: what is more than `skip`, in base 2, below all maxima is neither exponentiated nor multiplied.
+    has them: what is more than the head's `skip` below all maxima is neither exponentiated nor multiplied.
     """
+    skip = gl.load(SKIP + rows[1]) * LOG2E
     num_partial, count = run[6], run[7]
     _, k_ring, v_ring, _, _, ones = memory
     _, _, k_full, k_empty, v_full, v_empty = bars
@@ -358,7 +359,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
     sizes, formula, _, _ = grid
     rows_q = sizes[3]
     mask_args, mask_nums, score_args, score_nums = formula
-    scale, c, skip = scalars
+    scale, c, SKIP = scalars
     q_ring, k_ring, v_ring, o_ring, board, ones = memory
     q_full, q_empty, _k_full, k_empty, v_full, v_empty = bars
     V_SCALE, V_MEAN, Q_BIAS, blocks_k = codes[2], codes[3], codes[4], codes[6]
@@ -413,7 +414,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         if fixed.skips:
             mbarrier.wait(q_full.index(spot), ring_turn(at, fixed.ahead)[1])
             acc, l_i, m_i = over_tiles(
-                q, done, run, tiles, rows, first_k, of_queries, memory, bars, skip, formula, codes, fixed
+                q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKIP, formula, codes, fixed
             )
             done += count
         else:
@@ -510,13 +511,13 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
 @gluon.jit(
     do_not_specialize=[
         "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "items", "list_stride_b", "list_stride_h",
-        "list_stride_r", "mask_nums", "score_nums", "blocks_q", "blocks_k", "scale", "skip",
+        "list_stride_r", "mask_nums", "score_nums", "blocks_q", "blocks_k", "scale",
     ]
 )  # fmt: skip
 def attention_codes_sm90(
-    Q, K, V, SINK, O, LSE, CU_Q, CU_K, Q_SCALE, K_SCALE, V_SCALE, V_MEAN, Q_BIAS, LISTED, list_stride_b, list_stride_h,
-    list_stride_r, NEXT, mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, blocks_q, blocks_k, scale, skip, fixed,
+    Q, K, V, SINK, O, LSE, CU_Q, CU_K, SKIP, Q_SCALE, K_SCALE, V_SCALE, V_MEAN, Q_BIAS, LISTED, list_stride_b,
+    list_stride_h, list_stride_r, NEXT, mask_args, mask_nums, score_args, score_nums,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, blocks_q, blocks_k, scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
     D_V: gl.constexpr = O.block_shape[4]
@@ -563,7 +564,7 @@ def attention_codes_sm90(
         c = scale
     else:
         c = scale * LOG2E
-    scalars = (scale, c, skip if fixed.skips else 0.0)
+    scalars = (scale, c, SKIP if fixed.skips else 0)
     bias = Q_BIAS if fixed.biased else LSE
     codes = (Q_SCALE, K_SCALE, V_SCALE, V_MEAN if fixed.centred else LSE, bias, blocks_q, blocks_k)
     memory = (q_ring, k_ring, v_ring, o_ring, board, ones)

@@ -145,10 +145,11 @@ def dropped(p, n, rows, scalars, fixed):
 @gluon.jit
 def over_tiles(q, done, run, tiles, rows, memory, bars, scalars, formula, fixed):
     """(output before it is divided, sums, maxima) of an item's tiles, one after another: values of a tile whose scores
-    are all more than `skip` below the maxima are not multiplied, and neither are its exponentials taken.
+    are all more than the head's `skip` below the maxima are not multiplied, and neither are its exponentials taken.
     """
     num_partial, count = run[6], run[7]
-    scale, c, _, _, _, skip = scalars
+    scale, c, _, _, _, SKIP = scalars
+    skip = gl.load(SKIP + rows[1]) * LOG2E
     _, k_ring, v_ring, _, _ = memory
     _, _, k_full, k_empty, v_full, v_empty = bars
     HEAD_DIM_V: gl.constexpr = v_ring.shape[-1]
@@ -332,13 +333,12 @@ def ring_of_keys(like, fixed):
     do_not_specialize=[
         "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "items", "list_stride_b", "list_stride_h",
         "list_stride_r", "stride_t", "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
-        "skip",
     ]
 )  # fmt: skip
 def attention_fwd_sm90(
-    Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, LISTED, list_stride_b, list_stride_h, list_stride_r,
+    Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, SKIP, LISTED, list_stride_b, list_stride_h, list_stride_r,
     NEXT, TABLE, FIRST, stride_t, STRIDES, mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, skip, fixed,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`). Where requests of few queries are
     another launch's, that may start, and NEXT are the shares of the multiprocessors (`triton_work.write_shares`).
@@ -393,7 +393,7 @@ def attention_fwd_sm90(
     outputs = (O, LSE, SINK if fixed.sinks else LSE)
     seed = gl.load(SEED) if fixed.dropout else 0
     c = LOG2E if fixed.scale_first else scale * LOG2E
-    scalars = (scale, c, dropout, keep_scale, seed, skip)
+    scalars = (scale, c, dropout, keep_scale, seed, SKIP if fixed.skips else 0)
     # (a tuple that holds functions has no name of its own in Gluon: the roles are listed once for each number of them)
     R: gl.constexpr = fixed.registers
     gl.static_assert(fixed.consumers == 2 or not fixed.paged, "over pages two warpgroups compute")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,7 +75,7 @@ class Call:
     share_prefixes: bool = False  # whether keys that requests have in common may be read once
     scheme: Scheme | None = None  # the codes that q, k and v are to become
     codes: Quantized | None = None  # or have become already
-    skip: float = math.inf  # scores of a tile all so far below the largest of their rows so far count for nothing
+    skip: torch.Tensor | None = None  # by head: scores of a tile all so far below their rows' largest count for nothing
 
     @property
     def packed(self) -> bool:

@@ -90,7 +90,7 @@ def narrowed(q: torch.Tensor, k: Any, v: Any, select: Any, arguments: dict[str, 
 def _near(q: torch.Tensor, k: Any, v: Any, selected: Selected, arguments: dict[str, Any]) -> Call:
     call = make_call(q, k, v, **arguments)
     if not call.wants_grad:  # a backward would not know what was left out
-        call.skip = selected.skip
+        call.skip = selected.skip_of(call)
     return call
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +40,7 @@ def choose(call: Call, impl: str | None) -> Row[Call]:
         return _choose(call, impl)
     key = (
         call.signature, impl, call.scheme, call.sink is None, call.dropout == 0.0, call.deterministic,
-        call.batch_invariant, call.wants_grad, call.grad_captured, call.skip < math.inf,
+        call.batch_invariant, call.wants_grad, call.grad_captured, call.skip is None,
         call.q.device.type != "cuda" and interpreting(),
     )  # fmt: skip
     row = _chosen.get(key)

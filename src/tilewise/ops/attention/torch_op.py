@@ -147,7 +147,7 @@ def _call(
     dropout: float,
     flags: str,
     scheme: str,
-    skip: float,
+    skip: torch.Tensor | None,
     impl: str,
     *,
     symbolic: bool = False,
@@ -188,7 +188,7 @@ def _call(
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, str mask_text, Tensor[] mask_tensors, float[] mask_numbers, "
     "str score_text, Tensor[] score_tensors, float[] score_numbers, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor[] pages, Tensor? seed, float scale, float dropout, str flags, str scheme, float skip, str impl"
+    "Tensor[] pages, Tensor? seed, float scale, float dropout, str flags, str scheme, Tensor? skip, str impl"
 )
 
 
@@ -245,12 +245,12 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     q, k, v, sink, cu_q, cu_k, seed, o, lse, *captured = ctx.saved_tensors
     mask_tensors, captured = captured[: ctx.num_mask], captured[ctx.num_mask :]
     score_tensors, pages = captured[: ctx.num_score], captured[ctx.num_score :]
-    mask_text, score_text, scale, dropout, flags, scheme, skip, impl = ctx.plain
+    mask_text, score_text, scale, dropout, flags, scheme, impl = ctx.plain
     do = torch.zeros_like(o) if do is None else do
     found = list(
         attention_backward(
             do, dlse, o, lse, q, k, v, sink, mask_text, mask_tensors, ctx.numbers[0], score_text, score_tensors,
-            ctx.numbers[1], cu_q, cu_k, pages, seed, scale, dropout, flags, scheme, skip, impl,
+            ctx.numbers[1], cu_q, cu_k, pages, seed, scale, dropout, flags, scheme, None, impl,
         )
     )  # fmt: skip
     dq, dk, dv, *rest = found

@@ -78,9 +78,8 @@ def launch_forward(
 ) -> None:
     """Launch a forward of a plan whose `lists` of tiles are known; `more` stand behind all other pointers."""
     keys = call.cu_seqlens_k if call.pages is None else call.pages.seqlens
-    pointers = (call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, keys, call.seed)
-    scalars = (*scalars_of(call), call.skip * LOG2E)
-    plan.launch((*pointers, *lists, *more), formula_arguments(call), scalars)
+    pointers = (call.q, call.k, call.v, call.sink, o, lse, call.cu_seqlens_q, keys, call.seed, call.skip)
+    plan.launch((*pointers, *lists, *more), formula_arguments(call), scalars_of(call))
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:

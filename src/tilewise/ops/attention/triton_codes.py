@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from tilewise.core.dispatch import capability
@@ -26,7 +24,6 @@ from tilewise.ops.attention.triton_plans import (
 )
 from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.quant.blocks import Quantized
-from tilewise.tiles.arithmetic import LOG2E
 
 _M = QUERIES.value
 # chosen by compiling with few spills (tests/compile/resources.json)
@@ -45,11 +42,11 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         plan = _PLANS.put(key, forward_plan(x, call))
     o, lse = call.new_output(), call.new_lse()
     q, k, v = (y.view(torch.uint8) if y.dtype == torch.float8_e4m3fn else y for y in (x.q, x.k, x.v))
-    tensors = (q, k, v, x.k_exact, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k)
+    tensors = (q, k, v, x.k_exact, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.skip)
     scales = (x.q_scale, x.k_scale, x.v_scale, x.q_mean, x.v_mean, x.q_bias)
     with on_device(o):
         lists = lists_of(call, plan, False, key, {})
-        plan.launch((*tensors, *scales, *lists), formula_arguments(call), (call.scale, call.skip * LOG2E.value))
+        plan.launch((*tensors, *scales, *lists), formula_arguments(call), (call.scale,))
     return o, lse
 
 
@@ -72,7 +69,7 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
             *visibility(mask, False), side and side.once, side and side.apply,
             call.score is not None or call.scale <= 0.0, call.packed, "fp8" if x.scheme.qk == "fp8" else "int8",
             x.scheme.pv, x.q_scale.shape[-1], x.k_scale.shape[-1], x.scheme.v_scale == "block", x.scheme.p_largest,
-            capability(call.q.device) >= 89, call.skip < math.inf,
+            capability(call.q.device) >= 89, call.skip is not None,
         ),
         warps=cfg.warps,
         stages=cfg.stages,

@@ -82,15 +82,15 @@ def fold_scores(
 @triton.jit(
     do_not_specialize=[
         "batch", "seqlen_q", "seqlen_k", "rows_q", "slots", "together", "list_stride_b", "list_stride_h",
-        "list_stride_r", "mask_nums", "score_nums", "scale", "dropout", "keep_scale", "skip",
+        "list_stride_r", "mask_nums", "score_nums", "scale", "dropout", "keep_scale",
     ]
 )  # fmt: skip
 def attention_fwd(
-    Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, LISTED, list_stride_b, list_stride_h,
+    Q, K, V, SINK, O, LSE, CU_Q, CU_K, SEED, SKIP, LISTED, list_stride_b, list_stride_h,
     list_stride_r,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, mask_args, mask_nums, score_args, score_nums,
-    batch, seqlen_q, seqlen_k, rows_q, slots, together, scale, dropout, keep_scale, skip,
+    batch, seqlen_q, seqlen_k, rows_q, slots, together, scale, dropout, keep_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LISTS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, MASK_ONCE: tl.constexpr, VISIBLE: tl.constexpr,
@@ -137,6 +137,7 @@ def attention_fwd(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     c = LOG2E if SCALE_FIRST else scale * LOG2E  # exp(x) = exp2(x * log2 e), in units of s
     seed = tl.load(SEED) if DROPOUT else 0
+    skip = tl.load(SKIP + h) * LOG2E if SKIPS else 0.0
     first_j, last_j = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, ROWS)
     mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, MASK_ONCE)
     score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, SCORE_ONCE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 
 import torch
@@ -34,7 +33,7 @@ def call_key(call: Call) -> Hashable:
     sink = None if call.sink is None else call.sink.dtype
     packed = None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0]
     precision = torch.get_float32_matmul_precision() if call.q.dtype == torch.float32 else None
-    flags = (call.dropout > 0.0, call.scale > 0.0, call.batch_invariant, call.share_prefixes, call.skip < math.inf)
+    flags = (call.dropout > 0.0, call.scale > 0.0, call.batch_invariant, call.share_prefixes, call.skip is None)
     return (call.signature, sink, packed, flags, call.grad_captured, precision)
 
 

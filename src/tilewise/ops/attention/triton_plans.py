@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +43,7 @@ def forward_plan(call: Call) -> Plan:
         strides,
         mask,
         (side and side.once, side and side.apply),
-        (call.skip < math.inf,),
+        (call.skip is not None,),
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from tilewise.core import dispatch
@@ -31,7 +29,7 @@ ATOMICS: Need[Call] = Need(
     lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
 )
 ALL_VALUES: Need[Call] = Need(
-    "no tile left out for small weights (Sparge without lam)", lambda c: None if c.skip == math.inf else f"lam={c.skip}"
+    "no tile left out for small weights (Sparge without lam)", lambda c: None if c.skip is None else "lam"
 )
 ANY_BATCH: Need[Call] = Need("batch_invariant=False", lambda c: "batch_invariant=True" if c.batch_invariant else None)
 
