@@ -30,13 +30,11 @@ from tilewise.ops.attention.triton_planned import (
     work_of,
 )
 from tilewise.ops.attention.triton_plans import functions, multiprocessors
-from tilewise.ops.attention.variant import CAUSAL
 from tilewise.ops.triton_launch import Plan, Plans
 from tilewise.quant.codes import BY_DTYPE, KINDS
 
 _PLANS = Plans()
 _ROUNDS = 3  # pieces of a large share: most of it first, then half of the rest each
-_REQUESTS = 1024  # whose lengths a program sees at a time
 _MERGED = 512  # values of o that are merged at a time
 
 
@@ -82,8 +80,6 @@ class Fixed(NamedTuple):
     merged: Any  # rows of a part that are merged at a time
     encoding: Any
     registers: Any  # of a thread that fetches
-    requests: Any  # a power of two of them, at least, where lengths alone say what the first piece is
-    page_bytes: Any  # of keys as of values, where pages are each in one piece of memory
     alike: Any  # whether keys and values lie alike in their pools
     beside: Any  # how many programs a multiprocessor has, where others have a launch at the same time
     rows: Any
@@ -100,20 +96,14 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if call.pages is None:
         call = copy.copy(call)
         call.pages = _rows_as_pages(call)
-    return planned_forward(call, _PLANS, _plans, pool_with_lengths)
+    return planned_forward(call, _PLANS, _plans, pool_of)
 
 
 def plan(call: Call) -> PlannedCalls | None:
     """The plan that calls of one kind share; none for keys in rows, whose lengths are all alike."""
     if call.pages is None:
         return None
-    return triton_paged.plan(call) if _starts_elsewhere(call) else PlannedCalls(call, _PLANS, _plans, pool_with_lengths)
-
-
-def pool_with_lengths(call: Call) -> tuple[Any, ...]:
-    """k and v as the kernels take them, scales, and how many keys requests have."""
-    assert call.pages is not None
-    return (*pool_of(call), call.pages.seqlens)
+    return triton_paged.plan(call) if _starts_elsewhere(call) else PlannedCalls(call, _PLANS, _plans, pool_of)
 
 
 def _starts_elsewhere(call: Call) -> bool:
@@ -162,10 +152,7 @@ def _plans(call: Call) -> Planned:
     tile = Tile(block_r, block_n, block_d, block_dv, rows, encoding)
     if not may_share(call):
         work = work_of(call, block_r, block_n, block_dv, _ROUNDS * programs, rows, early=True)
-        tiles, at_once = _plan(call, build, tile, work.slots), None
-        if _is_of_lengths(call, work.slots):
-            at_once = (None, _plan(call, build, tile, work.slots, at_once=True))
-        return Planned(work, tiles, at_once=at_once)
+        return Planned(work, _plan(call, build, tile, work.slots))
     shared_rows = rows_of_shared_tile(call, "hopper_decode")
     shared_keys = 128 if block_d + block_dv <= 256 else 64
     many = _TWO_WARPGROUPS if shared_rows > 64 else _ONE
@@ -173,11 +160,11 @@ def _plans(call: Call) -> Planned:
     pieces = _ROUNDS * programs
     work = shared_work_of(call, block_n, block_dv, pieces, 2 * pieces * rows, prefix, early=True)
     of_prefixes = Tile(shared_rows, shared_keys, block_d, block_dv, shared_rows, None)
-    tiles = _plan(call, build, tile, work.slots, prefix=prefix)
-    later, now = (
-        _plan(call, many, of_prefixes, work.slots, of_prefixes=True, at_once=at_once) for at_once in (False, True)
+    return Planned(
+        work,
+        _plan(call, build, tile, work.slots, prefix=prefix),
+        _plan(call, many, of_prefixes, work.slots, of_prefixes=True),
     )
-    return Planned(work, tiles, later, (now, tiles))
 
 
 def plans_beside(call: Call, beside: Beside) -> Planned:
@@ -188,22 +175,6 @@ def plans_beside(call: Call, beside: Beside) -> Planned:
     pieces = _ROUNDS * build.programs * beside.multiprocessors
     work = work_of(call, tile.block_r, tile.block_n, block_dv, pieces, tile.rows, beside=beside)
     return Planned(work, _plan(call, build, tile, work.slots, beside=True))
-
-
-def _page_bytes(call: Call) -> int | None:
-    """Of a page's keys, or values, where each are one piece of memory that a table of rows names."""
-    assert call.pages is not None
-    size = call.k[0].numel()
-    spans = (sum((n - 1) * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True)) for x in (call.k, call.v))
-    whole = call.k.shape == call.v.shape and all(span == size - 1 for span in spans)
-    found: int = size * call.k.element_size()
-    return found if whole and found % 16 == 0 and call.pages.first is None else None
-
-
-def _is_of_lengths(call: Call, slots: int) -> bool:
-    """Whether each request is a unit with all of its keys, so that lengths say what the plan will."""
-    causal = call.mask is None or call.mask.text == CAUSAL
-    return causal and not call.packed and slots == call.batch <= _REQUESTS
 
 
 class Tile(NamedTuple):
@@ -219,10 +190,10 @@ class Tile(NamedTuple):
 
 def _plan(
     call: Call, build: Build, tile: Tile, slots: int, *, prefix: PrefixTile | None = None, of_prefixes: bool = False,
-    beside: bool = False, at_once: bool = False,
+    beside: bool = False,
 ) -> Plan:  # fmt: skip
     """The kernel over one line of work; `prefix` is how the launch before it did prefixes, or this is that one, or it
-    runs beside another, or begins before there is a plan, right behind whose launch it is launched.
+    runs beside another.
     """
     mask, score = functions(call)
     side = None if mask is None or of_prefixes else mask.queries  # no key of a prefix is hidden
@@ -233,15 +204,12 @@ def _plan(
     of_row = PLACES.value * 2 * block_d + (0 if of_prefixes else 2 * block_n)  # queries, and weights
     stages = min(most, (build.shared - block_r * of_row) // (block_n * of_key))
     assert call.pages is not None
-    requests = max(128, triton.next_power_of_2(call.batch)) if at_once and not of_prefixes else None
-    page_bytes = _page_bytes(call) if at_once and of_prefixes else None
     one_each = call.pages.first is None and call.pages.longest == 1
     fixed = (
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         ENDLESS.value if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
         block_dv, stages, _ROUNDS, of_prefixes, -(-block_r // 64), prefix, rows, min(rows, _MERGED // block_dv),
-        encoding, build.registers_of_fetch, requests, page_bytes,
-        block_d == block_dv and call.k.stride() == call.v.stride(),
+        encoding, build.registers_of_fetch, block_d == block_dv and call.k.stride() == call.v.stride(),
         build.programs if beside else None, side and side.rows, side and side.once, side and side.visible,
         score and score.queries.once,
         score and score.queries.apply,

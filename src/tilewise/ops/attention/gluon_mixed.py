@@ -12,6 +12,7 @@ from tilewise.ops.attention import gluon_attention, gluon_decode
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_attention import NO_LISTS, launch_forward
 from tilewise.ops.attention.triton_keys import call_key
+from tilewise.ops.attention.triton_paged import pool_of
 from tilewise.ops.attention.triton_planned import Beside, Planned, launch
 from tilewise.ops.attention.triton_plans import multiprocessors
 from tilewise.ops.triton_launch import Plan, Plans, on_device
@@ -41,7 +42,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         memory = both.few.work.memory(call)
         both.few.work.launch(call, memory, shares)
         launch_forward(call, both.many, NO_LISTS, o, lse, (shares, *gluon_attention.pages_of(call)))
-        launch(call, both.few, memory, gluon_decode.pool_with_lengths(call), o, lse, shares)
+        launch(call, both.few, memory, pool_of(call), o, lse, shares)
     return o, lse
 
 

@@ -23,15 +23,7 @@ from tilewise.ops.attention.gluon_sm90_fold import (
 )
 from tilewise.ops.attention.gluon_sm90_gather import PIECE, fetch, programs_of
 from tilewise.ops.attention.triton_prefixes import parts_of_prefix, room_of_prefixes
-from tilewise.ops.attention.triton_work import (
-    first_of_lengths,
-    has_all_parts,
-    next_tile,
-    rounds_of,
-    row_pieces,
-    rows_of_unit,
-    unit_of,
-)
+from tilewise.ops.attention.triton_work import has_all_parts, next_tile, rounds_of, row_pieces, rows_of_unit, unit_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import barrier
 from tilewise.tiles.gluon_codes import dims_of_rows
@@ -87,22 +79,21 @@ def leave_part(parts, at, rows, r, dv, o, l, top, AXIS: gl.constexpr, fixed):
 
 @gluon.jit
 def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, prefix, D_V: gl.constexpr, fixed):
-    """Fold the parts of some rows that the pieces `first` to `last` left, some at a time, behind those of the
+    """Fold the parts of some rows that the pieces `first` to `last` left, PARTS of them at a time, behind those of the
     prefix where one may be shared: `prefix` is their number, the first row of them, and of all rows' own.
     """
     O_PART, LSE_PART = parts
     R: gl.constexpr = fixed.merged
     OF_PARTS: gl.constexpr = fixed.rows_of_part
-    AT_ONCE: gl.constexpr = PARTS if fixed.prefix is None else 2 * PARTS  # those of prefixes are many
     LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [AT_ONCE, 1, 4], [1, 128 // D_V if D_V < 128 else 1, 32 if D_V >= 128 else D_V // 4], [1, 4, 1], [2, 1, 0]
+        [PARTS, 1, 4], [1, 128 // D_V if D_V < 128 else 1, 32 if D_V >= 128 else D_V // 4], [1, 4, 1], [2, 1, 0]
     )
     TILE: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
     PAIR: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     r = gl.arange(0, R, layout=ROW) + first_row
     r_of_pair = gl.arange(0, R, layout=gl.SliceLayout(0, PAIR)) + first_row
-    offs_p = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, PAIR))
+    offs_p = gl.arange(0, PARTS, layout=gl.SliceLayout(1, PAIR))
     dv = gl.arange(0, D_V, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
     top = gl.full([R], float("-inf"), gl.float32, layout=ROW)
     total = gl.zeros([R], gl.float32, layout=ROW)
@@ -110,7 +101,7 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
     begin = first
     if fixed.prefix is not None:
         begin = first - prefix[0]
-    for at in range(begin, last + 1, AT_ONCE):
+    for at in range(begin, last + 1, PARTS):
         p = at + offs_p
         starts = gl.where(p == first, 2 * p + 1, 2 * p).to(gl.int64) * OF_PARTS
         there = (p <= last)[:, None]
@@ -211,8 +202,6 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
     row = 0
     at = 0
     count, lo, u, hk, t, piece = posted(0, board, 4)
-    if fixed.requests is not None:
-        tl.extra.cuda.gdc_wait()  # for the plan; so does who has nothing to do, for those who wait for this launch
     while count > 0:
         unit = unit_of(UNITS, u)
         coming = unit_of(UNITS, u + 1)
@@ -264,8 +253,8 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
 
 @gluon.jit(do_not_specialize=["stride_t", "rows_q", "slots", "mask_nums", "score_nums"])
 def attention_decode_sm90(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES,
-    SEQLENS, OTHERS, stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES, OTHERS,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
     scale, fixed,
 ):  # fmt: skip
@@ -324,25 +313,14 @@ def attention_decode_sm90(
     fence_async_shared()
     memory = (q_ring, k_ring, v_ring, p_tile, board, flags, scale_rings)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    if fixed.beside is None and fixed.prefix is None:
+        tl.extra.cuda.gdc_wait()  # for the plan, which a launch over prefixes has waited for
+    tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
     programs = programs_of(OTHERS, fixed)
-    first = ()
-    if fixed.requests is not None:  # the plan is waited for later
-        LENGTHS: gl.constexpr = gl.BlockedLayout([fixed.requests // 128], [32], [4], [0])
-        b = gl.arange(0, fixed.requests, layout=LENGTHS)
-        HEADS_KV: gl.constexpr = fixed.heads // fixed.group
-        tiles, rounds, piece, unit, coming = first_of_lengths(
-            SEQLENS, b, slots, rows_q, gl.program_id(0), programs, HEADS_KV, fixed.block_n, fixed.rounds
-        )
-        first = (piece, unit, coming)
-    else:
-        if fixed.beside is None and fixed.prefix is None:
-            tl.extra.cuda.gdc_wait()  # for the plan, which a launch over prefixes has waited for
-        tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
-        rounds = rounds_of(programs, tiles, fixed.rounds)
-        if fixed.beside is not None and gl.program_id(0) >= programs:
-            tl.extra.cuda.gdc_wait()
-            return
-    work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds, programs)
+    if fixed.beside is not None and gl.program_id(0) >= programs:
+        tl.extra.cuda.gdc_wait()
+        return
+    work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds_of(programs, tiles, fixed.rounds), programs)
     if fixed.prefix is not None:
         work = work + (OTHERS,)  # noqa: RUF005 (unknown to Triton)
     inputs = (Q, K, V, TABLE, FIRST, SCALES, stride_t)
@@ -355,7 +333,7 @@ def attention_decode_sm90(
     gl.warp_specialize(
         [
             (compute, (outputs, parts, strides_o, work, memory, bars, formula, (scale, rows_q), fixed)),
-            (fetch, (inputs, strides, work, first, memory, bars, fixed)),
+            (fetch, (inputs, strides, work, memory, bars, fixed)),
         ],
         [4],
         [fixed.registers],

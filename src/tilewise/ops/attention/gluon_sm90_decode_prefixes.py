@@ -24,40 +24,6 @@ from tilewise.ops.attention.triton_work import next_tile, unit_of
 from tilewise.tiles.hopper import message_board, posted, product_layout, ring_turn
 
 PLACES = gl.constexpr(2)  # for rows of queries
-BROUGHT = gl.constexpr(400 * 1024)  # bytes that a program brings into L2, at most: all together as many as L2 holds
-
-
-@gluon.constexpr_function
-def _prefetch(size):
-    what = f"@p cp.async.bulk.prefetch.L2.global [$1], {int(size)};"
-    return f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {what} mov.b32 $0, 0; }}"
-
-
-@gluon.jit
-def bring_into_l2(at, size: gl.constexpr, wanted):
-    """Ask for `size` bytes from each address that is wanted."""
-    ASM: gl.constexpr = _prefetch(size)
-    gl.inline_asm_elementwise(ASM, "=r,l,r", [at, wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def bring_pages(K, V, TABLE, SEQLENS, stride_t, stride_kp, stride_vp, batch, fixed):
-    """Memory is idle until there is a plan: bring pages into L2 meanwhile, those that a request does not have in common
-    with the one before it. A program looks at some places of the block table, and at every request as often; where it
-    finds that most pages are in common with none, there are more than L2 holds.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    place = gl.arange(0, 512, layout=LAYOUT) * gl.num_programs(0) + gl.program_id(0)
-    n = place // batch
-    b = (place + n) % batch
-    there = n * fixed.page < gl.load(SEQLENS + b, mask=n < stride_t, other=0)
-    mine = TABLE + b.to(gl.int64) * stride_t + n
-    page = gl.load(mine, mask=there, other=0)
-    own = there & (page != gl.load(mine - stride_t, mask=there & (b > 0), other=-1))
-    count = gl.sum(own.to(gl.int32), 0)
-    if (count * 2 * fixed.page_bytes <= BROUGHT) & (count * 4 <= gl.sum(there.to(gl.int32), 0)):
-        bring_into_l2(K + page.to(gl.int64) * stride_kp, fixed.page_bytes, own)
-        bring_into_l2(V + page.to(gl.int64) * stride_vp, fixed.page_bytes, own)
 
 
 @gluon.jit
@@ -133,8 +99,8 @@ def compute(parts, work, memory, bars, formula, scalars, fixed, C: gl.constexpr)
 
 @gluon.jit(do_not_specialize=["stride_t", "rows_q", "slots", "mask_nums", "score_nums"])
 def attention_prefixes_sm90(
-    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES,
-    SEQLENS, OTHERS, stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    Q, K, V, SINK, O, LSE, O_PART, LSE_PART, UNITS, BEFORE, ARRIVED, TABLE, FIRST, SCALES, OTHERS,
+    stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_t, mask_args, mask_nums, score_args, score_nums, rows_q, slots,
     scale, fixed,
 ):  # fmt: skip
@@ -167,8 +133,6 @@ def attention_prefixes_sm90(
         mbarrier.init(k_empty.index(stage), count=fixed.consumers)
         mbarrier.init(v_empty.index(stage), count=fixed.consumers)
     fence_async_shared()
-    if fixed.page_bytes is not None:
-        bring_pages(K, V, TABLE, SEQLENS, stride_t, stride_kp, stride_vp, slots, fixed)
     tl.extra.cuda.gdc_wait()  # for the plan
     tl.extra.cuda.gdc_launch_dependents()
     tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
@@ -189,7 +153,7 @@ def attention_prefixes_sm90(
             [
                 (compute, (parts, work, memory, bars, formula, scalars, fixed, 0)),
                 (compute, (parts, work, memory, bars, formula, scalars, fixed, 1)),
-                (fetch, (inputs, strides, work, (), memory, bars, fixed)),
+                (fetch, (inputs, strides, work, memory, bars, fixed)),
             ],
             [4, 4],
             [184, fixed.registers],
@@ -198,7 +162,7 @@ def attention_prefixes_sm90(
         gl.warp_specialize(
             [
                 (compute, (parts, work, memory, bars, formula, scalars, fixed, 0)),
-                (fetch, (inputs, strides, work, (), memory, bars, fixed)),
+                (fetch, (inputs, strides, work, memory, bars, fixed)),
             ],
             [4],
             [fixed.registers],

@@ -5,7 +5,6 @@ Rows of keys are found through a block table and copied 16 bytes a thread at a t
 up before this one's copies are asked for.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -77,13 +76,6 @@ def find_piece(turn, work, fixed):
     if count > 0:
         u, hk, t = tile_at(lo, BEFORE, UNITS, slots, gl.arange(0, LOOK, layout=ALL), HEADS_KV)
     return count, lo, u, hk, t, piece
-
-
-@gluon.jit
-def wait_for_plan(fixed):
-    """Where the plan is needed by who began without it."""
-    if fixed.requests is not None:
-        tl.extra.cuda.gdc_wait()
 
 
 @gluon.jit
@@ -171,10 +163,9 @@ def scales_of(SCALES, pages, first, hk, r, there, rings, BLOCK_N: gl.constexpr, 
 
 
 @gluon.jit
-def fetch(inputs, strides, work, known_first, memory, bars, fixed):
+def fetch(inputs, strides, work, memory, bars, fixed):
     """The warps that fetch: K of a tile, then V, gathered through the block table, and before a row of tiles its Q.
-    They take pieces of work, the next one while two tiles of the present one are still to come, and post them. The
-    first one `first_of_lengths` may have found.
+    They take pieces of work, the next one while two tiles of the present one are still to come, and post them.
     """
     Q, K, V, TABLE, FIRST, SCALES, stride_t = inputs
     strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh = strides
@@ -198,30 +189,22 @@ def fetch(inputs, strides, work, known_first, memory, bars, fixed):
     table = (TABLE, FIRST, stride_t)
     n = 0
     rows = 1
-    if fixed.requests is not None:
-        piece, unit, coming = known_first
-    else:
-        piece = find_piece(gl.program_id(0), work, fixed)
-        unit = unit_of(UNITS, piece[2])
-        coming = unit
+    piece = find_piece(gl.program_id(0), work, fixed)
     post(piece, 0, board, 4)
     posts = 1
     left, _lo, u, hk, t, _p = piece
+    unit = unit_of(UNITS, u)
     first = (unit[2] + t) * BLOCK_N
     pages = pages_of(table, unit, first, r, BLOCK_N, fixed)  # on their way while queries become bytes
     pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
-    if fixed.of_prefixes:  # so many queries that keys are asked for before them
-        begins = (u, hk)
-    elif left > 0:
+    if left > 0:
         gather_queries(Q, strides_q, unit, hk, 0, q_ring, q_scales, q_full, q_empty, fixed)
     after = unit
-    if fixed.requests is None:
-        coming = unit_of(UNITS, u + 1)
+    coming = unit_of(UNITS, u + 1)
     turn = 0
     known = 0  # of the next piece: nothing, its turn, all
     while left > 0:
         if (left <= 3) & (known == 0):
-            wait_for_plan(fixed)
             turn = next_turn(TURNS, work[6] * work[5], work[6])
             known = 1
         if (left <= 2) & (known == 1):
@@ -253,7 +236,6 @@ def fetch(inputs, strides, work, known_first, memory, bars, fixed):
             moved = starts
             known = 0
         if moved:
-            wait_for_plan(fixed)
             coming = unit_of(UNITS, u + 1)
         first = (unit[2] + t) * BLOCK_N
         pages = pages_of(table, unit, first, r, BLOCK_N, fixed)
@@ -264,10 +246,6 @@ def fetch(inputs, strides, work, known_first, memory, bars, fixed):
         v_rows = gl.convert_layout(v_rows, V_ROWS)
         mask = gl.convert_layout(in_k, V_ROWS)[:, None] & (offs_dv < fixed.head_dim_v // IN_BYTE)[None, :]
         gather(V, v_rows[:, None] + offs_dv[None, :], mask, v_scales, n, v_ring, v_full, v_empty)
-        if fixed.of_prefixes:  # noqa: SIM102 (known when it is compiled)
-            if n == 0:
-                row = unit_of(UNITS, begins[0])
-                gather_queries(Q, strides_q, row, begins[1], 0, q_ring, q_scales, q_full, q_empty, fixed)
         if starts:
             gather_queries(Q, strides_q, unit, hk, rows, q_ring, q_scales, q_full, q_empty, fixed)
             rows += 1

@@ -21,9 +21,6 @@ from tilewise.ops.triton_launch import Plan, Plans, on_device
 
 _AT_ONCE = 1024  # slots that the plan looks at at a time
 _COMPARED = 4096  # pages of two requests that are compared at a time
-_BROUGHT = (
-    40 * 2**20
-)  # bytes of keys and values that are brought into L2 while a call is planned, of 50 MiB that it has
 
 
 def planned_forward(
@@ -37,7 +34,7 @@ def planned_forward(
         memory = planned.work.memory(call)
         planned.work.launch(call, memory)
         o, lse = call.new_output(), call.new_lse()
-        launch(call, planned, memory, pool(call), o, lse, follows=True)
+        launch(call, planned, memory, pool(call), o, lse)
         return o, lse
 
 
@@ -76,23 +73,19 @@ def _known(call: Call, plans: Plans, make: Callable[[Call], Planned]) -> Planned
 
 def launch(
     call: Call, planned: Planned, memory: Memory, pool: tuple[Any, ...], o: torch.Tensor, lse: torch.Tensor,
-    shares: torch.Tensor | None = None, follows: bool = False,
+    shares: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch what follows a plan, as it may begin where it `follows` at once. `shares` are of a launch beside it
-    (`triton_work.write_shares`).
-    """
+    """Launch what follows the plan. `shares` are of a launch beside it (`triton_work.write_shares`)."""
     assert call.pages is not None
     k, v, *more = pool
     inputs, results = (call.q, k, v, call.sink, o, lse), (memory.o_part, memory.lse_part)
     lines, behind = (memory.units, memory.before), (memory.arrived, call.pages.table, call.pages.first, *more)
     formula = formula_arguments(call)
-    at_once = planned.at_once if follows else None
-    prefixes, tiles = at_once or (planned.prefixes, planned.tiles)
-    if prefixes is not None:
+    if planned.prefixes is not None:
         assert memory.prefixes is not None
-        prefixes.launch((*inputs, *results, *memory.prefixes, *behind, None), formula, (call.scale,))
+        planned.prefixes.launch((*inputs, *results, *memory.prefixes, *behind, None), formula, (call.scale,))
     others = memory.prefixes if shares is None else shares
-    tiles.launch((*inputs, *results, *lines, *behind, others), formula, (call.scale,))
+    planned.tiles.launch((*inputs, *results, *lines, *behind, others), formula, (call.scale,))
 
 
 class Memory(NamedTuple):
@@ -181,9 +174,6 @@ class Planned(NamedTuple):
     work: Work
     tiles: Plan
     prefixes: Plan | None = None  # the launch before
-    at_once: tuple[Plan | None, Plan] | None = (
-        None  # both as they begin before there is a plan, launched right behind it
-    )
 
 
 def work_of(

@@ -242,38 +242,6 @@ def tile_at(position, BEFORE, UNITS, slots, look, HEADS_KV: tl.constexpr, CHUNK:
 
 
 @triton.jit
-def tiles_of(keys, BLOCK_N: tl.constexpr):
-    """How many tiles a request of so many keys has: at least one."""
-    return tl.maximum((keys + BLOCK_N - 1) // BLOCK_N, 1)
-
-
-@triton.jit
-def first_of_lengths(
-    SEQLENS, b, slots, seqlen_q, program, programs, HEADS_KV: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr
-):
-    """(all tiles, rounds, (tiles, first position, unit, head, first tile and number of a program's first piece, its
-    unit, the unit behind that)) where each request is a unit with all of its keys: what the plan will say, from lengths
-    alone. `b` is 0 to some power of two above all requests.
-    """
-    keys = tl.load(SEQLENS + b, mask=b < slots, other=0)
-    upto = tl.cumsum(tl.where(b < slots, tiles_of(keys, BLOCK_N), 0), 0) * HEADS_KV
-    tiles = tl.max(upto, 0)
-    rounds = rounds_of(programs, tiles, MOST)
-    piece = piece_of_turn(program, programs, rounds)
-    lo, count = piece_span(piece, programs, rounds, tiles)  # of nothing only where all shares are one piece
-    u = tl.sum((upto <= lo).to(tl.int32), 0)
-    rest = lo - tl.max(tl.where(upto <= lo, upto, 0), 0)
-    mine = tl.sum(tl.where(b == u, keys, 0), 0)
-    others = tl.sum(tl.where(b == u + 1, keys, 0), 0)
-    of_unit = tiles_of(mine, BLOCK_N)
-    u = tl.where(count > 0, u, slots)
-    none = 0 * u
-    unit = (tl.where(count > 0, u, 0), none, none, of_unit, mine, seqlen_q + none, none)
-    coming = (u + 1, none, none, tiles_of(others, BLOCK_N), others, seqlen_q + none, none)
-    return tiles, rounds, (count, lo, u, rest // of_unit, rest % of_unit, piece), unit, coming
-
-
-@triton.jit
 def unit_of(UNITS, unit):
     """(request, tile, first key tile, their number, keys, queries, first row of q) of a unit."""
     at = UNITS + unit * UNIT
