@@ -72,14 +72,6 @@ def rows_given(x_rows, token, d, inside, there, ROPE, STEP: tl.constexpr, TURNS:
 
 
 @triton.jit
-def begin_early(EARLY: tl.constexpr):
-    """Launched while the kernel before still runs: the next one may be, too, and that one's end is waited for."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def size_of(x):
     """How large numbers are, what is no number infinitely."""
     x = tl.abs(x)
@@ -159,10 +151,9 @@ def most_of_blocks(MOST, first, blocks, PARTS: tl.constexpr):
 def sum_chunks(
     X, CU, ROPE, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, UNROLLED: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Sums, least and largest numbers, or sizes of the largest, of the columns of ROWS rows of a head."""
-    begin_early(EARLY)
     # who am I
     h = tl.program_id(0) % HEADS
     b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
@@ -209,12 +200,10 @@ def sum_chunks(
 def join_chunks(
     SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SIZE, CU, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A head's means of columns in a sequence, as they are and rotated, and how far from them (or from 0) a column's
     numbers are at most.
     """
-    begin_early(EARLY)
     # who am I
     h = tl.program_id(0) % HEADS
     b = (tl.program_id(0) // HEADS).to(tl.int64)
@@ -268,10 +257,9 @@ def encode_rows(
     batch, seqlen, total, blocks,
     HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
     SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
+    STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of queries or keys, or centred values; with MOST and no CODES, the block's largest number."""
-    begin_early(EARLY)
     # who am I
     h = tl.program_id(0) % HEADS
     b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
@@ -364,10 +352,9 @@ def encode_rows(
 def encode_columns(
     X, CU, MEAN, SIZE, CODES, SCALE, stride_b, stride_t, stride_h, batch, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes of a block of values, keys side by side in the order of `quant.blocks.KEY_ORDER`."""
-    begin_early(EARLY)
     # who am I
     h = tl.program_id(0) % HEADS
     slot = tl.program_id(0) // HEADS
@@ -488,20 +475,18 @@ class _Plans:
         return call.batch, call.x.shape[-3], call.slots(rows)
 
     def _statistics(self, call: Call) -> None:
-        programs, early = self._programs(call, _CHUNK), _early(call)
+        programs = self._programs(call, _CHUNK)
         self.parts, self.by_head = programs * call.dim, call.batch * call.heads * call.dim
         sizes = self._sizes(call, _CHUNK)
         # where rows are turned, angles and the other numbers of pairs want registers, too
         step, unrolled = (_STEP, _CHUNK // _STEP) if call.cos is None else (_STEP // 2, 1)
         warps = max(1, _STEP * self.block_d // (32 * _EACH))
         at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
-        constants = (call.heads, call.dim, _CHUNK, step, unrolled, at_once, self.block_d, _turns(call), early)
-        self.sums = Plan(
-            sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early, options=_ROUND_TWICE
-        )
-        constants = (call.heads, call.dim, _CHUNK, _PARTS, self.block_d, early)
+        constants = (call.heads, call.dim, _CHUNK, step, unrolled, at_once, self.block_d, _turns(call))
+        self.sums = Plan(sum_chunks, programs, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
+        constants = (call.heads, call.dim, _CHUNK, _PARTS, self.block_d)
         warps = max(warps, self.block_d**2 // (32 * _EACH)) if self.turned else warps
-        self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1, early=early)
+        self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1)
 
     def _warps(self, halved: bool = False) -> int:
         found = max(4, self.rows * self.block_d // (32 * _EACH))
@@ -515,38 +500,17 @@ class _Plans:
         step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
-            _converts(call), self.rows, step, _PARTS, self.block_d, _turns(call), _early(call),
+            _converts(call), self.rows, step, _PARTS, self.block_d, _turns(call),
         )  # fmt: skip
         sizes = (batch, seqlen, seqlen, blocks)
         warps = self._warps(call.rotate and call.x.dtype == torch.float32)
-        return Plan(
-            encode_rows, self.cells, self.strides, sizes, constants, warps, 1, early=_early(call), options=_ROUND_TWICE
-        )
+        return Plan(encode_rows, self.cells, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
 
     def _columns(self, call: Call) -> Plan:
-        constants = (
-            call.heads,
-            call.dim,
-            call.shared,
-            call.largest,
-            _converts(call),
-            self.rows,
-            self.block_d,
-            _early(call),
-        )
+        constants = (call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d)
         sizes = self._sizes(call, self.rows)
         warps = self._warps()
-        return Plan(
-            encode_columns,
-            self.cells,
-            self.strides,
-            sizes,
-            constants,
-            warps,
-            1,
-            early=_early(call),
-            options=_ROUND_TWICE,
-        )
+        return Plan(encode_columns, self.cells, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
 
 
 def _turns(call: Call) -> tuple[int, bool]:
@@ -557,11 +521,6 @@ def _turns(call: Call) -> tuple[int, bool]:
 def _converts(call: Call) -> bool:
     """Whether the GPU has an instruction that makes FP8 of float32."""
     return capability(call.x.device) >= 89
-
-
-def _early(call: Call) -> bool:
-    """Whether the GPU launches kernels while those before them end."""
-    return capability(call.x.device) >= 90
 
 
 @functools.lru_cache(maxsize=16)
