@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import host_range, unreadable
+from tilewise.core.readback import host_range, unreadable, values_checked
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLE = "a floating-point tensor (num_positions, rotary_dim / 2) with unit stride in the last dimension"
@@ -109,6 +109,20 @@ def check_rope(rope: Any, name: str, x: torch.Tensor) -> None:
         raise InputError(
             "rope", got=f"on {rope.cos.device}", expected=f"{x.device}, as {name}", hint="move its tensors"
         )
+
+
+def check_angles(rope: Rope) -> None:
+    """Raise InputError unless angles are constants, and, where values are checked, the tables have every position."""
+    for name, x in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
+        if x.requires_grad and torch.is_grad_enabled():
+            raise InputError(
+                name,
+                got="a tensor that takes a gradient",
+                expected="none: angles are constants",
+                hint="pass it after .detach()",
+            )
+    if values_checked(rope.cos.device):
+        check_positions(rope)
 
 
 def check_positions(rope: Rope, slots: torch.Tensor | None = None) -> None:

@@ -67,16 +67,16 @@ def host_range(tensor: torch.Tensor) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def constant(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Cache `make(*arguments, device)`, a tensor that nobody changes, for each stream. A CUDA graph, with memory of its
-    own, makes it anew.
+def constant(make: Callable[..., T]) -> Callable[..., T]:
+    """Cache `make(*arguments, device)`, tensors that nobody changes, for each stream. A CUDA graph, with memory of its
+    own, makes them anew.
     """
 
     @functools.lru_cache(maxsize=256)
-    def known(arguments: tuple[Any, ...], _stream: int | None) -> torch.Tensor:
+    def known(arguments: tuple[Any, ...], _stream: int | None) -> T:
         return make(*arguments)
 
-    def cached(*arguments: Any) -> torch.Tensor:
+    def cached(*arguments: Any) -> T:
         device: torch.device = arguments[-1]
         if device.type != "cuda":
             return known(arguments, None)

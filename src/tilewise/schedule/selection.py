@@ -214,7 +214,9 @@ def _by_head(owner: Any, name: str, field: str, low: float, high: float, open_be
     given = getattr(owner, field)
     values = _values(given)
     if not values or not all(_within(x, low, high, open_below) for x in values):
-        expected = f"numbers in {'(' if open_below else '['}{low:g}, {high:g}]"
+        expected = (
+            f"numbers in {'(' if open_below else '['}{low:g}, {high:g}]" if high < math.inf else f"numbers > {low:g}"
+        )
         raise InputError(name, got=repr(given), expected=expected, hint="one number, or a tuple of one for each head")
     _keep(owner, field, tuple(map(float, values)) if isinstance(given, Sequence) else float(given))
 

@@ -95,7 +95,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         return triton_paged.forward(call) if call.pages is not None else _split(call)
     if call.pages is None:
         call = copy.copy(call)
-        call.pages = _rows_as_pages(call)
+        call.pages = _whole(call.batch, call.k.shape[1], call.q.device)
     return planned_forward(call, _PLANS, _plans, pool_of)
 
 
@@ -115,20 +115,11 @@ def _split(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return found
 
 
-def _rows_as_pages(call: Call) -> Pages:
+@constant
+def _whole(batch: int, seqlen_k: int, device: torch.device) -> Pages:
     """Every batch element's keys as a page of its own."""
-    table, lengths = _whole_pages(call.batch, call.q.device), _alike(call.batch, call.k.shape[1], call.q.device)
-    return Pages(table, None, lengths)
-
-
-@constant
-def _whole_pages(batch: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-
-
-@constant
-def _alike(batch: int, seqlen_k: int, device: torch.device) -> torch.Tensor:
-    return torch.full((batch,), seqlen_k, dtype=torch.int32, device=device)
+    table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    return Pages(table, None, torch.full((batch,), seqlen_k, dtype=torch.int32, device=device))
 
 
 def _plans(call: Call) -> Planned:

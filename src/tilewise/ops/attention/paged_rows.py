@@ -72,7 +72,8 @@ def _rows(q: Any, k: Any, v: Any, layout: Paged) -> PagedRows:
     starts_q = layout.cu_seqlens_q if shape is None else _even(*shape, q.device)
     assert starts_q is not None
     rows = q if shape is None else q.flatten(0, 1)
-    found_k, found_v = (_gathered(x, page, place, q.dtype) for x in (k, v))
+    found_k = _gathered(k, page, place, q.dtype)
+    found_v = found_k if v is k else _gathered(v, page, place, q.dtype)
     return PagedRows(rows, found_k, found_v, Packed(starts_q, starts), shape)
 
 

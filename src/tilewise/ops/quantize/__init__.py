@@ -67,9 +67,10 @@ def quantize_qkv(
         rows = rows_of_call(q, k, v, layout)
         q, k, v, layout = rows.q, rows.k, rows.v, rows.layout
     scheme, layout = check(q, k, v, scheme, layout)
-    rope_q, rope_k = ropes = check_ropes(rope, q, k)
-    if rope_k is not None and "q" in scheme.smooth:  # means of queries meet keys as they are
-        k, rope_k = turn(k, rope=rope_k), None
+    ropes = check_ropes(rope, q, k)
+    turned = bool(ropes)
+    if "k" in ropes and "q" in scheme.smooth:  # means of queries meet keys as they are
+        k = turn(k, rope=ropes.pop("k"))
     if sums and not has_sums(scheme):
         raise InputError(
             "sums",
@@ -80,10 +81,8 @@ def quantize_qkv(
     given = {"q": q, "k": k, "v": v}
     found: dict[str, dict[str, torch.Tensor]] = {}
     for side in ("k", "v", "q"):  # queries meet the means of keys
-        call = make_call(
-            side, given[side], scheme, layout, found["k"].get("mean") if side == "q" else None, sums,
-            {"q": rope_q, "k": rope_k, "v": None}[side],
-        )  # fmt: skip
+        other = found["k"].get("mean") if side == "q" else None
+        call = make_call(side, given[side], scheme, layout, other, sums, ropes.get(side))
         if call.kind in NUMBERS and not call.smooth:
             found[side] = {"codes": v.detach().to(NUMBERS[call.kind]).contiguous()}
         else:
@@ -105,5 +104,5 @@ def quantize_qkv(
         k.detach() if "q" in scheme.smooth else None,
         (of_q["sum"], of_q["unit_sum"]) if sums else None,
         (of_k["sum"], of_k["unit_sum"]) if sums else None,
-        ropes != (None, None),
+        turned,
     )

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import values_checked
 from tilewise.layouts import Dense, Packed, Paged, check_packing
 from tilewise.ops.attention.arguments import check_shapes, check_tensors, layout_of
 from tilewise.quant.blocks import row_groups, rows_of_block, sequences
 from tilewise.quant.schemes import LARGEST, Scheme, check_scheme
-from tilewise.rotary import Rope, check_positions, check_rope, rotated
+from tilewise.rotary import Rope, check_angles, check_rope, rotated
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -210,12 +209,11 @@ def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Den
     return scheme, layout
 
 
-def check_ropes(rope: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[Rope | None, Rope | None]:
-    """How queries and keys are turned: alike by one Rope, or by a pair; raises InputError."""
-    ropes = tuple(rope) if isinstance(rope, (tuple, list)) and len(rope) == 2 else (rope, rope)
-    for one, name, x in zip(ropes, "qk", (q, k), strict=True):
-        if one is not None:
-            check_rope(one, name, x)
-            if values_checked(x.device):
-                check_positions(one)
-    return ropes[0], ropes[1]
+def check_ropes(rope: Any, q: torch.Tensor, k: torch.Tensor) -> dict[str, Rope]:
+    """How queries ("q") and keys ("k") are turned, alike by one Rope or by a pair; raises InputError."""
+    pair = rope if isinstance(rope, (tuple, list)) and len(rope) == 2 else (rope, rope)
+    ropes = {side: one for side, one in zip("qk", pair, strict=True) if one is not None}
+    for side, one in ropes.items():
+        check_rope(one, side, q if side == "q" else k)
+        check_angles(one)
+    return ropes

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import values_checked
-from tilewise.rotary import Rope, check_positions, check_rope
+from tilewise.rotary import Rope, check_angles, check_rope
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHAPE = "(batch, seqlen, heads, head_dim) or (tokens, heads, head_dim)"
@@ -60,16 +59,7 @@ def make_call(q: Any, k: Any, rope: Any) -> Call:
             "rope", got=type(rope).__name__, expected="a tilewise.Rope", hint="Rope(*rope_tables(...), positions)"
         )
     check_rope(rope, "q", q)
-    for name, x in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
-        if x.requires_grad and torch.is_grad_enabled():
-            raise InputError(
-                name,
-                got="a tensor that takes a gradient",
-                expected="none: angles are constants",
-                hint="pass it after .detach()",
-            )
-    if values_checked(q.device):
-        check_positions(rope)
+    check_angles(rope)
     positions = rope.positions.view(q.shape[:-2])
     heads_k = 0 if k is None else k.shape[-2]
     return Call(q, k, rope.cos, rope.sin, positions, q.shape[-2], heads_k, q.shape[-1], rope.interleaved, q.dtype)
