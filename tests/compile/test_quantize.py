@@ -23,8 +23,10 @@ def compiled(call: Call, sm: int = 90) -> list[Any]:
 
 
 def moved(kernel: Any, what: str) -> set[str]:
-    """The widths in which it reads or writes global memory."""
-    return set(re.findall(rf"{what}\.global[.\w:]*?((?:\.v\d)?\.b\d+)", kernel.asm["ptx"]))
+    """The widths in which it reads or writes global memory, what it copies from there among what it reads."""
+    found = set(re.findall(rf"{what}\.global[.\w:]*?((?:\.v\d)?\.b\d+)", kernel.asm["ptx"]))
+    copied = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+),", kernel.asm["ptx"])
+    return found | {{16: ".v4.b32", 8: ".v2.b32", 4: ".b32"}[int(size, 16)] for size in copied if what == "ld"}
 
 
 @pytest.mark.parametrize("variant", ["q thread", "k thread", "k token", "v channel", "v block", "q turned", "k turned"])

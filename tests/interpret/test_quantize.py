@@ -102,7 +102,7 @@ TWINS = [
     ("encode_rows", "reshape(ROWS // 16, 2, 8), 1)", "reshape(ROWS // 16, 8, 2), 2)", "sage2"),
     ("encode_rows", "ROWS // 8, 4, 2), 2), 0)", "ROWS // 8, 2, 4), 1), 0)", "sage2"),
     ("encode_rows", "h // (HEADS // HEADS_K)", "h % HEADS_K", "sage2"),
-    ("encode_rows", "tl.where(there, x - mean[None, :], 0.0)", "x - mean[None, :]", "sage2"),
+    ("encode_rows", "tl.where(inside, tl.max(size_of(x), 1), 0.0)", "tl.max(size_of(x), 1)", "sage2"),
     ("encode_rows", "tl.minimum(length - block * ROWS, ROWS)", "ROWS", "sage2_int4"),
     ("encode_rows", "cell - block, tl.cdiv", "cell, tl.cdiv", "fa3"),
     ("encode_rows", "first + h.to(tl.int64) * total", "first + h.to(tl.int64) * length", "sage2_packed"),

@@ -23,8 +23,9 @@ from tilewise.tiles.codes import MIDDLE, SMALLEST, codes_of
 from tilewise.tiles.rotary import angles_of, turned
 from tilewise.tiles.visit import locate
 
-_CHUNK = 256  # rows of a program that sums
+_CHUNK = 512  # rows of a program that sums
 _STEP = 64  # of them at a time
+_STAGES = 3  # steps whose rows are on their way
 _PARTS = 16  # sums, or largest numbers of blocks, put together at a time
 _EACH = 64  # elements of a thread
 _ROTATED = (
@@ -72,10 +73,39 @@ def rows_given(x_rows, token, d, inside, there, ROPE, STEP: tl.constexpr, TURNS:
 
 
 @triton.jit
+def program_of(BACK: tl.constexpr):
+    """Which program this is, the last one first on the way BACK: L2 still has rows that were looked at last."""
+    if BACK:
+        return tl.num_programs(0) - 1 - tl.program_id(0)
+    else:
+        return tl.program_id(0)
+
+
+@triton.jit
+def begin_early(EARLY: tl.constexpr):
+    """Launched while the kernel before still runs: the next one may be, too, and that one's end is waited for."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def size_of(x):
     """How large numbers are, what is no number infinitely."""
     x = tl.abs(x)
     return tl.where(x < float("inf"), x, float("inf"))
+
+
+@triton.jit
+def size_of_rows(x, inside, HALVINGS: tl.constexpr):
+    """How large the numbers of rows are at most, 0 of those that are not there; neighbours are compared first, so often
+    as a thread has them  # [ROWS, COLS], [ROWS]
+    """
+    x = tl.abs(x)
+    for _ in tl.static_range(HALVINGS):
+        a, b = x.reshape(x.shape[0], x.shape[1] // 2, 2).split()
+        x = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(inside, tl.max(size_of(x), 1), 0.0)
 
 
 @triton.jit
@@ -150,10 +180,11 @@ def most_of_blocks(MOST, first, blocks, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
 def sum_chunks(
     X, CU, ROPE, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, UNROLLED: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums, least and largest numbers, or sizes of the largest, of the columns of ROWS rows of a head."""
+    begin_early(EARLY)
     # who am I
     h = tl.program_id(0) % HEADS
     b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
@@ -166,25 +197,24 @@ def sum_chunks(
     low = tl.full([AT_ONCE, BLOCK_D], float("inf"), tl.float32)
     high = tl.full([AT_ONCE, BLOCK_D], float("-inf"), tl.float32)
     size = tl.zeros([AT_ONCE, BLOCK_D], tl.int32)  # as bits, among which those of no number are the largest
-    for start in range(0, ROWS, STEP * UNROLLED):
-        for n in tl.static_range(UNROLLED):
-            row = block * ROWS + start + n * STEP + offs
-            in_x = row < length
-            inside = in_x[:, None] & (d < DIM)[None, :]
-            token = first + row if CU is not None else b * seqlen + row
-            at = x_rows + ((first + row) * stride_t)[:, None]
-            x = rows_given(at, token, d, in_x, inside, ROPE, BLOCK_D, TURNS).to(tl.float32)
-            if SUMS is not None:
-                total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
-            if SIZES is not None:
-                bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                size = tl.maximum(size, tl.max(bits.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
-            if SPANS is not None:
-                finite = tl.abs(x) < float("inf")
-                least = tl.where(inside, tl.where(finite, x, float("-inf")), float("inf"))
-                most = tl.where(inside, tl.where(finite, x, float("inf")), float("-inf"))
-                low = tl.minimum(low, tl.min(least.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
-                high = tl.maximum(high, tl.max(most.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+    for start in tl.range(0, ROWS, STEP, num_stages=STAGES):
+        row = block * ROWS + start + offs
+        in_x = row < length
+        inside = in_x[:, None] & (d < DIM)[None, :]
+        token = first + row if CU is not None else b * seqlen + row
+        at = x_rows + ((first + row) * stride_t)[:, None]
+        x = rows_given(at, token, d, in_x, inside, ROPE, BLOCK_D, TURNS).to(tl.float32)
+        if SUMS is not None:
+            total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
+        if SIZES is not None:
+            bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            size = tl.maximum(size, tl.max(bits.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+        if SPANS is not None:
+            finite = tl.abs(x) < float("inf")
+            least = tl.where(inside, tl.where(finite, x, float("-inf")), float("inf"))
+            most = tl.where(inside, tl.where(finite, x, float("inf")), float("-inf"))
+            low = tl.minimum(low, tl.min(least.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
+            high = tl.maximum(high, tl.max(most.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
 
     # epilogue
     if SUMS is not None:
@@ -200,10 +230,12 @@ def sum_chunks(
 def join_chunks(
     SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SIZE, CU, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A head's means of columns in a sequence, as they are and rotated, and how far from them (or from 0) a column's
     numbers are at most.
     """
+    begin_early(EARLY)
     # who am I
     h = tl.program_id(0) % HEADS
     b = (tl.program_id(0) // HEADS).to(tl.int64)
@@ -257,12 +289,15 @@ def encode_rows(
     batch, seqlen, total, blocks,
     HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
     SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
+    STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
+    BACK: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of queries or keys, or centred values; with MOST and no CODES, the block's largest number."""
+    begin_early(EARLY)
     # who am I
-    h = tl.program_id(0) % HEADS
-    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    program = program_of(BACK)
+    h = program % HEADS
+    b, block, first, length, cell = place_of(program // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
     inside = row < length
     x_rows = (X + b * stride_b + h.to(tl.int64) * stride_h) + ((first + row) * stride_t)[:, None]
@@ -292,7 +327,7 @@ def encode_rows(
             else:
                 mean = tl.load(MEAN + (b * HEADS + h) * DIM + d, mask=d < DIM, other=0.0)
             mean = mean.to(tl.float32)
-            x = tl.where(there, x - mean[None, :], 0.0)
+            x -= mean[None, :]
         if BIAS is not None:
             other = tl.load(OTHER + (b * HEADS_K + h // (HEADS // HEADS_K)) * DIM + d, mask=d < DIM, other=0.0)
             bias += tl.sum(x * other[None, :], 1)
@@ -317,12 +352,13 @@ def encode_rows(
                 mean_turned = tl.sum(centre, 0)
             else:
                 mean_turned = tl.load(TURNED + (b * HEADS + h) * DIM + columns, mask=columns < DIM, other=0.0)
-            y = tl.where(inside[:, None], y - mean_turned[None, :], 0.0)
+            y -= mean_turned[None, :]
         y *= DIM**-0.5
 
     # epilogue
+    HALVINGS: tl.constexpr = 3 if ROTATION is None else 1
     if CODES is None:
-        tl.store(MOST + cell, tl.max(tl.max(size_of(y), 1), 0))
+        tl.store(MOST + cell, tl.max(size_of_rows(y, inside, HALVINGS), 0))
     else:
         if CU is None:
             first = b * seqlen
@@ -340,7 +376,7 @@ def encode_rows(
                 by_group = most_of_blocks(MOST, cell - block, tl.cdiv(length, ROWS), PARTS)
                 by_row = tl.broadcast_to(by_group, ROWS)
             else:
-                by_group, by_row = largest_of_groups(tl.max(size_of(y), 1), SHARED, QUERIES, ROWS)
+                by_group, by_row = largest_of_groups(size_of_rows(y, inside, HALVINGS), SHARED, QUERIES, ROWS)
             GROUPS: tl.constexpr = by_group.shape[0]
             # a slot that no block has gets 0, though its head may have more
             scale = tl.where(block * ROWS < length, scale_of(by_group, CODE), 0.0)
@@ -352,12 +388,14 @@ def encode_rows(
 def encode_columns(
     X, CU, MEAN, SIZE, CODES, SCALE, stride_b, stride_t, stride_h, batch, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes of a block of values, keys side by side in the order of `quant.blocks.KEY_ORDER`."""
+    begin_early(EARLY)
     # who am I
-    h = tl.program_id(0) % HEADS
-    slot = tl.program_id(0) // HEADS
+    program = program_of(BACK)
+    h = program % HEADS
+    slot = program // HEADS
     b, block, first, length, cell = place_of(slot, h, CU, batch, seqlen, blocks, HEADS, ROWS)
     place = tl.arange(0, ROWS)
     row = block * ROWS + place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
@@ -437,9 +475,10 @@ class _Plans:
             self._statistics(call)
         self.cells = self._programs(call, self.rows)
         make = self._columns if call.columns else self._rows
-        self.codes = make(call)
-        if call.shared == "head" and call.side != "v":
-            self.most = make(call)
+        of_head = call.shared == "head" and call.side != "v"
+        summed = self.sums is not None
+        self.most = make(call, summed) if of_head else None
+        self.codes = make(call, summed != of_head)
 
     def statistics(
         self,
@@ -475,24 +514,26 @@ class _Plans:
         return call.batch, call.x.shape[-3], call.slots(rows)
 
     def _statistics(self, call: Call) -> None:
-        programs = self._programs(call, _CHUNK)
+        programs, early = self._programs(call, _CHUNK), _early(call)
         self.parts, self.by_head = programs * call.dim, call.batch * call.heads * call.dim
         sizes = self._sizes(call, _CHUNK)
         # where rows are turned, angles and the other numbers of pairs want registers, too
-        step, unrolled = (_STEP, _CHUNK // _STEP) if call.cos is None else (_STEP // 2, 1)
+        step, stages = (_STEP, _STAGES) if call.cos is None else (_STEP // 2, 1)
         warps = max(1, _STEP * self.block_d // (32 * _EACH))
         at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
-        constants = (call.heads, call.dim, _CHUNK, step, unrolled, at_once, self.block_d, _turns(call))
-        self.sums = Plan(sum_chunks, programs, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
-        constants = (call.heads, call.dim, _CHUNK, _PARTS, self.block_d)
+        constants = (call.heads, call.dim, _CHUNK, step, stages, at_once, self.block_d, _turns(call), early)
+        self.sums = Plan(
+            sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early, options=_ROUND_TWICE
+        )
+        constants = (call.heads, call.dim, _CHUNK, _PARTS, self.block_d, early)
         warps = max(warps, self.block_d**2 // (32 * _EACH)) if self.turned else warps
-        self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1)
+        self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1, early=early)
 
     def _warps(self, halved: bool = False) -> int:
         found = max(4, self.rows * self.block_d // (32 * _EACH))
         return min(8, found) if halved else found  # products want registers more than warps
 
-    def _rows(self, call: Call) -> Plan:
+    def _rows(self, call: Call, back: bool) -> Plan:
         batch, seqlen, blocks = self._sizes(call, self.rows)
         heads_k = call.heads if call.other is None else call.other.shape[1]
         encoding = None if call.kind in NUMBERS else "fp8" if call.kind == "fp8" else "int8"
@@ -500,17 +541,23 @@ class _Plans:
         step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
-            _converts(call), self.rows, step, _PARTS, self.block_d, _turns(call),
+            _converts(call), self.rows, step, _PARTS, self.block_d, _turns(call), _early(call), back,
         )  # fmt: skip
         sizes = (batch, seqlen, seqlen, blocks)
         warps = self._warps(call.rotate and call.x.dtype == torch.float32)
-        return Plan(encode_rows, self.cells, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
+        return Plan(
+            encode_rows, self.cells, self.strides, sizes, constants, warps, 1, early=_early(call), options=_ROUND_TWICE
+        )
 
-    def _columns(self, call: Call) -> Plan:
-        constants = (call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d)
-        sizes = self._sizes(call, self.rows)
-        warps = self._warps()
-        return Plan(encode_columns, self.cells, self.strides, sizes, constants, warps, 1, options=_ROUND_TWICE)
+    def _columns(self, call: Call, back: bool) -> Plan:
+        early = _early(call)
+        constants = (
+            call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d, early, back,
+        )  # fmt: skip
+        sizes, warps = self._sizes(call, self.rows), self._warps()
+        return Plan(
+            encode_columns, self.cells, self.strides, sizes, constants, warps, 1, early=early, options=_ROUND_TWICE
+        )
 
 
 def _turns(call: Call) -> tuple[int, bool]:
@@ -521,6 +568,11 @@ def _turns(call: Call) -> tuple[int, bool]:
 def _converts(call: Call) -> bool:
     """Whether the GPU has an instruction that makes FP8 of float32."""
     return capability(call.x.device) >= 89
+
+
+def _early(call: Call) -> bool:
+    """Whether the GPU launches kernels while those before them end."""
+    return capability(call.x.device) >= 90
 
 
 @functools.lru_cache(maxsize=16)
