@@ -88,7 +88,8 @@ def test_a_graph_replays_with_other_numbers(name: str, row: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_keys_in_pages_under_a_graph_whose_lengths_change(row: str) -> None:
-    case = Case("pages", packed=((70, 300), (5, 90), (0, 3), (129, 129)), heads_q=4, heads_kv=2, head_dim=64)
+    lengths = ((70, 300), (5, 90), (0, 3), (129, 129))
+    case = Case("pages", packed=lengths, heads_q=4, heads_kv=2, head_dim=64, head_dim_v=64)
     inputs = make_inputs(case, torch.bfloat16, DEVICE)
     pool = paged(inputs, 16)
 

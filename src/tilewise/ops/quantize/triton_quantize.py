@@ -356,7 +356,7 @@ def encode_rows(
         y *= DIM**-0.5
 
     # epilogue
-    HALVINGS: tl.constexpr = 3 if ROTATION is None else 1
+    HALVINGS: tl.constexpr = 3 if ROTATION is None else 0
     if CODES is None:
         tl.store(MOST + cell, tl.max(size_of_rows(y, inside, HALVINGS), 0))
     else:
