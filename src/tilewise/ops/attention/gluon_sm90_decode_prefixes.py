@@ -20,7 +20,7 @@ from tilewise.ops.attention.gluon_sm90_decode import leave_part
 from tilewise.ops.attention.gluon_sm90_fold import NOTHING, scores_of
 from tilewise.ops.attention.gluon_sm90_gather import PIECE, fetch
 from tilewise.ops.attention.triton_prefixes import pieces_of_prefixes, row_of_part
-from tilewise.ops.attention.triton_work import next_tile, unit_of
+from tilewise.ops.attention.triton_work import next_tile, no_unit, unit_of
 from tilewise.tiles.hopper import message_board, posted, ring_turn
 
 PLACES = gl.constexpr(2)  # for rows of queries
@@ -34,7 +34,9 @@ def rows_layout(columns, warps):
 
 @gluon.jit
 def compute(parts, work, memory, bars, formula, scalars, fixed):
-    """The warps that compute, tile after tile of the program's piece."""
+    """The warps that compute, tile after tile of the program's piece. While there is no plan yet they go through a tile
+    of nothing, so that its instructions are there before everybody asks memory for keys.
+    """
     UNITS = work[0]
     q_ring, k_ring, v_ring, board = memory[0], memory[1], memory[2], memory[4]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -59,20 +61,22 @@ def compute(parts, work, memory, bars, formula, scalars, fixed):
         gl.zeros([R, D_V], gl.float32, layout=OUT),
     )
     m_i, l_i, acc = new
-    row = 0
-    count, _lo, u, hk, t, piece = posted(0, board, fixed.warps)
-    unit = unit_of(UNITS, u)
-    coming = unit_of(UNITS, u + 1)
-    for n in range(count):
+    row = 0 * gl.program_id(0)
+    n = row - 1
+    count, u, hk, t, piece = row, row, row, row, row
+    unit = no_unit(row)
+    coming = unit
+    while n < count:
+        real = n >= 0
         place, turn = ring_turn(row, PLACES)
-        mbarrier.wait(q_full.index(place), turn)
-        stage, phase = ring_turn(n, k_ring.shape[0])
-        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(q_full.index(place), turn, pred=real)
+        stage, phase = ring_turn(gl.maximum(n, 0), k_ring.shape[0])
+        mbarrier.wait(k_full.index(stage), phase, pred=real)
         fence_async_shared()
         k = k_ring.index(stage).permute((1, 0))
         s = warpgroup_mma(q_ring.index(place), k, zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(stage))
+        mbarrier.arrive(k_empty.index(stage), pred=real)
         s = scores_of(s, unit, hk, r, (unit[2] + t) * BLOCK_N + keys, formula, scale, 1, fixed)
         largest = gl.maximum(m_i, gl.max(s, 1))
         alpha = gl.exp2(m_i - largest)
@@ -81,15 +85,15 @@ def compute(parts, work, memory, bars, formula, scalars, fixed):
         acc = acc * gl.convert_layout(alpha, O_ROW, assert_trivial=True)[:, None]
         p = gl.convert_layout(w.to(v_ring.dtype), RIGHT, assert_trivial=True)
         m_i = largest
-        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.wait(v_full.index(stage), phase, pred=real)
         fence_async_shared()
         acc = warpgroup_mma(p, v_ring.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(stage))
+        mbarrier.arrive(v_empty.index(stage), pred=real)
 
         # the end of a row of tiles, or of what this piece has of it
         after = next_tile(u, hk, t, unit, coming, HEADS_KV)
-        if (after[2] == 0) | (n + 1 == count):
+        if real & ((after[2] == 0) | (n + 1 == count)):
             rows = unit[5] * fixed.group
             to = row_of_part(unit[0], hk, rows, rows_q * fixed.group, piece, HEADS_KV, fixed.block_r)
             total = gl.convert_layout(l_i, O_ROW, assert_trivial=True)
@@ -100,8 +104,26 @@ def compute(parts, work, memory, bars, formula, scalars, fixed):
             row += 1
         moved = after[0] != u
         u, hk, t, unit = after
+        if n < 0:
+            count, _lo, u, hk, t, piece = posted(0, board, fixed.warps)
+            unit = unit_of(UNITS, u)
+            moved = count > 0
+            m_i, l_i, acc = new
         if moved:
             coming = unit_of(UNITS, u + 1)
+        n += 1
+
+
+@gluon.jit
+def fetch_planned(inputs, strides, work, memory, bars, fixed):
+    """The warps that fetch, when there is a plan."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    _UNITS, BEFORE, _ARRIVED, slots = work
+    tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
+    programs = pieces_of_prefixes(gl.num_programs(0), tiles, fixed.block_n)
+    pieces = (tiles, gl.to_tensor(1), programs)  # one of a program
+    fetch(inputs, strides, work + pieces, memory, bars, fixed)
 
 
 @gluon.jit(do_not_specialize=["stride_t", "rows_q", "slots", "mask_nums", "score_nums"])
@@ -139,15 +161,9 @@ def attention_prefixes_sm90(
         mbarrier.init(k_empty.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=1)
     fence_async_shared()
-    tl.extra.cuda.gdc_wait()  # for the plan
-    tl.extra.cuda.gdc_launch_dependents()
-    tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
-    programs = pieces_of_prefixes(gl.num_programs(0), tiles, fixed.block_n)
-    if gl.program_id(0) >= programs:
-        return
     memory = (q_ring, k_ring, v_ring, (), board, (), ())
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    work = (UNITS, BEFORE, ARRIVED, slots, tiles, 1, programs)  # a piece for each program
+    work = (UNITS, BEFORE, ARRIVED, slots)
     strides_q = (stride_qb, stride_qs, stride_qh, rows_q)
     strides = (strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh)
     inputs = (Q, K, V, TABLE, FIRST, SCALES, stride_t)
@@ -157,7 +173,7 @@ def attention_prefixes_sm90(
     gl.warp_specialize(
         [
             (compute, (parts, work, memory, bars, formula, scalars, fixed)),
-            (fetch, (inputs, strides, work, memory, bars, fixed)),
+            (fetch_planned, (inputs, strides, work, memory, bars, fixed)),
         ],
         [4],
         [fixed.registers],
