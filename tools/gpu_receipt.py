@@ -15,19 +15,35 @@ from benchmarks.environment import current
 from benchmarks.records import RESULTS
 from tools.families import FAMILIES, ROOT, Family
 from tools.receipts import Receipt, append
+from tools.resumed import Passed, name_of, state_of
 
 
 class Outcomes:
-    """A pytest plugin that counts outcomes per test file; a broken set-up or tear-down counts as a failure."""
+    """A pytest plugin that counts outcomes per test file; a broken set-up or tear-down counts as a failure. Tests that
+    have `passed` in runs before count, too.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, passed: Passed | None = None) -> None:
+        self.passed = passed
+        self.ran: set[str] = set()
         self.by_file: dict[Path, Counter[str]] = {}
         self.collection_errors = 0
+        for name in passed.names if passed else ():
+            self._of_file(name.partition("::")[0])["passed"] += 1
+
+    def _of_file(self, location: str) -> Counter[str]:
+        return self.by_file.setdefault((ROOT / location).resolve(), Counter())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            counts = self.by_file.setdefault((ROOT / report.location[0]).resolve(), Counter())
+            counts = self._of_file(report.location[0])
             counts["skipped" if report.skipped else "passed" if report.passed else "failed"] += 1
+        if self.passed is not None and report.passed:
+            name = name_of(report.location)
+            if report.when == "call":
+                self.ran.add(name)
+            elif report.when == "teardown" and name in self.ran:
+                self.passed.add(name)
         if report.failed:  # now: a run that is cut short prints no summary
             print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
 
@@ -65,6 +81,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     names = [family.name for family in gpu_families()]
     parser.add_argument("--families", nargs="*", choices=names, default=[], help="only these; all if none is named")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE",
+        help="write there which tests have passed, and leave out those that have, of the same code on the same GPU",
+    )  # fmt: skip
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no GPU: a receipt can only be written on a machine where PyTorch sees one", file=sys.stderr)
@@ -72,9 +92,12 @@ def main(argv: list[str] | None = None) -> int:
     environment = current("cuda")
     chosen = gpu_families(given.families)
     before = {family.name: family.hash() for family in chosen}
-    outcomes = Outcomes()
-    options = ["-n", given.workers, "--dist", "loadgroup", "-q"]
+    passed = None if given.resume is None else Passed(given.resume, state_of(chosen, environment))
+    outcomes = Outcomes(passed)
+    options = ["-n", given.workers, "--dist", "loadgroup", "-q", *(passed.leave_out() if passed else ())]
     status = pytest.main([*tests_of(chosen), *options], plugins=[outcomes])
+    if passed is not None and status == pytest.ExitCode.NO_TESTS_COLLECTED and passed.names:
+        status = pytest.ExitCode.OK  # none was left
     for family in chosen:
         if family.hash() != before[family.name]:
             print(f"{family.name}: its sources changed while the tests ran, no receipt", file=sys.stderr)
