@@ -101,11 +101,18 @@ def gather(pool, rows, mask, scales, at, ring, full, empty):
 
 
 @gluon.jit
-def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
-    """Copy the rows of a unit's tile into the ring's place for the `at`-th; beside codes as bytes, several rows each,
-    and a scale.
+def gather_queries(Q, strides, unit, hk, rows, ring, scales, full, empty, fixed):
+    """Copy the rows of a unit's tile into the ring's places for the `rows`-th, one of each warpgroup that computes."""
+    for c in gl.static_range(fixed.consumers):
+        gather_rows_of_queries(Q, strides, unit, hk, rows * fixed.consumers + c, c, ring, scales, full, empty, fixed)
+
+
+@gluon.jit
+def gather_rows_of_queries(Q, strides, unit, hk, at, C: gl.constexpr, ring, scales, full, empty, fixed):
+    """Copy a warpgroup's rows into the ring's place for the `at`-th; beside codes as bytes, several rows each, and a
+    scale.
     """
-    R: gl.constexpr = fixed.block_r
+    R: gl.constexpr = fixed.block_r // fixed.consumers
     D: gl.constexpr = fixed.block_d
     LAYOUT: gl.constexpr = of_rows(D, 16)
     offs_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
@@ -113,7 +120,7 @@ def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
         HALF: gl.constexpr = fixed.head_dim // 2
         column = offs_d % (D // 2)
         offs_d = gl.where(column < HALF, offs_d // (D // 2) * HALF + column, fixed.head_dim)
-    r = unit[1] * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
+    r = unit[1] * fixed.block_r + C * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
     if fixed.of_prefixes:  # of several requests
         rows_q = strides[3]
@@ -158,8 +165,7 @@ def scales_of(SCALES, pages, first, hk, r, there, rings, BLOCK_N: gl.constexpr, 
 @gluon.jit
 def fetch(inputs, strides, work, memory, bars, fixed):
     """The warps that fetch: K of a tile, then V, gathered through the block table, and before a row of tiles its Q.
-    They take pieces of work, the next one while two tiles of the present one are still to come, and post them. What
-    comes next is seen to between K and V: at the start K is wanted most, later on both wait for room anyway.
+    They take pieces of work, the next one while two tiles of the present one are still to come, and post them.
     """
     Q, K, V, TABLE, FIRST, SCALES, stride_t = inputs
     strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh = strides
@@ -184,36 +190,20 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     n = 0
     rows = 1
     piece = find_piece(gl.program_id(0), work, fixed)
+    post(piece, 0, board, 4)
     posts = 1
     left, _lo, u, hk, t, _p = piece
-    if left == 0:
-        post(piece, 0, board, 4)
     unit = unit_of(UNITS, u)
     first = (unit[2] + t) * BLOCK_N
     pages = pages_of(table, unit, first, r, BLOCK_N, fixed)  # on their way while queries become bytes
     pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
-    if fixed.of_prefixes:  # so many queries that keys are asked for before them
-        begins = (u, hk)
-    elif left > 0:
+    if left > 0:
         gather_queries(Q, strides_q, unit, hk, 0, q_ring, q_scales, q_full, q_empty, fixed)
     after = unit
     coming = unit_of(UNITS, u + 1)
     turn = 0
     known = 0  # of the next piece: nothing, its turn, all
     while left > 0:
-        k_rows = rows_of(pages, first, hk, r, k_strides, BLOCK_N, fixed.page, 16)
-        v_rows = k_rows
-        if not fixed.alike:
-            v_rows = rows_of(pages, first, hk, r, v_strides, BLOCK_N, fixed.page, 16)
-        in_k = r < unit[4] - first
-        there = of_scales < unit[4] - first
-        k_scales, v_scales = scales_of(
-            SCALES, pages_of_scales, first, hk, of_scales, there, scale_rings, BLOCK_N, fixed.page
-        )
-        mask = in_k[:, None] & (offs_d < fixed.head_dim // IN_BYTE)[None, :]
-        gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
-        if n == 0:
-            post(piece, 0, board, 4)
         if (left <= 3) & (known == 0):
             turn = next_turn(TURNS, work[6] * work[5], work[6])
             known = 1
@@ -223,6 +213,15 @@ def fetch(inputs, strides, work, memory, bars, fixed):
             posts += 1
             after = unit_of(UNITS, piece[2])
             known = 2
+        k_rows = rows_of(pages, first, hk, r, k_strides, BLOCK_N, fixed.page, 16)
+        v_rows = k_rows
+        if not fixed.alike:
+            v_rows = rows_of(pages, first, hk, r, v_strides, BLOCK_N, fixed.page, 16)
+        in_k = r < unit[4] - first
+        there = of_scales < unit[4] - first
+        k_scales, v_scales = scales_of(
+            SCALES, pages_of_scales, first, hk, of_scales, there, scale_rings, BLOCK_N, fixed.page
+        )
 
         # where the next tile is, and its pages
         before = u
@@ -242,13 +241,11 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         pages = pages_of(table, unit, first, r, BLOCK_N, fixed)
         pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
 
+        mask = in_k[:, None] & (offs_d < fixed.head_dim // IN_BYTE)[None, :]
+        gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
         v_rows = gl.convert_layout(v_rows, V_ROWS)
         mask = gl.convert_layout(in_k, V_ROWS)[:, None] & (offs_dv < fixed.head_dim_v // IN_BYTE)[None, :]
         gather(V, v_rows[:, None] + offs_dv[None, :], mask, v_scales, n, v_ring, v_full, v_empty)
-        if fixed.of_prefixes:  # noqa: SIM102 (known when it is compiled)
-            if n == 0:
-                row = unit_of(UNITS, begins[0])
-                gather_queries(Q, strides_q, row, begins[1], 0, q_ring, q_scales, q_full, q_empty, fixed)
         if starts:
             gather_queries(Q, strides_q, unit, hk, rows, q_ring, q_scales, q_full, q_empty, fixed)
             rows += 1

@@ -252,12 +252,6 @@ def unit_of(UNITS, unit):
 
 
 @triton.jit
-def no_unit(zero):
-    """A unit of one tile, in which there is nothing."""
-    return zero, zero, zero, zero + 1, zero, zero, zero
-
-
-@triton.jit
 def next_tile(u, hk, t, unit, coming, HEADS_KV: tl.constexpr):
     """(unit, head, tile) behind this one, and what the unit is; `coming` is the next one."""
     last = t + 1 == unit[3]
