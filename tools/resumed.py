@@ -25,13 +25,9 @@ def name_of(location: tuple[str, int | None, str]) -> str:
 
 def state_of(chosen: Iterable[Family], environment: Environment, root: Path = ROOT) -> str:
     """A digest of what a test that passed says something about: kernels, tests, device and versions."""
-    digest = hashlib.sha256()
-    for family in sorted(chosen, key=lambda family: family.name):
-        digest.update(f"{family.name} {family.hash(root)}\n".encode())
-    for path in sorted(path for pattern in TESTS for path in root.glob(pattern)):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update(f"{environment.device} {environment.torch} {environment.triton}".encode())
-    return digest.hexdigest()[:12]
+    families = {family.name: family.hash(root) for family in (*chosen, Family("tests", TESTS, (), ()))}
+    versions = (environment.device, environment.driver, environment.torch, environment.triton)
+    return hashlib.sha256(repr((sorted(families.items()), versions)).encode()).hexdigest()[:12]
 
 
 class Passed:
@@ -63,7 +59,5 @@ class Passed:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests that the file names."""
     names = set(Path(os.environ[LEFT_OUT]).read_text(encoding="utf-8").splitlines())
-    left = [item for item in items if name_of(item.location) in names]
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if name_of(item.location) not in names]
+    config.hook.pytest_deselected(items=[item for item in items if name_of(item.location) in names])
+    items[:] = [item for item in items if name_of(item.location) not in names]
