@@ -74,7 +74,7 @@ class Fixed(NamedTuple):
     stages: Any
     rounds: Any
     of_prefixes: Any  # whether the units are prefixes, of which parts are left
-    consumers: Any  # warpgroups that compute
+    warps: Any  # that compute
     prefix: Any  # of the launch before, whose parts are merged
     rows_of_part: Any
     merged: Any  # rows of a part that are merged at a time
@@ -195,11 +195,12 @@ def _plan(
     of_row = PLACES.value * 2 * block_d + (0 if of_prefixes else 2 * block_n)  # queries, and weights
     stages = min(most, (build.shared - block_r * of_row) // (block_n * of_key))
     assert call.pages is not None
+    warps = 4 * -(-block_r // 64)
     one_each = call.pages.first is None and call.pages.longest == 1
     fixed = (
         call.num_heads_q, call.group, call.head_dim, call.head_dim_v,
         ENDLESS.value if one_each else call.k.shape[1], call.packed, call.sink is not None, block_r, block_n, block_d,
-        block_dv, stages, _ROUNDS, of_prefixes, -(-block_r // 64), prefix, rows, min(rows, _MERGED // block_dv),
+        block_dv, stages, _ROUNDS, of_prefixes, warps, prefix, rows, min(rows, _MERGED // block_dv),
         encoding, build.registers_of_fetch, block_d == block_dv and call.k.stride() == call.v.stride(),
         build.programs if beside else None, side and side.rows, side and side.once, side and side.visible,
         score and score.queries.once,
@@ -212,7 +213,7 @@ def _plan(
         strides_of_pages(call),
         (call.rows_q, slots),
         (constants,),
-        4,
+        warps,
         1,
         early=True,
         options={} if build.registers is None else {"maxnreg": build.registers},

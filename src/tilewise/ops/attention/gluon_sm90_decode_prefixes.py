@@ -1,9 +1,9 @@
 """Prefixes that requests share, on Hopper, in Gluon: the launch before `gluon_sm90_decode` (`triton_prefixes`).
 
 The queries of all requests that share a prefix are many rows, and all of them see all of its keys. So rows of queries
-are the rows of both products here, 64 of them for each of one or two warpgroups, and weights stay in registers. Keys
-are gathered as they are for few rows (`gluon_sm90_gather`). Sources: Juravsky et al., "Hydragen"; Ye et al.,
-"FlashInfer".
+are the rows of both products here, 64 of them for each of one or two warpgroups, which run the same instructions, since
+it takes long until these come from memory (benchmarks/NOTES.md). Weights stay in registers. Keys are gathered as they
+are for few rows (`gluon_sm90_gather`). Sources: Juravsky et al., "Hydragen"; Ye et al., "FlashInfer".
 """
 
 import triton.language as tl
@@ -21,14 +21,20 @@ from tilewise.ops.attention.gluon_sm90_fold import NOTHING, scores_of
 from tilewise.ops.attention.gluon_sm90_gather import PIECE, fetch
 from tilewise.ops.attention.triton_prefixes import pieces_of_prefixes, row_of_part
 from tilewise.ops.attention.triton_work import next_tile, unit_of
-from tilewise.tiles.hopper import message_board, posted, product_layout, ring_turn
+from tilewise.tiles.hopper import message_board, posted, ring_turn
 
 PLACES = gl.constexpr(2)  # for rows of queries
 
 
+@gluon.constexpr_function
+def rows_layout(columns, warps):
+    """Registers of an accumulator of 64 rows for each four warps."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
+
+
 @gluon.jit
-def compute(parts, work, memory, bars, formula, scalars, fixed, C: gl.constexpr):
-    """A warpgroup: its 64 rows of queries, tile after tile of the program's piece."""
+def compute(parts, work, memory, bars, formula, scalars, fixed):
+    """The warps that compute, tile after tile of the program's piece."""
     UNITS = work[0]
     q_ring, k_ring, v_ring, board = memory[0], memory[1], memory[2], memory[4]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -36,29 +42,30 @@ def compute(parts, work, memory, bars, formula, scalars, fixed, C: gl.constexpr)
     HEADS_KV: gl.constexpr = fixed.heads // fixed.group
     BLOCK_N: gl.constexpr = fixed.block_n
     D_V: gl.constexpr = fixed.block_dv
-    SCORES: gl.constexpr = product_layout(BLOCK_N)
-    OUT: gl.constexpr = product_layout(D_V)
+    R: gl.constexpr = fixed.block_r
+    SCORES: gl.constexpr = rows_layout(BLOCK_N, fixed.warps)
+    OUT: gl.constexpr = rows_layout(D_V, fixed.warps)
     RIGHT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     O_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    r = 64 * C + gl.arange(0, 64, layout=ROW)
-    r_of_o = 64 * C + gl.arange(0, 64, layout=O_ROW)
+    r = gl.arange(0, R, layout=ROW)
+    r_of_o = gl.arange(0, R, layout=O_ROW)
     dv = gl.arange(0, D_V, layout=gl.SliceLayout(0, OUT))
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    zeros = gl.zeros([64, BLOCK_N], gl.float32, layout=SCORES)
+    zeros = gl.zeros([R, BLOCK_N], gl.float32, layout=SCORES)
     new = (
-        gl.full([64], NOTHING, gl.float32, layout=ROW),
-        gl.zeros([64], gl.float32, layout=ROW),
-        gl.zeros([64, D_V], gl.float32, layout=OUT),
+        gl.full([R], NOTHING, gl.float32, layout=ROW),
+        gl.zeros([R], gl.float32, layout=ROW),
+        gl.zeros([R, D_V], gl.float32, layout=OUT),
     )
     m_i, l_i, acc = new
     row = 0
-    count, _lo, u, hk, t, piece = posted(0, board, 4)
+    count, _lo, u, hk, t, piece = posted(0, board, fixed.warps)
     unit = unit_of(UNITS, u)
     coming = unit_of(UNITS, u + 1)
     for n in range(count):
-        place = row % PLACES * fixed.consumers + C
-        mbarrier.wait(q_full.index(place), row // PLACES & 1)
+        place, turn = ring_turn(row, PLACES)
+        mbarrier.wait(q_full.index(place), turn)
         stage, phase = ring_turn(n, k_ring.shape[0])
         mbarrier.wait(k_full.index(stage), phase)
         fence_async_shared()
@@ -108,30 +115,29 @@ def attention_prefixes_sm90(
 
     Requests may start as soon as there is a plan, and wait for this launch's end where they merge.
     """
-    ROWS: gl.constexpr = fixed.block_r // fixed.consumers
     stored: gl.constexpr = K.dtype.element_ty
     K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, fixed.block_d], stored)
     V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_n, fixed.block_dv], stored)
-    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, fixed.block_d], stored)
+    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([fixed.block_r, fixed.block_d], stored)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     k_ring = gl.allocate_shared_memory(stored, [fixed.stages, fixed.block_n, fixed.block_d], K_TILE)
     v_ring = gl.allocate_shared_memory(stored, [fixed.stages, fixed.block_n, fixed.block_dv], V_TILE)
-    q_ring = gl.allocate_shared_memory(stored, [PLACES * fixed.consumers, ROWS, fixed.block_d], Q_TILE)
-    board = message_board(PIECE, fixed.consumers)
-    q_full = gl.allocate_shared_memory(gl.int64, [PLACES * fixed.consumers, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [PLACES * fixed.consumers, 1], BAR)
+    q_ring = gl.allocate_shared_memory(stored, [PLACES, fixed.block_r, fixed.block_d], Q_TILE)
+    board = message_board(PIECE, 1)
+    q_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
-    for n in gl.static_range(PLACES * fixed.consumers):
+    for n in gl.static_range(PLACES):
         mbarrier.init(q_full.index(n), count=128)
         mbarrier.init(q_empty.index(n), count=1)
     for stage in gl.static_range(fixed.stages):
         mbarrier.init(k_full.index(stage), count=128)
         mbarrier.init(v_full.index(stage), count=128)
-        mbarrier.init(k_empty.index(stage), count=fixed.consumers)
-        mbarrier.init(v_empty.index(stage), count=fixed.consumers)
+        mbarrier.init(k_empty.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=1)
     fence_async_shared()
     tl.extra.cuda.gdc_wait()  # for the plan
     tl.extra.cuda.gdc_launch_dependents()
@@ -148,22 +154,11 @@ def attention_prefixes_sm90(
     formula = (mask_args, mask_nums, score_args, score_nums)
     parts = (O_PART, LSE_PART)
     scalars = (scale, rows_q)
-    if fixed.consumers == 2:
-        gl.warp_specialize(
-            [
-                (compute, (parts, work, memory, bars, formula, scalars, fixed, 0)),
-                (compute, (parts, work, memory, bars, formula, scalars, fixed, 1)),
-                (fetch, (inputs, strides, work, memory, bars, fixed)),
-            ],
-            [4, 4],
-            [184, fixed.registers],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (compute, (parts, work, memory, bars, formula, scalars, fixed, 0)),
-                (fetch, (inputs, strides, work, memory, bars, fixed)),
-            ],
-            [4],
-            [fixed.registers],
-        )
+    gl.warp_specialize(
+        [
+            (compute, (parts, work, memory, bars, formula, scalars, fixed)),
+            (fetch, (inputs, strides, work, memory, bars, fixed)),
+        ],
+        [4],
+        [fixed.registers],
+    )

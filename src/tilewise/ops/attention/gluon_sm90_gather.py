@@ -101,18 +101,11 @@ def gather(pool, rows, mask, scales, at, ring, full, empty):
 
 
 @gluon.jit
-def gather_queries(Q, strides, unit, hk, rows, ring, scales, full, empty, fixed):
-    """Copy the rows of a unit's tile into the ring's places for the `rows`-th, one of each warpgroup that computes."""
-    for c in gl.static_range(fixed.consumers):
-        gather_rows_of_queries(Q, strides, unit, hk, rows * fixed.consumers + c, c, ring, scales, full, empty, fixed)
-
-
-@gluon.jit
-def gather_rows_of_queries(Q, strides, unit, hk, at, C: gl.constexpr, ring, scales, full, empty, fixed):
-    """Copy a warpgroup's rows into the ring's place for the `at`-th; beside codes as bytes, several rows each, and a
-    scale.
+def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
+    """Copy the rows of a unit's tile into the ring's place for the `at`-th; beside codes as bytes, several rows each,
+    and a scale.
     """
-    R: gl.constexpr = fixed.block_r // fixed.consumers
+    R: gl.constexpr = fixed.block_r
     D: gl.constexpr = fixed.block_d
     LAYOUT: gl.constexpr = of_rows(D, 16)
     offs_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
@@ -120,7 +113,7 @@ def gather_rows_of_queries(Q, strides, unit, hk, at, C: gl.constexpr, ring, scal
         HALF: gl.constexpr = fixed.head_dim // 2
         column = offs_d % (D // 2)
         offs_d = gl.where(column < HALF, offs_d // (D // 2) * HALF + column, fixed.head_dim)
-    r = unit[1] * fixed.block_r + C * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
+    r = unit[1] * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
     in_r, m, h, _i = rows_of_unit(unit, hk, r, fixed.group)
     if fixed.of_prefixes:  # of several requests
         rows_q = strides[3]
@@ -197,7 +190,9 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     first = (unit[2] + t) * BLOCK_N
     pages = pages_of(table, unit, first, r, BLOCK_N, fixed)  # on their way while queries become bytes
     pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
-    if left > 0:
+    if fixed.of_prefixes:  # so many queries that keys are asked for before them
+        begins = (u, hk)
+    elif left > 0:
         gather_queries(Q, strides_q, unit, hk, 0, q_ring, q_scales, q_full, q_empty, fixed)
     after = unit
     coming = unit_of(UNITS, u + 1)
@@ -246,6 +241,10 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         v_rows = gl.convert_layout(v_rows, V_ROWS)
         mask = gl.convert_layout(in_k, V_ROWS)[:, None] & (offs_dv < fixed.head_dim_v // IN_BYTE)[None, :]
         gather(V, v_rows[:, None] + offs_dv[None, :], mask, v_scales, n, v_ring, v_full, v_empty)
+        if fixed.of_prefixes:  # noqa: SIM102 (known when it is compiled)
+            if n == 0:
+                row = unit_of(UNITS, begins[0])
+                gather_queries(Q, strides_q, row, begins[1], 0, q_ring, q_scales, q_full, q_empty, fixed)
         if starts:
             gather_queries(Q, strides_q, unit, hk, rows, q_ring, q_scales, q_full, q_empty, fixed)
             rows += 1
