@@ -158,7 +158,8 @@ def scales_of(SCALES, pages, first, hk, r, there, rings, BLOCK_N: gl.constexpr, 
 @gluon.jit
 def fetch(inputs, strides, work, memory, bars, fixed):
     """The warps that fetch: K of a tile, then V, gathered through the block table, and before a row of tiles its Q.
-    They take pieces of work, the next one while two tiles of the present one are still to come, and post them.
+    They take pieces of work, the next one while two tiles of the present one are still to come, and post them. What
+    comes next is seen to between K and V: at the start K is wanted most, later on both wait for room anyway.
     """
     Q, K, V, TABLE, FIRST, SCALES, stride_t = inputs
     strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh = strides
@@ -183,9 +184,10 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     n = 0
     rows = 1
     piece = find_piece(gl.program_id(0), work, fixed)
-    post(piece, 0, board, 4)
     posts = 1
     left, _lo, u, hk, t, _p = piece
+    if left == 0:
+        post(piece, 0, board, 4)
     unit = unit_of(UNITS, u)
     first = (unit[2] + t) * BLOCK_N
     pages = pages_of(table, unit, first, r, BLOCK_N, fixed)  # on their way while queries become bytes
@@ -199,15 +201,6 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     turn = 0
     known = 0  # of the next piece: nothing, its turn, all
     while left > 0:
-        if (left <= 3) & (known == 0):
-            turn = next_turn(TURNS, work[6] * work[5], work[6])
-            known = 1
-        if (left <= 2) & (known == 1):
-            piece = find_piece(turn, work, fixed)
-            post(piece, posts, board, 4)
-            posts += 1
-            after = unit_of(UNITS, piece[2])
-            known = 2
         k_rows = rows_of(pages, first, hk, r, k_strides, BLOCK_N, fixed.page, 16)
         v_rows = k_rows
         if not fixed.alike:
@@ -217,6 +210,19 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         k_scales, v_scales = scales_of(
             SCALES, pages_of_scales, first, hk, of_scales, there, scale_rings, BLOCK_N, fixed.page
         )
+        mask = in_k[:, None] & (offs_d < fixed.head_dim // IN_BYTE)[None, :]
+        gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
+        if n == 0:
+            post(piece, 0, board, 4)
+        if (left <= 3) & (known == 0):
+            turn = next_turn(TURNS, work[6] * work[5], work[6])
+            known = 1
+        if (left <= 2) & (known == 1):
+            piece = find_piece(turn, work, fixed)
+            post(piece, posts, board, 4)
+            posts += 1
+            after = unit_of(UNITS, piece[2])
+            known = 2
 
         # where the next tile is, and its pages
         before = u
@@ -236,8 +242,6 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         pages = pages_of(table, unit, first, r, BLOCK_N, fixed)
         pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
 
-        mask = in_k[:, None] & (offs_d < fixed.head_dim // IN_BYTE)[None, :]
-        gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
         v_rows = gl.convert_layout(v_rows, V_ROWS)
         mask = gl.convert_layout(in_k, V_ROWS)[:, None] & (offs_dv < fixed.head_dim_v // IN_BYTE)[None, :]
         gather(V, v_rows[:, None] + offs_dv[None, :], mask, v_scales, n, v_ring, v_full, v_empty)
