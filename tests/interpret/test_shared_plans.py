@@ -21,8 +21,9 @@ from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.sharing import bytes_of, requests_of_tile, rows_of_shared_tile, unshared
 from tilewise.ops.attention.triton_paged import PREFIX_KEYS
 from tilewise.ops.attention.triton_planned import PrefixTile, shared_work_of
+from tilewise.ops.attention.triton_plans import multiprocessors
 from tilewise.ops.attention.triton_work import UNIT
-from tilewise.schedule.sharing import Group, common_tiles, groups_of
+from tilewise.schedule.sharing import PIECE_KEYS, Group, common_tiles, groups_of, programs_of_lines
 from tilewise.schedule.worklist import WorkList
 from tilewise.testing.sharing import alike
 
@@ -64,11 +65,13 @@ def test_the_device_plans_as_the_host(
         [queries] * len(keys), keys, heads_q=2 * group, heads_kv=2, programs=3, rows=rows, block_n=block_n,
         groups=groups, together=together, prefix_n=min(block_n, PREFIX_KEYS),
     )  # fmt: skip
-    same_line(want, memory.units, memory.before)
+    many = multiprocessors(call.q.device)
+    of_prefixes, of_own = lines(want, prefix_n=min(block_n, PREFIX_KEYS), block_n=block_n, programs=many)
+    same_line(want, memory.units, memory.before, of_own)
     if want.prefixes is None:
         assert memory.prefixes[1].eq(0).all()
     else:
-        same_line(want.prefixes, *memory.prefixes)
+        same_line(want.prefixes, *memory.prefixes, of_prefixes)
 
 
 @settings(max_examples=20, deadline=None)
@@ -78,7 +81,7 @@ def test_prefixes_of_larger_tiles(requests: list[tuple[int, int]], page_size: in
     """A prefix has whole ones of its own tiles, of four of the others each."""
     keys, common = [n for n, _ in requests], [0, *(n for _, n in requests[1:])]
     call = call_of(alike(PAGED, case_of(keys, queries, heads_q=4), common, page_size))
-    work = shared_work_of(call, 32, 16, 6, 0, PrefixTile(3, 64, 128))
+    work = shared_work_of(call, 32, 16, 6, 0, PrefixTile(3, 64, 128), 6)
     memory = work.memory(call)
     work.launch(call, memory)
     assert call.pages is not None
@@ -92,23 +95,31 @@ def test_prefixes_of_larger_tiles(requests: list[tuple[int, int]], page_size: in
         [queries] * len(keys), keys, heads_q=4, heads_kv=2, programs=6, block_n=32, groups=groups, together=together,
         prefix_n=128,
     )  # fmt: skip
-    same_line(want, memory.units, memory.before)
+    of_prefixes, of_own = lines(want, prefix_n=128, block_n=32, programs=3)
+    same_line(want, memory.units, memory.before, of_own)
     if want.prefixes is not None:
-        same_line(want.prefixes, *memory.prefixes)
+        same_line(want.prefixes, *memory.prefixes, of_prefixes)
         assert (want.prefixes.count * 128 == want.begin[want.prefixes.request] * 32).all()
 
 
-def same_line(want: WorkList, units: torch.Tensor, before: torch.Tensor) -> None:
-    """Units, what is before each, and behind the last one all there is, and units of one tile."""
+def lines(want: WorkList, **sizes: int) -> tuple[int, int]:
+    """Programs of both lines, where twice as many are for requests' own tiles, one launch after the other."""
+    tiles = 0 if want.prefixes is None else want.prefixes.work
+    return programs_of_lines(tiles, want.work, own_programs=2 * sizes["programs"], meanwhile=False, **sizes)
+
+
+def same_line(want: WorkList, units: torch.Tensor, before: torch.Tensor, programs: int) -> None:
+    """Units, what is before each, behind the last one all there is, and units of one tile; then how many programs."""
     count = len(want.request)
     found = units.view(-1, UNIT.value).numpy()
-    assert count <= len(before) - 1 == len(found) - 2
+    assert count <= len(before) - 2 == len(found) - 2
     for column, name in ((0, "request"), (1, "tile"), (2, "begin"), (3, "count"), (7, "prefix")):
         assert np.array_equal(found[:count, column], getattr(want, name)), name
     assert (found[count:, 3] == 1).all()
     upto = np.append(0, np.cumsum(want.count))
     assert np.array_equal(before.numpy()[: count + 1], upto)
-    assert (before.numpy()[count:] == upto[-1]).all()
+    assert (before.numpy()[count:-1] == upto[-1]).all()
+    assert before[-1] == programs
 
 
 @triton.jit
@@ -164,7 +175,8 @@ def test_each_finds_the_parts_of_its_prefix(
     units = tensor(work.request, 0, work.begin, work.count, 5000, 2, 0, work.prefix)
     of_prefix = torch.zeros(batch + 2, UNIT.value, dtype=torch.int32)
     of_prefix[: len(queries)] = tensor(line.request, 0, 0, line.count, 0, queries, 0, -1)
-    before = torch.full((batch + 1,), int(line.count.sum()), dtype=torch.int32)
+    before = torch.full((batch + 2,), int(line.count.sum()), dtype=torch.int32)
+    before[-1] = line.programs
     before[: len(queries)] = torch.from_numpy(np.cumsum(line.count) - line.count)
     found = torch.empty(batch, heads, 2, dtype=torch.int64)
     parts_found[(batch * heads,)](found, units, of_prefix, before, batch, 2, heads, 3, (programs, block_r, 64))
@@ -177,27 +189,68 @@ def test_each_finds_the_parts_of_its_prefix(
                 assert left[at + n * block_r + r] == (piece, head, request, r)
 
 
+@triton.jit
+def lines_of(FOUND, TILES, OWN, PROGRAMS: tl.constexpr, OWN_PROGRAMS: tl.constexpr, PREFIX_N: tl.constexpr,
+             BLOCK_N: tl.constexpr, EARLY: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    n = tl.arange(0, N)
+    found = triton_prefixes.programs_of_lines(
+        tl.load(TILES + n), tl.load(OWN + n), PROGRAMS, OWN_PROGRAMS, PREFIX_N, BLOCK_N, EARLY
+    )
+    tl.store(FOUND + n, found[0])
+    tl.store(FOUND + N + n, found[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batches=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 9000)), min_size=64, max_size=64),
+    programs=st.integers(1, 140),
+    of_each=st.integers(1, 3),
+    sizes=st.sampled_from([(128, 64), (64, 64), (128, 128), (64, 32)]),
+    early=st.booleans(),
+)
+@example(batches=[(512, 512)] * 64, programs=132, of_each=2, sizes=(128, 64), early=True)
+def test_both_launches_have_programs(
+    batches: list[tuple[int, int]], programs: int, of_each: int, sizes: tuple[int, int], early: bool
+) -> None:
+    """As many as on the host, all busy. Where requests are done meanwhile, both fit the GPU."""
+    found = torch.empty(2, 64, dtype=torch.int32)
+    given = torch.tensor(batches, dtype=torch.int32).T.contiguous()
+    lines_of[(1,)](found, *given, programs, of_each * programs, *sizes, early, 64)
+    for (tiles, own), got in zip(batches, found.T.tolist(), strict=True):
+        prefix_n, block_n = sizes
+        few = -(-PIECE_KEYS // prefix_n)
+        assert tuple(got) == programs_of_lines(
+            tiles, own, prefix_n=prefix_n, block_n=block_n, programs=programs, own_programs=of_each * programs,
+            meanwhile=early,
+        )  # fmt: skip
+        of_prefixes, of_own = got
+        assert (of_prefixes > 0) == (tiles > 0)
+        assert of_prefixes <= max(programs if tiles >= few * programs else -(-tiles // few), 0)
+        if of_own < of_each * programs:
+            assert early
+            assert own * block_n <= tiles * prefix_n
+            assert 0 < of_own == (programs - of_prefixes) * of_each
+        if batches[0] == (512, 512):  # 32 requests with 8k in common and 128 of their own, 8 heads
+            assert got == [103, 2 * 29]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    counts=st.lists(st.tuples(st.integers(1, 150), st.booleans()), min_size=1, max_size=9),
-    heads=st.integers(1, 3),
+    rows=st.lists(st.integers(1, 150), min_size=1, max_size=27),
     programs=st.integers(1, 12),
     rounds=st.integers(1, 3),
     random=st.randoms(use_true_random=False),
 )
-def test_pieces_merge_each_row_once(
-    counts: list[tuple[int, bool]], heads: int, programs: int, rounds: int, random: Random
-) -> None:
+def test_pieces_merge_each_row_once(rows: list[int], programs: int, rounds: int, random: Random) -> None:
     """The parts and counters of `hopper_decode`, whose pieces are several of a program, by a model of what it does:
-    requests of so many tiles, some behind a prefix, whose pieces go on in any order.
+    rows of so many tiles, whose pieces go on in any order.
     """
-    rows = [(count, behind) for count, behind in counts for _ in range(heads)]
-    work = sum(count for count, _ in rows)
-    found = torch.empty(3, 4096, dtype=torch.int32)
+    work = sum(rows)
+    found = torch.empty(3, 8192, dtype=torch.int32)
     rounds = rounds if work // programs >= triton_work.LARGE.value else 1
-    pieces_and_owners[(1,)](*found, programs, rounds, work, 4096)
+    pieces_and_owners[(1,)](*found, programs, rounds, work, 8192)
     starts, owner, _ = found.tolist()
-    begins = np.cumsum([0, *(count for count, _ in rows)]).tolist()
+    begins = np.cumsum([0, *rows]).tolist()
 
     todo: dict[int, list[int]] = {}  # rows of which a piece has some, in order
     for row, (first, end) in enumerate(itertools.pairwise(begins)):
@@ -213,20 +266,49 @@ def test_pieces_merge_each_row_once(
         todo = {p: left for p, left in todo.items() if left}
         first, last = owner[begins[row]], owner[begins[row + 1] - 1]
         holders = [p for p in range(first, last + 1) if starts[p + 1] > starts[p]]
-        if first == last and not rows[row][1]:
+        if first == last:
             done.append(row)  # and written
             continue
         slots[2 * piece + (begins[row] >= starts[piece])] = (row, piece)
-        if first < last:
-            arrived[first] = arrived.get(first, 0) + 1
-        if first == last or arrived[first] == last - first + 1:
+        arrived[first] = arrived.get(first, 0) + 1
+        if arrived[first] == last - first + 1:
             assert holders == list(range(first, last + 1)), "a piece of nothing would never arrive"
             assert [slots[2 * p + (p == first)] for p in holders] == [(row, p) for p in holders]
-            if first < last:  # else it counts another row, which this piece begins
-                arrived[first] = 0
+            arrived[first] = 0
             done.append(row)
     assert sorted(done) == list(range(len(rows)))
     assert not any(arrived.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tiles=st.lists(st.integers(1, 150), min_size=1, max_size=9),
+    heads=st.integers(1, 3),
+    programs=st.integers(1, 40),
+    some=st.floats(0, 1),
+    rows=st.sampled_from([(1, 1), (3, 4), (4, 4)]),
+)
+def test_no_program_waits_for_a_later_one(
+    tiles: list[int], heads: int, programs: int, some: float, rows: tuple[int, int]
+) -> None:
+    """Where prefixes may be shared, `some` programs of `hopper_decode` have all tiles, and whoever has a row's last
+    tile in an even share of all merges it. Parts of (rows of a request, rows of a part) do not meet.
+    """
+    counts = [count for count in tiles for _ in range(heads)]
+    work, begins = sum(counts), np.cumsum([0, *counts]).tolist()
+    found = torch.empty(2, 3, 8192, dtype=torch.int32)
+    for x, n in zip(found, (1 + int(some * (programs - 1)), programs), strict=True):
+        pieces_and_owners[(1,)](*x, n, 1, work, 8192)
+    leaves, merges = found[:, 1].tolist()
+    of_request, of_part = rows
+    left: set[int] = set()
+    for row, (first, end) in enumerate(itertools.pairwise(begins)):
+        assert leaves[end - 1] <= merges[end - 1]
+        for piece in range(leaves[first], leaves[end - 1] + 1):
+            part = {row * of_request + piece * of_part + r for r in range(of_request)}
+            assert not part & left, "two parts in one row"
+            left |= part
+    assert max(left) < len(counts) * of_request + programs * of_part, "behind the room"
 
 
 def test_pages_that_agree_again_are_not_shared() -> None:
@@ -253,5 +335,5 @@ def test_a_prefix_is_read_by_few() -> None:
         work.launch(call, memory)
         assert memory.prefixes is not None
         count = 256 // PREFIX_KEYS
-        assert memory.prefixes[1].tolist() == [count * min(n, tiles) for n in range(17)]
+        assert memory.prefixes[1].tolist()[:-1] == [count * min(n, tiles) for n in range(17)]
         assert memory.units.view(-1, UNIT.value)[:16, 2:4].tolist() == [[2, 1]] * 16

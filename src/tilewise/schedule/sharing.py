@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 PIECE_KEYS = 512  # of a prefix, at least, that a program takes where others could have some
+FASTER = 2  # times as many keys as of a prefix that a multiprocessor reads for few rows in the same time
 
 
 class Group(NamedTuple):
@@ -74,3 +75,27 @@ def saves(requests: int, tokens: int, *, together: int, token_bytes: int, part_b
     """
     saved = (requests - -(-requests // together)) * tokens * token_bytes
     return saved > requests * (2 + tokens // PIECE_KEYS) * part_bytes
+
+
+def programs_of_lines(
+    tiles: int, own: int, *, prefix_n: int, block_n: int, programs: int, own_programs: int, meanwhile: bool
+) -> tuple[int, int]:
+    """How many programs have some of the prefixes' tiles, a piece each, and how many of requests' own.
+
+    Pieces of fewer than PIECE_KEYS keys would make parts that a merge reads for longer than their keys are waited for.
+    A launch over requests that begins `meanwhile` does the fewer keys on multiprocessors that prefixes leave free: so
+    many that both launches end together.
+
+    Args:
+        tiles, own: of all heads, of prefix_n and of block_n keys.
+        programs, own_programs: that there are, of which multiprocessors have one, and one or more.
+    """
+    few = -(-PIECE_KEYS // prefix_n)
+    most = min(programs, -(-tiles // few))
+    if not meanwhile or tiles == 0 or own * block_n > tiles * prefix_n:
+        return most, own_programs
+    each = max(-(-(tiles + -(-own * block_n // (prefix_n * FASTER))) // programs), few)
+    needed = -(-tiles // each)
+    if needed >= programs:
+        return most, own_programs
+    return needed, (programs - needed) * (own_programs // programs)

@@ -14,7 +14,7 @@ from tilewise.core.errors import InputError
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import as_mask
 from tilewise.schedule.rule import tile_rule
-from tilewise.schedule.sharing import PIECE_KEYS, Group
+from tilewise.schedule.sharing import Group, programs_of_lines
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -146,7 +146,10 @@ class WorkList:
             first += those[::together].tolist()
             tiles += [group.tiles * block_n // prefix_n] * -(-group.requests // together)
         requests, counts, zeros = np.array(first), np.array(tiles), np.zeros(len(first), dtype=np.int64)
-        pieces = min(self.programs, -(-int(counts.sum()) * self.heads * prefix_n // PIECE_KEYS))
+        pieces, _ = programs_of_lines(
+            int(counts.sum()) * self.heads, int(count.sum()) * self.heads, prefix_n=prefix_n, block_n=block_n,
+            programs=self.programs, own_programs=self.programs, meanwhile=False,
+        )  # fmt: skip
         prefixes = WorkList(requests, zeros, zeros, counts, self.heads, pieces, zeros - 1)
         return WorkList(self.request, self.tile, begin, count, self.heads, self.programs, prefix, prefixes)
 

@@ -148,8 +148,9 @@ def _plans(call: Call) -> Planned:
     shared_keys = 128 if block_d + block_dv <= 256 else 64
     many = _TWO_WARPGROUPS if shared_rows > 64 else _ONE
     prefix = PrefixTile(many.programs * multiprocessors(call.q.device), shared_rows, shared_keys)
-    pieces = _ROUNDS * programs
-    work = shared_work_of(call, block_n, block_dv, pieces, 2 * pieces * rows, prefix, early=True)
+    own = call.batch * call.rows_q * call.num_heads_q + _ROUNDS * programs * rows
+    counters = max(_ROUNDS * programs, call.batch * call.num_heads_kv)
+    work = shared_work_of(call, block_n, block_dv, counters, own, prefix, programs, early=True)
     of_prefixes = Tile(shared_rows, shared_keys, block_d, block_dv, shared_rows, None)
     return Planned(
         work,

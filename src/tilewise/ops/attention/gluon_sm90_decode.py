@@ -22,8 +22,18 @@ from tilewise.ops.attention.gluon_sm90_fold import (
     unit_of_weights,
 )
 from tilewise.ops.attention.gluon_sm90_gather import PIECE, fetch, programs_of
-from tilewise.ops.attention.triton_prefixes import parts_of_prefix, room_of_prefixes
-from tilewise.ops.attention.triton_work import has_all_parts, next_tile, rounds_of, row_pieces, rows_of_unit, unit_of
+from tilewise.ops.attention.triton_prefixes import parts_of_prefix, room_of_prefixes, row_of_part
+from tilewise.ops.attention.triton_work import (
+    LOOK,
+    has_all_parts,
+    next_tile,
+    program_start,
+    rounds_of,
+    row_pieces,
+    rows_of_unit,
+    tile_at,
+    unit_of,
+)
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import barrier
 from tilewise.tiles.gluon_codes import dims_of_rows
@@ -80,7 +90,7 @@ def leave_part(parts, at, rows, r, dv, o, l, top, AXIS: gl.constexpr, fixed):
 @gluon.jit
 def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, prefix, D_V: gl.constexpr, fixed):
     """Fold the parts of some rows that the pieces `first` to `last` left, PARTS of them at a time, behind those of the
-    prefix where one may be shared: `prefix` is their number, the first row of them, and of all rows' own.
+    prefix where one may be shared: `prefix` is their number, the first row of them, and of the row's own.
     """
     O_PART, LSE_PART = parts
     R: gl.constexpr = fixed.merged
@@ -103,11 +113,12 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
         begin = first - prefix[0]
     for at in range(begin, last + 1, PARTS):
         p = at + offs_p
-        starts = gl.where(p == first, 2 * p + 1, 2 * p).to(gl.int64) * OF_PARTS
         there = (p <= last)[:, None]
-        if fixed.prefix is not None:
-            of_prefix = prefix[1] + (p - begin).to(gl.int64) * fixed.prefix.rows
-            starts = gl.where(p < first, of_prefix, prefix[2] + starts)
+        if fixed.prefix is None:
+            starts = gl.where(p == first, 2 * p + 1, 2 * p).to(gl.int64) * OF_PARTS
+        else:
+            n = (p - first).to(gl.int64)
+            starts = gl.where(n < 0, prefix[1] + (n + prefix[0]) * fixed.prefix.rows, prefix[2] + n * OF_PARTS)
             there = there & (r_of_pair < unit[5] * fixed.group)[None, :]
         row = starts[:, None] + r_of_pair[None, :]
         lse = gl.load(LSE_PART + row, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -126,36 +137,28 @@ def merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q
 
 
 @gluon.jit
-def own_room(work, rows_q, fixed):
-    """The row from which parts of requests lie: behind those of prefixes."""
-    if fixed.prefix is None:
-        return 0
-    else:
-        return room_of_prefixes(work[3], rows_q * fixed.group, fixed.heads // fixed.group, fixed.prefix)
+def own_part(work, unit, hk, piece, rows_q, fixed):
+    """The first row of what a piece leaves of a request's row of tiles, behind all parts of prefixes."""
+    HEADS_KV: gl.constexpr = fixed.heads // fixed.group
+    of_request = rows_q * fixed.group
+    at = row_of_part(unit[0], hk, of_request, of_request, piece, HEADS_KV, fixed.rows_of_part)
+    return room_of_prefixes(work[3], of_request, HEADS_KV, fixed.prefix) + at
 
 
 @gluon.jit
-def merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q, D_V: gl.constexpr, fixed):
-    """Count a part of a row of tiles, where it is not all of it, and fold the row where it is the last."""
+def merge_if_last(outputs, parts, strides, work, unit, hk, row_start, rows_q, D_V: gl.constexpr, fixed):
+    """Count a part of a row of tiles, which is cut, and fold the row where it is the last."""
     ARRIVED, tiles, rounds = work[2] + 1, work[4], work[5]
     first, last = row_pieces(row_start, unit[3], work[6], rounds, tiles)
-    if has_all_parts(ARRIVED, first, last, fixed.prefix is None or first < last):
-        prefix = ()
-        if fixed.prefix is not None:
-            tl.extra.cuda.gdc_wait()  # for parts of prefixes
-            HEADS_KV: gl.constexpr = fixed.heads // fixed.group
-            shared, row = parts_of_prefix(
-                work[7], work[0], u, unit, hk, rows_q, work[3], HEADS_KV, fixed.group, fixed.prefix
-            )
-            prefix = (shared, row, own_room(work, rows_q, fixed))
+    if has_all_parts(ARRIVED, first, last, True):
         for first_row in range(0, fixed.rows_of_part, fixed.merged):
-            merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, prefix, D_V, fixed)
+            merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, (), D_V, fixed)
 
 
 @gluon.jit
 def leave_row(outputs, parts, strides, work, row, piece, r, dv, o, l, top, rows_q, D_V: gl.constexpr, fixed):
     """Write or leave what a piece has of a row of tiles: `row` is (unit, what it is, head, its first tile's position,
-    whether it begins here, whether it is all here).
+    whether it begins here, whether it is all here). Where prefixes may be shared, `merge_share` merges parts later.
     """
     u, unit, hk, row_start, begins, whole = row
     alone = whole
@@ -163,11 +166,64 @@ def leave_row(outputs, parts, strides, work, row, piece, r, dv, o, l, top, rows_
         alone = whole & (unit[2] == 0)
     if alone:
         end_row(outputs, strides, unit, hk, unit[1] * fixed.block_r + r, dv, o, l, top, rows_q, 0, fixed)
-    else:
+    elif fixed.prefix is None:
         to = (2 * piece + begins.to(gl.int32)).to(gl.int64) * fixed.rows_of_part
-        leave_part(parts, to + own_room(work, rows_q, fixed), fixed.rows_of_part, r, dv, o, l, top, 0, fixed)
+        leave_part(parts, to, fixed.rows_of_part, r, dv, o, l, top, 0, fixed)
         barrier()
-        merge_if_last(outputs, parts, strides, work, u, unit, hk, row_start, rows_q, D_V, fixed)
+        merge_if_last(outputs, parts, strides, work, unit, hk, row_start, rows_q, D_V, fixed)
+    else:
+        to = own_part(work, unit, hk, piece, rows_q, fixed)
+        leave_part(parts, to, rows_q * fixed.group, r, dv, o, l, top, 0, fixed)
+        barrier()
+        tl.atomic_add(arrived_of(work, u, hk, fixed), 1, sem="release")
+
+
+@gluon.jit
+def arrived_of(work, u, hk, fixed):
+    """The counter of parts of a row of tiles, where prefixes may be shared."""
+    return work[2] + 1 + u * (fixed.heads // fixed.group) + hk
+
+
+@gluon.jit
+def find_rows(work, fixed):
+    """Where an even share of all programs begins: (unit, what it is, head, its first tile's position)."""
+    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    lo = program_start(gl.program_id(0), gl.num_programs(0), work[4])
+    look = gl.arange(0, LOOK, layout=ALL)
+    u, hk, t = tile_at(lo, work[1], work[0], work[3], look, fixed.heads // fixed.group)
+    return u, unit_of(work[0], u), hk, lo - t
+
+
+@gluon.jit
+def merge_share(outputs, parts, strides, work, row, rows_q, D_V: gl.constexpr, fixed):
+    """Fold rows that are cut or behind a prefix, each when all its parts are there: from `row` on (`find_rows`), those
+    that end in the even share. Who has tiles has none behind this share, so nobody waits for programs that come later.
+    """
+    UNITS, slots, tiles, rounds, programs = work[0], work[3], work[4], work[5], work[6]
+    HEADS_KV: gl.constexpr = fixed.heads // fixed.group
+    u, unit, hk, row_start = row
+    hi = program_start(gl.program_id(0) + 1, gl.num_programs(0), tiles)
+    tl.extra.cuda.gdc_wait()  # for parts of prefixes
+    while row_start + unit[3] <= hi:
+        first, last = row_pieces(row_start, unit[3], programs, rounds, tiles)
+        if (first < last) | (unit[2] > 0):
+            shared, of_prefix = parts_of_prefix(
+                work[7], UNITS, u, unit, hk, rows_q, slots, HEADS_KV, fixed.group, fixed.prefix
+            )
+            prefix = (shared, of_prefix, own_part(work, unit, hk, first, rows_q, fixed))
+            arrived = arrived_of(work, u, hk, fixed)
+            while tl.atomic_add(arrived, 0, sem="acquire") <= last - first:
+                pass
+            barrier()
+            gl.store(arrived, 0)  # for the next run of the plan
+            for first_row in range(0, fixed.rows_of_part, fixed.merged):
+                merge_rows(outputs, parts, strides, unit, hk, first, last, first_row, rows_q, prefix, D_V, fixed)
+        row_start += unit[3]
+        hk += 1
+        if hk == HEADS_KV:
+            hk = 0 * hk
+            u += 1
+            unit = unit_of(UNITS, u)
 
 
 @gluon.jit
@@ -201,6 +257,8 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
     done = 0
     row = 0
     at = 0
+    if fixed.prefix is not None:  # while others find the first piece
+        merged = find_rows(work, fixed)
     count, lo, u, hk, t, piece = posted(0, board, 4)
     while count > 0:
         unit = unit_of(UNITS, u)
@@ -249,6 +307,8 @@ def compute(outputs, parts, strides_o, work, memory, bars, formula, scalars, fix
         done += count
         at += 1
         count, lo, u, hk, t, piece = posted(at, board, 4)
+    if fixed.prefix is not None:
+        merge_share(outputs, parts, strides_o, work, merged, rows_q, D_V, fixed)
 
 
 @gluon.jit(do_not_specialize=["stride_t", "rows_q", "slots", "mask_nums", "score_nums"])
@@ -316,11 +376,14 @@ def attention_decode_sm90(
     if fixed.beside is None and fixed.prefix is None:
         tl.extra.cuda.gdc_wait()  # for the plan, which a launch over prefixes has waited for
     tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
-    programs = programs_of(OTHERS, fixed)
+    programs = programs_of(OTHERS, BEFORE, slots, fixed)
     if fixed.beside is not None and gl.program_id(0) >= programs:
         tl.extra.cuda.gdc_wait()
         return
-    work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds_of(programs, tiles, fixed.rounds), programs)
+    rounds = rounds_of(programs, tiles, fixed.rounds)
+    if fixed.prefix is not None:  # others have none
+        rounds = gl.where(programs < gl.num_programs(0), 1, rounds)
+    work = (UNITS, BEFORE, ARRIVED, slots, tiles, rounds, programs)
     if fixed.prefix is not None:
         work = work + (OTHERS,)  # noqa: RUF005 (unknown to Triton)
     inputs = (Q, K, V, TABLE, FIRST, SCALES, stride_t)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.ops.attention.gluon_sm90_decode import leave_part
 from tilewise.ops.attention.gluon_sm90_fold import NOTHING, scores_of
 from tilewise.ops.attention.gluon_sm90_gather import PIECE, fetch
-from tilewise.ops.attention.triton_prefixes import pieces_of_prefixes, row_of_part
+from tilewise.ops.attention.triton_prefixes import row_of_part
 from tilewise.ops.attention.triton_work import next_tile, unit_of
 from tilewise.tiles.hopper import message_board, posted, ring_turn
 
@@ -142,7 +142,7 @@ def attention_prefixes_sm90(
     tl.extra.cuda.gdc_wait()  # for the plan
     tl.extra.cuda.gdc_launch_dependents()
     tiles = gl.load(BEFORE + slots) * (fixed.heads // fixed.group)
-    programs = pieces_of_prefixes(gl.num_programs(0), tiles, fixed.block_n)
+    programs = gl.load(BEFORE + slots + 1)
     if gl.program_id(0) >= programs:
         return
     memory = (q_ring, k_ring, v_ring, (), board, (), ())

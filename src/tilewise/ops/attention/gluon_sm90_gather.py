@@ -43,10 +43,12 @@ def next_turn(TURNS, turns, programs):
 
 
 @gluon.jit
-def programs_of(OTHERS, fixed):
+def programs_of(OTHERS, BEFORE, slots, fixed):
     """How many programs have pieces, where there are enough tiles."""
     if fixed.beside is not None:
         return gl.load(OTHERS + 2) * fixed.beside
+    elif fixed.prefix is not None:
+        return gl.load(BEFORE + slots + 1)
     else:
         return gl.num_programs(0)
 

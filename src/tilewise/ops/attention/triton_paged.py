@@ -31,7 +31,6 @@ from tilewise.ops.attention.triton_planned import (
     work_of,
 )
 from tilewise.ops.attention.triton_plans import functions, matmul_precision, multiprocessors
-from tilewise.ops.attention.triton_prefixes import pieces_of_prefixes
 from tilewise.ops.attention.triton_work import (
     LOOK,
     chunks_of,
@@ -189,7 +188,7 @@ def attention_work(
     p = tl.program_id(0)
     work = tl.load(BEFORE + slots) * HEADS_KV
     if OF_PREFIXES:
-        programs = pieces_of_prefixes(programs, work, BLOCK_N)
+        programs = tl.load(BEFORE + slots + 1)
         if p >= programs:
             return
     lo = program_start(p, programs, work)
@@ -395,7 +394,7 @@ def _plans(call: Call) -> Planned:
         rows = rows_of_shared_tile(call, "triton_paged")
         prefix = PrefixTile(multiprocessors(call.q.device), rows, min(block_n, PREFIX_KEYS))
         own = programs * block_r + call.batch * call.rows_q * call.num_heads_q
-        work = shared_work_of(call, block_n, block_dv, programs, own, prefix)
+        work = shared_work_of(call, block_n, block_dv, programs, own, prefix, programs)
         return Planned(
             work,
             _plan(call, work, attention_work, programs, (block_r, block_n), False, prefix),

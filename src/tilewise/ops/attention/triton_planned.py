@@ -94,7 +94,7 @@ class Memory(NamedTuple):
     o_part: torch.Tensor  # partial results: of prefixes, then two of each piece, or, of chunks, all of two rows
     lse_part: torch.Tensor
     units: torch.Tensor
-    before: torch.Tensor  # tiles, or chunks, before each unit
+    before: torch.Tensor  # tiles, or chunks, before each unit; behind all, if prefixes are shared, programs of the line
     arrived: torch.Tensor  # counters of parts, and of pieces that are dealt out; 0 between runs
     prefixes: tuple[torch.Tensor, torch.Tensor] | None  # units of prefixes, and tiles before each
     common: torch.Tensor | None  # tiles that each request has in common with the one before
@@ -122,7 +122,7 @@ class Work:
 
     plan: Plan
     slots: int  # for units
-    pieces: int
+    counters: int  # of parts
     parts: int  # rows of partial results, and their columns
     columns: int
     most: int = 1  # chunks of a row
@@ -138,7 +138,7 @@ class Work:
             torch.empty((self.parts, self.columns), dtype=torch.float32, device=device),
             torch.empty(self.parts, dtype=torch.float32, device=device),
             *_line(self.slots, device),
-            torch.empty(self.pieces + 1, dtype=torch.int32, device=device),
+            torch.empty(self.counters + 1, dtype=torch.int32, device=device),
             prefixes,
             common,
         )
@@ -165,7 +165,7 @@ def _warps_for(slots: int) -> int:
 
 def _line(slots: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for units, and for what is before each."""
-    return tuple(torch.empty(n, dtype=torch.int32, device=device) for n in ((slots + 2) * UNIT.value, slots + 1))  # type: ignore[return-value]
+    return tuple(torch.empty(n, dtype=torch.int32, device=device) for n in ((slots + 2) * UNIT.value, slots + 2))  # type: ignore[return-value]
 
 
 class Planned(NamedTuple):
@@ -209,9 +209,12 @@ def work_of(
 
 
 def shared_work_of(
-    call: Call, block_n: int, block_dv: int, pieces: int, parts: int, prefix: PrefixTile, *, early: bool = False
-) -> Work:
-    """`work_of` requests that may share prefixes, whose own partial results have so many rows."""
+    call: Call, block_n: int, block_dv: int, counters: int, parts: int, prefix: PrefixTile, programs: int, *,
+    early: bool = False,
+) -> Work:  # fmt: skip
+    """`work_of` requests that may share prefixes: how many rows their own partial results have, and how many
+    `programs` do them, where `early` while prefixes are done.
+    """
     assert call.pages is not None
     requests = triton.next_power_of_2(call.batch)
     at_once = min(_COMPARED, max(16, triton.next_power_of_2(call.pages.longest)))
@@ -220,12 +223,13 @@ def shared_work_of(
         (call.k.shape[1], block_n, prefix.keys, at_once, early), 8, 1,
     )  # fmt: skip
     plan = Plan(
-        plan_shared_work, 1, (), (call.batch, call.rows_q, pieces, *bytes_of(call)),
+        plan_shared_work, 1, (), (call.batch, call.rows_q, counters, *bytes_of(call)),
         (requests_of_tile(call, prefix.rows), block_n, prefix.keys, requests,
-         triton.next_power_of_2(pieces + 1), early), _warps_for(requests), 1, early=early,
+         triton.next_power_of_2(counters + 1), call.num_heads_kv, prefix.programs, programs, early),
+        _warps_for(requests), 1, early=early,
     )  # fmt: skip
     parts += call.batch * call.rows_q * call.num_heads_q + prefix.programs * prefix.rows
-    return Work(plan, call.batch, pieces, parts, block_dv, common=common)
+    return Work(plan, call.batch, counters, parts, block_dv, common=common)
 
 
 def strides_of_pages(call: Call) -> tuple[int, ...]:

@@ -5,19 +5,21 @@ Neighbours in the batch whose rows of the block table begin alike make a *group*
 The rows of SHARED requests of a group at a time are a *prefix unit*: as if one request had all their queries behind the
 keys that they share. These units stand in a line of their own, and so does what is left of each request, which begins
 where its prefix ends, a multiple of both launches' tiles of keys. One launch does the first line, in tiles of many
-rows, and leaves parts of everything; the next one does the second, and whoever ends a request's rows folds the parts of
-its prefix in. `schedule.sharing` and `schedule.worklist` are the same on the host.
+rows, and leaves parts of everything; the next one does the second, on Hopper beside it on multiprocessors that it
+leaves free, and merges. `schedule.sharing` and `schedule.worklist` are the same on the host.
 """
 
 import triton
 import triton.language as tl
 
 from tilewise.ops.attention.triton_work import FIELD, UNIT, row_pieces
+from tilewise.schedule.sharing import FASTER as FASTER_KEYS
 from tilewise.schedule.sharing import PIECE_KEYS
 
 PREFIX = tl.constexpr(7)  # a number of a request's unit: which unit of the prefixes' line has its prefix, -1 if none
 MOST = tl.constexpr(2**20)  # tiles of a prefix, at most
 LEAST = tl.constexpr(PIECE_KEYS)
+FASTER = tl.constexpr(FASTER_KEYS)
 
 
 @triton.jit(do_not_specialize=["stride_t", "seqlen_q"])
@@ -94,11 +96,12 @@ def groups_of(COMMON, at, batch, token_bytes, part_bytes, SHARED: tl.constexpr, 
 def plan_shared_work(
     SEQLENS, COMMON, UNITS, BEFORE, ARRIVED, PREFIX_UNITS, PREFIX_BEFORE, batch, seqlen_q, pieces, token_bytes,
     part_bytes, SHARED: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX_N: tl.constexpr, REQUESTS: tl.constexpr,
-    PIECES: tl.constexpr, EARLY: tl.constexpr,
+    PIECES: tl.constexpr, HEADS_KV: tl.constexpr, PROGRAMS: tl.constexpr, OWN_PROGRAMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `plan_work`, for requests of alike many queries, under no mask or a causal one, that may share prefixes: a
     unit for each, and in the prefixes' line one for each tile of rows of those that share one, of PREFIX_N keys a tile.
-    One program.
+    Behind all tiles each line says how many programs have some, of PROGRAMS and of OWN_PROGRAMS. One program.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -126,7 +129,33 @@ def plan_shared_work(
     before = tl.cumsum(own, 0) - own
     unit = tl.where(shared > 0, unit, -1)
     write_unit(UNITS, BEFORE, at, there, at, shared, own, keys, 0 * at + seqlen_q, unit, before)
-    end_units(UNITS, BEFORE, batch, batch, tl.sum(own, 0), at)
+    of_own = tl.sum(own, 0)
+    end_units(UNITS, BEFORE, batch, batch, of_own, at)
+    tiles = (total % FIELD).to(tl.int32) * HEADS_KV
+    programs, own_programs = programs_of_lines(
+        tiles, of_own * HEADS_KV, PROGRAMS, OWN_PROGRAMS, PREFIX_N, BLOCK_N, EARLY
+    )
+    tl.store(PREFIX_BEFORE + batch + 1, programs)
+    tl.store(BEFORE + batch + 1, own_programs)
+
+
+@triton.jit
+def programs_of_lines(
+    tiles, own, PROGRAMS: tl.constexpr, OWN_PROGRAMS: tl.constexpr, PREFIX_N: tl.constexpr, BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """`schedule.sharing.programs_of_lines`: EARLY, the launch over requests begins while prefixes are done."""
+    FEW: tl.constexpr = (LEAST + PREFIX_N - 1) // PREFIX_N
+    FAST: tl.constexpr = PREFIX_N * FASTER
+    programs = tl.minimum(PROGRAMS, (tiles + FEW - 1) // FEW)
+    own_programs = 0 * own + OWN_PROGRAMS
+    if EARLY:
+        each = tl.maximum((tiles + (own * BLOCK_N + FAST - 1) // FAST + PROGRAMS - 1) // PROGRAMS, FEW)
+        needed = (tiles + each - 1) // each
+        meanwhile = (tiles > 0) & (own * BLOCK_N <= tiles * PREFIX_N) & (needed < PROGRAMS)
+        programs = tl.where(meanwhile, needed, programs)
+        own_programs = tl.where(meanwhile, (PROGRAMS - needed) * (OWN_PROGRAMS // PROGRAMS), own_programs)
+    return programs, own_programs
 
 
 @triton.jit
@@ -157,14 +186,6 @@ def end_units(UNITS, BEFORE, units, slots, total, at):
 
 
 @triton.jit
-def pieces_of_prefixes(programs, work, BLOCK_N: tl.constexpr):
-    """How many pieces the prefixes' line has, one of a program. Pieces of fewer than LEAST keys would make parts that a
-    merge reads for longer than their keys are waited for.
-    """
-    return tl.minimum(programs, (work * BLOCK_N + LEAST - 1) // LEAST)
-
-
-@triton.jit
 def row_of_part(b, hk, rows, of_request, piece, HEADS_KV: tl.constexpr, BLOCK_R: tl.constexpr):
     """The first row of what a piece leaves of a unit's `rows`, at most BLOCK_R, of requests from b on. Along a line
     either these rows change from part to part or the piece, so that each lies behind the one before it.
@@ -192,7 +213,7 @@ def parts_of_prefix(
     queries = tl.load(OF_PREFIX + p * UNIT + 5)
     work = tl.load(BEFORE + batch) * HEADS_KV
     start = tl.load(BEFORE + p) * HEADS_KV + hk * count
-    pieces = pieces_of_prefixes(PREFIX_TILE[0], work, PREFIX_TILE[2])
+    pieces = tl.load(BEFORE + batch + 1)
     first, last = row_pieces(start, count, pieces, 1, tl.maximum(work, 1))
     of_request = rows_q * GROUP
     at = row_of_part(b, hk, queries * GROUP, of_request, first, HEADS_KV, PREFIX_TILE[1])
