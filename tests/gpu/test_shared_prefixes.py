@@ -130,7 +130,6 @@ def test_one_graph_serves_other_groups(impl: str) -> None:
             torch.testing.assert_close(got, tw.attention(q, *pool, **plain), rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.xdist_group("shared_prefixes")  # one after another: 20 GiB each
 @pytest.mark.parametrize(
     ("impl", "together", "tile", "prefix_tile"), [("triton_paged", 16, 128, 64), ("hopper_decode", 32, 64, 128)]
 )
@@ -148,7 +147,6 @@ def test_a_prefix_is_read_once(impl: str, together: int, tile: int, prefix_tile:
     assert before[len(first) : -1].eq(len(first) * 2944 // prefix_tile).all()
 
 
-@pytest.mark.xdist_group("shared_prefixes")  # one after another: 20 GiB each
 @pytest.mark.parametrize("impl", IMPLS)
 def test_where_nothing_is_shared_nothing_changes(impl: str) -> None:
     """The same tiles, and so the same bits, as without."""

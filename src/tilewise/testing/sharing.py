@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,11 @@ class Batch(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     arguments: dict[str, Any]
-    want: Expectation
+    expect: Callable[[], Expectation]  # in float64, with all scores: not for who does not ask
+
+    @property
+    def want(self) -> Expectation:
+        return self.expect()
 
 
 def alike(
@@ -41,12 +45,16 @@ def alike(
     del arguments["dropout"]
     batch = len(case.packed)
     q = plain.q.detach().view(batch, -1, *plain.q.shape[1:])
-    want = expected(exact, plain, setting.dtype)
-    values = want.values | {
-        "o": want.values["o"].view(batch, q.shape[1], *want.values["o"].shape[1:]),
-        "lse": want.values["lse"].view(case.heads_q, batch, -1).transpose(0, 1),
-    }
-    return Batch(q, pool.k, pool.v, arguments, Expectation(values, want.allowed))
+
+    def expect() -> Expectation:
+        want = expected(exact, plain, setting.dtype)
+        values = want.values | {
+            "o": want.values["o"].view(batch, q.shape[1], *want.values["o"].shape[1:]),
+            "lse": want.values["lse"].view(case.heads_q, batch, -1).transpose(0, 1),
+        }
+        return Expectation(values, want.allowed)
+
+    return Batch(q, pool.k, pool.v, arguments, expect)
 
 
 def _copy_prefixes(inputs: Inputs, common: Sequence[int]) -> None:
