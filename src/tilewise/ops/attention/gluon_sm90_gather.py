@@ -160,8 +160,7 @@ def scales_of(SCALES, pages, first, hk, r, there, rings, BLOCK_N: gl.constexpr, 
 @gluon.jit
 def fetch(inputs, strides, work, memory, bars, fixed):
     """The warps that fetch: K of a tile, then V, gathered through the block table, and before a row of tiles its Q.
-    They take pieces of work, the next one while two tiles of the present one are still to come, and post them. What
-    comes next is seen to between K and V: at the start K is wanted most, later on both wait for room anyway.
+    They take pieces of work, the next one while two tiles of the present one are still to come, and post them.
     """
     Q, K, V, TABLE, FIRST, SCALES, stride_t = inputs
     strides_q, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh = strides
@@ -173,6 +172,7 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     OF_V: gl.constexpr = of_rows(v_ring.shape[2], v_ring.dtype.primitive_bitwidth)
     K_ROWS: gl.constexpr = gl.SliceLayout(1, OF_K)
     V_ROWS: gl.constexpr = gl.SliceLayout(1, OF_V)
+    K_FIRST: gl.constexpr = True if fixed.encoding is not None else fixed.of_prefixes  # what comes next is seen to later
     EACH: gl.constexpr = K_ROWS if SCALES is None else gl.BlockedLayout([1], [32], [4], [0])
     IN_BYTE: gl.constexpr = 2 if fixed.encoding == "int4" else 1
     q_scales = scale_rings[2] if fixed.encoding is not None else None
@@ -186,9 +186,11 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     n = 0
     rows = 1
     piece = find_piece(gl.program_id(0), work, fixed)
+    if not K_FIRST:
+        post(piece, 0, board, 4)
     posts = 1
     left, _lo, u, hk, t, _p = piece
-    if left == 0:
+    if K_FIRST & (left == 0):
         post(piece, 0, board, 4)
     unit = unit_of(UNITS, u)
     first = (unit[2] + t) * BLOCK_N
@@ -213,9 +215,10 @@ def fetch(inputs, strides, work, memory, bars, fixed):
             SCALES, pages_of_scales, first, hk, of_scales, there, scale_rings, BLOCK_N, fixed.page
         )
         mask = in_k[:, None] & (offs_d < fixed.head_dim // IN_BYTE)[None, :]
-        gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
-        if n == 0:
-            post(piece, 0, board, 4)
+        if K_FIRST:
+            gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
+            if n == 0:
+                post(piece, 0, board, 4)
         if (left <= 3) & (known == 0):
             turn = next_turn(TURNS, work[6] * work[5], work[6])
             known = 1
@@ -244,6 +247,8 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         pages = pages_of(table, unit, first, r, BLOCK_N, fixed)
         pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
 
+        if not K_FIRST:
+            gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
         v_rows = gl.convert_layout(v_rows, V_ROWS)
         mask = gl.convert_layout(in_k, V_ROWS)[:, None] & (offs_dv < fixed.head_dim_v // IN_BYTE)[None, :]
         gather(V, v_rows[:, None] + offs_dv[None, :], mask, v_scales, n, v_ring, v_full, v_empty)
