@@ -172,7 +172,7 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     OF_V: gl.constexpr = of_rows(v_ring.shape[2], v_ring.dtype.primitive_bitwidth)
     K_ROWS: gl.constexpr = gl.SliceLayout(1, OF_K)
     V_ROWS: gl.constexpr = gl.SliceLayout(1, OF_V)
-    K_FIRST: gl.constexpr = True if fixed.encoding is not None else fixed.of_prefixes  # what comes next is seen to later
+    K_FIRST: gl.constexpr = True if fixed.encoding is not None else fixed.of_prefixes  # then what comes next
     EACH: gl.constexpr = K_ROWS if SCALES is None else gl.BlockedLayout([1], [32], [4], [0])
     IN_BYTE: gl.constexpr = 2 if fixed.encoding == "int4" else 1
     q_scales = scale_rings[2] if fixed.encoding is not None else None
