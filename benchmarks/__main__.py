@@ -12,7 +12,7 @@ from benchmarks.records import RESULTS, merge
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one case, all of them, or merge; exit status 0 when every part ran."""
+    """Run one case, all of them, or merge; exit status 0 when every part ran, 2 where --only names none."""
     listing = "\n".join(f"  {name:<18} {what}" for name, what in CASES.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=f"Cases:\n{listing}", formatter_class=argparse.RawTextHelpFormatter
@@ -34,6 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     options = Options(given.out or RESULTS, given.rounds, tuple(given.only), given.quick)
     for name in CASES if given.case == "all" else [given.case]:
         importlib.import_module(f"benchmarks.cases.{name}").run(options)
+    if options.unknown:
+        names = ", ".join(sorted(options.parts)) or "none"
+        print(f"--only: got {', '.join(options.unknown)}; parts of {given.case}: {names}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -1,20 +1,25 @@
-"""Write the generated parts of README.md: `python -m tools.readme [--check]`."""
+"""Write the generated parts of README.md and docs/support.md: `python -m tools.readme [--check]`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from tools import speed_table, support_matrix
+from tools import serving_table, speed_table, support_matrix
 from tools.families import ROOT
 
 README = ROOT / "README.md"
-PARTS: dict[str, Callable[[], str]] = {
-    "support matrix": support_matrix.matrix,
-    "exact speed": speed_table.exact,
-    "speed": speed_table.table,
-    "speed beside attention": speed_table.beside,
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {
+        "support matrix": support_matrix.matrix,
+        "exact speed": speed_table.exact,
+        "speed": speed_table.table,
+        "speed of serving": serving_table.table,
+        "speed beside attention": speed_table.beside,
+    },
+    ROOT / "docs" / "support.md": {"implementations": support_matrix.details},
 }
 
 
@@ -29,25 +34,28 @@ def replaced(text: str, part: str, content: str) -> str:
     before, begin, rest = text.partition(first)
     _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"README.md needs the two markers:\n{first}\n{last}")
+        raise ValueError(f"the page needs the two markers:\n{first}\n{last}")
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write all parts into README.md; with --check write nothing and exit with 1 where one is not up to date."""
+    """Write all parts into their pages; with --check write nothing and exit with 1 where one is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail where a committed part differs")
     given = parser.parse_args(argv)
-    before = text = README.read_text(encoding="utf-8")
-    for part, generate in PARTS.items():
-        wanted = replaced(text, part, generate())
-        if wanted != text:
-            print(f"README.md, {part}: {'not up to date; run python -m tools.readme' if given.check else 'written'}")
-        text = wanted
-    if given.check:
-        return int(text != before)
-    README.write_text(text, encoding="utf-8")
-    return 0
+    stale = False
+    for page, parts in PAGES.items():
+        before = text = page.read_text(encoding="utf-8")
+        for part, generate in parts.items():
+            wanted = replaced(text, part, generate())
+            if wanted != text:
+                done = "not up to date; run python -m tools.readme" if given.check else "written"
+                print(f"{page.relative_to(ROOT)}, {part}: {done}")
+            text = wanted
+        stale = stale or text != before
+        if not given.check:
+            page.write_text(text, encoding="utf-8")
+    return int(given.check and stale)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def table(results: Path = RESULTS) -> str:
             f"\n\n{record.device}, {size['dtype']}, batch {size['batch']}, {size['num_heads_q']} heads of "
             f"{size['head_dim']}, {size['seqlen_q']:,} tokens, {record.date[:10]}."
         )
-        + _of_earlier(record for rows in passes for row in rows.values() for record in row.values())
+        + of_earlier(record for rows in passes for row in rows.values() for record in row.values())
     )
 
 
@@ -74,7 +74,7 @@ def exact(results: Path = RESULTS) -> str:
     ]
     caption = [f"{first.device}, {first.problem['dtype']}, {first.date[:10]}"]
     caption += [f"{what} {value}" for what, value in others.items()]
-    earlier = _of_earlier(record for rows in passes for _, row in rows for record in row.values())
+    earlier = of_earlier(record for rows in passes for _, row in rows for record in row.values())
     return "\n".join(lines) + "\n\n" + "; ".join(caption) + "." + earlier
 
 
@@ -103,11 +103,11 @@ def beside(results: Path = RESULTS) -> str:
         speed = [" / ".join(_ratio(found, peer) for found in row) for peer in ("eager", "compile")]
         lines.append("| " + " | ".join((f"`{name}`", ours[0].problem["shape"], share, *speed)) + " |")
     caption = f"{ours[0].device}, {ours[0].problem['dtype']}, {ours[0].date[:10]}."
-    earlier = _of_earlier(record for rows in passes for row in rows.values() for record in row.values())
+    earlier = of_earlier(record for rows in passes for row in rows.values() for record in row.values())
     return "\n".join(lines) + "\n\n" + caption + earlier
 
 
-def _of_earlier(records: Iterable[Record]) -> str:
+def of_earlier(records: Iterable[Record]) -> str:
     """What a caption says of records that were made with other sources than today's."""
     found = list(records)
     if not outdated(found):

@@ -1,7 +1,8 @@
-"""The README's support matrix, from the dispatch tables and the receipts.
+"""What runs where, from the dispatch tables and the receipts: the README's matrix, and all about each row in
+docs/support.md.
 
-One row an implementation, operation by operation, in the order in which dispatch prefers them. "verified on" appears
-only while the sources that a receipt vouches for are byte for byte those of today.
+Rows stand in the order in which dispatch prefers them. "verified on" appears only while the sources that a receipt
+vouches for are byte for byte those of today.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from tools.families import NEIGHBOURS, ROOT, family_of
 from tools.receipts import verified
 
 OPERATIONS = ("attention", "merge", "kv_write", *NEIGHBOURS)
+KINDS = {"cpu": "on a CPU, PyTorch", "triton": "on a GPU, Triton", "hopper": "on Hopper, Gluon"}
+VERIFIED = "✓"
 
 
 def rows(operation: str) -> list[Any]:
@@ -41,12 +44,35 @@ def proof(row: Any, results: Path = RESULTS, root: Path = ROOT, operation: str =
 
 
 def matrix(results: Path = RESULTS, root: Path = ROOT) -> str:
-    """The Markdown table."""
-    lines = ["| operation | implementation | what it is | backward | needs | tested |", "|---|---|---|---|---|---|"]
+    """A Markdown table: a line an operation, its rows by where they run, with a mark behind those verified today."""
+    lines = [_line("operation", *KINDS.values(), "backward"), "|---" * (2 + len(KINDS)) + "|"]
     for operation in OPERATIONS:
-        for row in rows(operation):
-            backward = "yes" if row.backward else "no"
-            tested = proof(row, results, root, operation)
-            cells = (operation, f"`{row.name}`", row.summary, backward, needs(row), tested)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        found = rows(operation)
+        cells = [
+            ", ".join(_marked(row, results, root, operation) for row in found if row.name.startswith(kind))
+            for kind in KINDS
+        ]
+        backward = any(row.backward for row in found)
+        lines.append(_line(f"`{operation}`", *cells, "yes" if backward else "no"))
     return "\n".join(lines)
+
+
+def details(results: Path = RESULTS, root: Path = ROOT) -> str:
+    """A section an operation, with a Markdown table of all about its rows."""
+    sections = []
+    for operation in OPERATIONS:
+        lines = [_line("implementation", "what it is", "backward", "needs", "tested"), "|---" * 5 + "|"]
+        for row in rows(operation):
+            tested = proof(row, results, root, operation)
+            lines.append(_line(f"`{row.name}`", row.summary, "yes" if row.backward else "no", needs(row), tested))
+        sections.append("\n".join([f"## {operation}", "", *lines]))
+    return "\n\n".join(sections)
+
+
+def _marked(row: Any, results: Path, root: Path, operation: str) -> str:
+    seen = "verified" in proof(row, results, root, operation)
+    return f"`{row.name}` {VERIFIED}" if seen else f"`{row.name}`"
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

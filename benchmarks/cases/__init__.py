@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ class Options:
     rounds: int = 60
     only: tuple[str, ...] = ()
     quick: bool = False
+    parts: set[str] = field(default_factory=set)  # that cases have asked for
 
     @property
     def device(self) -> str:
@@ -24,7 +25,13 @@ class Options:
 
     def wants(self, name: str) -> bool:
         """Whether --only lets this part of a case run."""
+        self.parts.add(name)
         return not self.only or name in self.only
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of --only that are no part of what ran."""
+        return [name for name in self.only if name not in self.parts]
 
 
 CASES = {

@@ -13,6 +13,7 @@ import torch
 
 import tilewise as tw
 from benchmarks import contenders, records
+from benchmarks.__main__ import main as benchmark
 from benchmarks.cases import cpu, exact_grid
 from benchmarks.records import Writer
 from benchmarks.reference import head_slice, visible_pairs
@@ -39,6 +40,13 @@ def test_the_grid_runs_on_a_cpu(tmp_path: Path) -> None:
         if not record.failed:
             assert record.error is not None
             assert record.error["value"] < 1e-5
+
+
+def test_a_part_that_no_case_has_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["kv_memory", "--quick", "--out", str(tmp_path), "--only", "sharing"]
+    assert benchmark([*arguments, "decode"]) == 2
+    assert capsys.readouterr().err == "--only: got decode; parts of kv_memory: operations, sharing, waste\n"
+    assert benchmark(arguments) == 0
 
 
 def test_the_rate_counts_what_a_query_sees(tmp_path: Path) -> None:

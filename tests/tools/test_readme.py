@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.records import append
 from tests.tools.samples import sample
-from tools import readme, speed_table
+from tools import readme, serving_table, speed_table
 from tools.families import FAMILIES
 
 PROBLEM = {"formula": "causal", "seqlen_q": 8192, "batch": 2, "num_heads_q": 16, "head_dim": 128, "dtype": "bfloat16"}
@@ -23,8 +23,9 @@ def test_replaced_touches_only_what_stands_between_the_markers() -> None:
 
 
 def test_every_part_has_its_place() -> None:
-    text = readme.README.read_text(encoding="utf-8")
-    assert all(marker in text for part in readme.PARTS for marker in readme.markers(part))
+    for page, parts in readme.PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        assert all(marker in text for part in parts for marker in readme.markers(part))
 
 
 TODAY = FAMILIES["attention_triton"].hash()
@@ -110,7 +111,41 @@ def test_the_table_beside_attention_has_the_first_shape_of_each_operation(tmp_pa
     assert lines[-1].startswith("NVIDIA H200, bfloat16, 2026-02-01.")
 
 
+def test_the_table_of_serving_has_rates_beside_peers_and_what_is_gained(tmp_path: Path) -> None:
+    today = FAMILIES["attention_decode_hopper"].hash()
+    base = {"num_heads_q": 8, "num_heads_kv": 2, "head_dim": 64, "dtype": "bfloat16", "batch": 4, "tokens": 400}
+
+    ours = serving_table.OURS
+
+    def fill(question: str, problem: dict[str, object], times: dict[str, float]) -> None:
+        for impl, time in times.items():
+            append(sample(question=question, problem={**base, **problem}, impl=impl, device="NVIDIA H200", p20_ms=time,
+                          p50_ms=time, p80_ms=time, gbps=12.0 / time, date="2026-02-01T00:00:00Z",
+                          sources=today if impl.startswith("tilewise") else None), tmp_path)  # fmt: skip
+
+    for page_size, slower in ((16, 1.0), (1, 2.0)):
+        for lengths, theirs in (("equal", 3.0), ("zipf", 6.0)):
+            fill("decode", {"lengths": lengths, "page_size": page_size}, {ours: 4.0 * slower, "flashinfer": theirs})
+    fill("decode", {"lengths": "equal", "page_size": 16, "batch": 1}, {ours: 2.0, "cudnn.contiguous": 1.0})
+    fill("decode_encoded", {"workload": "4 × 100"}, {ours: 6.0, f"{ours}.int8": 4.0})
+    shared = {ours: 5.0, f"{ours}.shared": 2.0, f"{ours}.copies": 8.0}
+    fill("decode_shared", {"workload": "4 × 100, 50 shared"}, shared)
+    lines = serving_table.table(tmp_path).splitlines()
+    assert lines[0] == "| decoding over pages of 16 | 4 × 100 | 1 × 400 |"
+    assert lines[2:6] == [
+        "| equal lengths: of cuDNN's bytes a second, contiguous keys |  | 0.50 |",
+        "| equal lengths: of FlashInfer's | 0.75 |  |",
+        "| uniform lengths: of FlashInfer's |  |  |",
+        "| Zipf lengths: of FlashInfer's | 1.50 |  |",
+    ]
+    assert lines[-1] == (
+        "NVIDIA H200, bfloat16, 8 heads on 2 of 64, 2026-02-01. Beside that: 4 × 100 in INT8 1.50 times as fast as in "
+        "bfloat16; 4 × 100, 50 shared 4.00 times as fast as over pages of their own."
+    )
+
+
 def test_without_records_the_table_says_so(tmp_path: Path) -> None:
+    assert serving_table.table(tmp_path) == "No records yet."
     assert speed_table.beside(tmp_path) == "No records yet."
     assert speed_table.table(tmp_path) == "No records yet."
     assert speed_table.exact(tmp_path) == "No records yet."

@@ -74,6 +74,21 @@ def test_matrix_names_the_device_only_with_a_receipt(toy: Path, tmp_path: Path) 
     assert "verified on NVIDIA H200, 2026-01-01 (10 tests)" in support_matrix.proof(row, tmp_path, toy)
 
 
+def test_the_matrix_marks_what_a_gpu_has_shown_today(tmp_path: Path) -> None:
+    lines = support_matrix.matrix(tmp_path).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == [f"`{name}`" for name in support_matrix.OPERATIONS]
+    named = {name for line in lines for name in line.split("`")[3::2]}
+    assert named == {row.name for op in support_matrix.OPERATIONS for row in support_matrix.rows(op)} - {
+        "reference", "reference_codes",
+    }  # fmt: skip
+    assert support_matrix.VERIFIED not in "".join(lines)
+    merge = FAMILIES["merge_triton"]
+    receipts.append(replace(RECEIPT, family=merge.name, sources=merge.hash()), tmp_path)
+    marked = [line for line in support_matrix.matrix(tmp_path).splitlines() if support_matrix.VERIFIED in line]
+    assert marked == ["| `merge` | `cpu` | `triton` ✓ |  | yes |"]
+    assert "verified on NVIDIA H200" in support_matrix.details(tmp_path)
+
+
 def test_every_dispatch_row_but_the_reference_has_a_family() -> None:
     for operation in support_matrix.OPERATIONS:
         rows = [row.name for row in support_matrix.rows(operation)]

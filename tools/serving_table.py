@@ -1,0 +1,79 @@
+"""The README's table of serving: decoding over pages beside cuDNN over contiguous keys and FlashInfer, from the newest
+records, and what codes, shared prefixes and one call for prompts and decoding gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.records import RESULTS, Record, read_all
+from benchmarks.report import latest
+from benchmarks.serving_report import speedup
+from tools.speed_table import DEVICE, of_earlier
+
+PAGE = 16
+OURS = "tilewise.hopper_decode"
+LENGTHS = ("equal", "uniform", "zipf")
+GAINS = {  # question: (impl, beside whom, in words)
+    "decode_encoded": (
+        (f"{OURS}.int8", "{workload} in INT8 {:.2f} times as fast as in bfloat16"),
+        (f"{OURS}.fp8", "in FP8 {:.2f}"),
+        (f"{OURS}.int4", "in INT4 {:.2f}"),
+    ),
+    "decode_shared": ((f"{OURS}.shared", "{workload} {:.2f} times as fast as over pages of their own"),),
+    "mixed": (("tilewise.hopper_mixed", "{workload}, in one call {:.2f} times as fast as in two"),),
+}
+COPIES = f"{OURS}.copies"
+
+
+def table(results: Path = RESULTS) -> str:
+    """The Markdown table with its caption: a column a batch; bytes a second beside peers, for each mix of lengths."""
+    tables = {question: rows for (device, question), rows in latest(read_all(results)).items() if device == DEVICE}
+    decode = [row for _, row in tables.get("decode", []) if OURS in row and row[OURS].problem["page_size"] == PAGE]
+    by_batch: dict[int, dict[str, dict[str, Record]]] = {}
+    for row in decode:
+        problem = row[OURS].problem
+        by_batch.setdefault(problem["batch"], {})[problem["lengths"]] = row
+    if not by_batch:
+        return "No records yet."
+    equal = {batch: rows["equal"] for batch, rows in by_batch.items() if "equal" in rows}
+    columns = [f"{batch} × {row[OURS].problem['tokens'] // batch:,}" for batch, row in equal.items()]
+    lines = ["| decoding over pages of 16 | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    rates = [_rates(row, "cudnn.contiguous") for row in equal.values()]
+    lines.append("| equal lengths: of cuDNN's bytes a second, contiguous keys | " + " | ".join(rates) + " |")
+    for lengths in LENGTHS:
+        rates = [_rates(by_batch[batch].get(lengths, {}), "flashinfer") for batch in equal]
+        lines.append(f"| {lengths.replace('zipf', 'Zipf')} lengths: of FlashInfer's | " + " | ".join(rates) + " |")
+    gains = {question: [row for _, row in tables.get(question, [])] for question in GAINS}
+    first = next(iter(equal.values()))[OURS]
+    problem = first.problem
+    caption = (
+        f"{first.device}, {problem['dtype']}, {problem['num_heads_q']} heads on {problem['num_heads_kv']} of "
+        f"{problem['head_dim']}, {first.date[:10]}."
+    )
+    gained = "; ".join(_gains(gains))
+    caption += f" Beside that: {gained}." if gained else ""
+    used = [*decode, *(row for rows in gains.values() for row in rows)]
+    return "\n".join(lines) + "\n\n" + caption + of_earlier(record for row in used for record in row.values())
+
+
+def _rates(row: dict[str, Record], peer: str) -> str:
+    if OURS not in row or peer not in row:
+        return ""
+    ours, theirs = row[OURS].gbps, row[peer].gbps
+    return f"{ours / theirs:.2f}" if ours and theirs else ""
+
+
+def _gains(tables: dict[str, list[dict[str, Record]]]) -> Iterator[str]:
+    """What each of GAINS comes to, in the first problem of its question."""
+    for question, wanted in GAINS.items():
+        for row in tables[question][:1]:
+            for impl, says in wanted:
+                if question == "decode_shared":
+                    times = [row[name].p50_ms for name in (COPIES, impl) if name in row]
+                    gain = times[0] / times[1] if len(times) == 2 and times[0] and times[1] else None
+                else:
+                    gain = speedup(question, impl, row)
+                if gain is not None:
+                    yield says.format(gain, workload=row[impl].problem["workload"])
