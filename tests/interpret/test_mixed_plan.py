@@ -45,7 +45,7 @@ def _planned(
     few = on_host([pair for pair in lengths if pair[0] * group <= FEW])
     elsewhere = 0 if many is None else int(many.count.sum())
     units = memory.units.view(-1, UNIT.value).numpy()
-    return units, int(memory.before[-1]), shares.tolist(), few, elsewhere
+    return units, int(memory.before[-2]), shares.tolist(), few, elsewhere
 
 
 @settings(max_examples=60, deadline=None)

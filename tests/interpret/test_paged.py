@@ -164,7 +164,7 @@ def test_the_device_plans_as_the_host(
         assert np.array_equal(units[:, column], want), f"column {column} of the units"
     count = triton_paged._PROGRAMS_PER_SM * multiprocessors
     found = torch.empty(count + 1, 4, dtype=torch.int32)
-    shares[(count + 1,)](found, left["before"], left["units"], len(left["before"]) - 1, count, 2)
+    shares[(count + 1,)](found, left["before"], left["units"], len(left["before"]) - 2, count, 2)
     assert np.array_equal(found[:, 0].numpy(), work.starts)
     busy = work.starts < work.work
     for column, want in enumerate(work.places(work.starts), 1):
