@@ -200,8 +200,7 @@ def test_each_item_of_a_program_has_bounds_of_its_own(variant: Variant) -> None:
     loops[FORWARD] = forward = _bounds_of_inner_loops(kernels[-1].asm["ttgir"])
     assert len(forward) == 2 + 2 or (len(forward) == 3 + 2 and variant.head_dim == 64), "who computes, who fetches"
     counts = OF_QUERIES not in loops  # the heads of a group, whose sums of dQ they are
-    ordered = variant.formula == "repeats" and counts  # a run's additions, tile by tile
-    expected = {OF_KEYS: 2 * 2 + 2 + counts + ordered, OF_WIDE_KEYS: 2 + 1 + 2, OF_QUERIES: 2 * 2 + 1}
+    expected = {OF_KEYS: 2 * 2 + 2 + counts, OF_WIDE_KEYS: 2 + 1 + 2, OF_QUERIES: 2 * 2 + 1}
     for name in expected.keys() & loops.keys():
         assert len(loops[name]) == expected[name], "who computes, who fetches"
         heads = [bound for bound in loops[name] if bound[2] == f"arith.constant {call.group} : i32"]

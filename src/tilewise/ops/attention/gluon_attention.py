@@ -30,7 +30,7 @@ from tilewise.ops.attention.triton_plans import (
     strides_of,
     together,
 )
-from tilewise.ops.attention.variant import CAUSAL, MaskFunctions, ScoreFunctions, ScoreSide, formula_kind, is_band
+from tilewise.ops.attention.variant import MaskFunctions, ScoreFunctions, ScoreSide, formula_kind, is_band
 from tilewise.ops.triton_launch import Plan, Plans, describable, on_device
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.hopper import LAST_ROW
@@ -66,7 +66,6 @@ _MANY = 0x7FFF0000
 _FEW_TILES = 24  # of a sequence, up to which those of unequal length are divided beforehand
 _HELD = 24 * 2**20  # bytes of sums of dQ that L2 holds beside what else is used
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
-_IN_ORDER = 12  # pairs that take turns where sums of dQ are added to in order
 _APART = 2**23  # elements of such pairs, beyond which fewer take turns where any tile may be visited
 
 
@@ -123,8 +122,7 @@ class Fixed(NamedTuple):
     slope: Any = None  # the score's derivative
     accumulate: Any = None  # adds the gradients of captured tensors
     block_m: int | None = None  # queries of a tile
-    sums: bool | None = None  # programs add to dQ in memory,
-    ordered: bool | None = None  # each when those with later keys have
+    sums: bool | None = None  # programs add to dQ in memory
 
 
 def constants(**values: Any) -> Fixed:
@@ -333,7 +331,7 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         tables: dict[Any, Any] = {}
         lists = triton_attention.lists_of(call, keys, True, key, tables)
         if keys.kernel is attention_bwd_sm90:
-            pointers = (*inputs, dk, dv, counts, sums, sums, dq, _order(call, keys), *cu_seqlens, *lists)
+            pointers = (*inputs, dk, dv, counts, sums, sums, dq, *cu_seqlens, *lists)
             keys.launch(pointers, (*formula, accumulators(captured)), scalars)
         else:
             keys.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
@@ -389,7 +387,7 @@ def _gradient_plan(
         kernel,
         grid=min(slots * pairs, multiprocessors(call.q.device)),
         strides=(),
-        sizes=(*lengths_of(call)[:3], slots_q, slots, _turns_of_gradients(call, slots, pairs), slots * pairs, *places),
+        sizes=(*lengths_of(call)[:3], slots_q, slots, turns_of(call, slots, pairs), slots * pairs, *places),
         constants=(
             constants(
                 **common(call, mask, score, side, cfg, of_keys),
@@ -398,7 +396,6 @@ def _gradient_plan(
                 slope=side and side.slope if linear_of(call, score) is None else None,
                 accumulate=side and side.accumulate,
                 sums=_sums(call),
-                ordered=of_keys and _ordered(call),
                 registers=_REGISTERS[2],
             ),
         ),
@@ -418,29 +415,7 @@ def _sums(call: Call) -> bool:
     rows = max(call.rows_q, call.rows_k)
     empty = slots_of(call, cfg, False) * cfg.block_m > 4 * rows
     few = _columns(call) == 128 and rows <= _FEW_ROWS and not (call.packed or any(call.grad_captured))
-    return not ((call.deterministic and not _in_order(call)) or _columns(call) > 128 or few or empty)
-
-
-def _in_order(call: Call) -> bool:
-    """Whether keys that see a tile of queries are neighbours, and visit its like in order."""
-    return (call.mask is None or call.mask.text == CAUSAL) and not any(call.grad_captured)
-
-
-def _ordered(call: Call) -> bool:
-    """Whether programs add to dQ in an order that is always the same."""
-    return call.deterministic and _sums(call)
-
-
-def _turns_of_gradients(call: Call, slots: int, pairs: int) -> int:
-    """`turns_of`; where additions are ordered, so many pairs take turns that whoever has the next keys of one begins as
-    long before as an addition takes to be known.
-    """
-    return min(pairs, _IN_ORDER) if _ordered(call) else turns_of(call, slots, pairs)
-
-
-def _order(call: Call, keys: Plan) -> torch.Tensor | None:
-    """How far each run is, where additions are ordered."""
-    return torch.zeros(keys.sizes[-2], dtype=torch.int32, device=call.q.device) if _ordered(call) else None
+    return not (call.deterministic or _columns(call) > 128 or few or empty)
 
 
 def _places(call: Call) -> int:
@@ -452,7 +427,7 @@ def _places(call: Call) -> int:
     cfg = config_of("hopper backward", call)
     slots, slots_q = slots_of(call, cfg, True), slots_of(call, cfg, False)
     pairs = call.num_heads_kv * batches_of(call)
-    turns = _turns_of_gradients(call, slots, pairs)
+    turns = turns_of(call, slots, pairs)
     at_once = turns - (-multiprocessors(call.q.device) // slots)
     held = _HELD // (4 * slots_q * cfg.block_m * _columns(call) * call.group)
     wanted = max(at_once + at_once // 2 + 1, min(3 * at_once, held))
