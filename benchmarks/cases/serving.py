@@ -18,6 +18,7 @@ Every step is replayed from a CUDA graph where there is a GPU, plan and merge in
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -89,7 +90,7 @@ def _encoded(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
     request = len(batch.lengths) - 1
     pools: dict[str, tuple[Any, Any]] = {"": (given.pool[:, 0], given.pool[:, 1])}
     for kind in KINDS:
-        pools |= {f".{kind}{name}": _encoded_pages(given.pool, kind, order) for name, order in ORDERS.items()}
+        pools |= {f".{kind}{name}": encoded_pages(given.pool, kind, order) for name, order in ORDERS.items()}
     contenders, wants = {}, {}
     for kind, (k, v) in pools.items():
         want = reference(batch, given, request, (k, v) if isinstance(k, Encoded) else None)
@@ -104,7 +105,7 @@ def _encoded(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
     )  # fmt: skip
 
 
-def _encoded_pages(pool: torch.Tensor, kind: str, order: str | None) -> tuple[Any, Any]:
+def encoded_pages(pool: torch.Tensor, kind: str, order: str | None) -> tuple[Any, Any]:
     """The pages of a pool (num_pages, 2, page_size, num_heads_kv, head_dim) in one that holds codes."""
     num_pages, _, *sizes = pool.shape
     pages: tuple[Any, Any] = PagePool(1, num_pages, *sizes, device=pool.device, order=order, encoding=kind).pages(0)
@@ -194,13 +195,14 @@ def _cascade(row: str, batch: Batch, given: Tensors, nbytes: int) -> Contender:
 # mixed ---------------------------------------------------------------------------------------------------------------
 
 
-def _mixed_problems(quick: bool) -> list[Batch]:
+def mixed_problems(quick: bool) -> list[Batch]:
     prompt, decoding = equal(quick, (1, 8192, 0), (63, 4096, 0))
     return [replace(decoding, lengths=prompt.lengths + decoding.lengths)]
 
 
-def _mixed(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
-    given = tensors(batch, dtype_of(device), device)
+def mixed(batch: Batch, given: Tensors) -> tuple[dict[str, Contender], Callable[[str, Any], float]]:
+    """(One call or two for a prompt, which the first request is, and requests that decode, and the error of each)."""
+    device = given.q.device.type
     new, decoding = batch.lengths[0], len(batch.lengths) - 1
     generator = torch.Generator(device).manual_seed(1)
     prompt = torch.randn(new, *given.q.shape[2:], generator=generator, device=device).to(given.q.dtype)
@@ -235,9 +237,15 @@ def _mixed(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
         ours = torch.cat(o) if isinstance(o, list) else o
         return max(relative_error(ours[:new, 0], wants[0]), relative_error(ours[-1], wants[1]))
 
-    says = f"{new:,} new tokens, {decoding} × {batch.lengths[1]:,} that decode"
+    return contenders, error
+
+
+def _mixed(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
+    given = tensors(batch, dtype_of(device), device)
+    contenders, error = mixed(batch, given)
+    says = f"{batch.lengths[0]:,} new tokens, {len(batch.lengths) - 1} × {batch.lengths[1]:,} that decode"
     measure(
-        "mixed", problem_of(batch, says, q.dtype), contenders, writer, device=device, rounds=rounds,
+        "mixed", problem_of(batch, says, given.q.dtype), contenders, writer, device=device, rounds=rounds,
         includes=f"{INCLUDES}; two_calls: {TWO_CALLS[device][0]} for what is new, {TWO_CALLS[device][1]} for the rest",
         error=error, metric="relative l2 to float64, the worse of one head of the prompt and of one that decodes",
     )  # fmt: skip
@@ -246,5 +254,5 @@ def _mixed(batch: Batch, writer: Writer, device: str, rounds: int) -> None:
 QUESTIONS = {
     "decode_encoded": (_encoded_problems, _encoded),
     "decode_shared": (_shared_problems, _shared),
-    "mixed": (_mixed_problems, _mixed),
+    "mixed": (mixed_problems, _mixed),
 }

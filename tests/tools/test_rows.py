@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import check_rows, compare_trees, time_rows
+from tools import check_rows, compare_steps, compare_trees, time_rows
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 
@@ -71,3 +71,33 @@ def test_trees_stand_beside_each_other(
     with pytest.raises(SystemExit):
         compare_trees.main()
     assert "must hold a package tilewise" in capsys.readouterr().err
+
+
+def test_steps_of_trees_take_turns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tree's own attention is timed, and its error seen; whose process ends is named."""
+    wrong, broken = tmp_path / "wrong", tmp_path / "broken"
+    adds_one = """
+def tiled_forward(call, of_weights=None, forward=tiled_forward):
+    o, lse = forward(call, of_weights)
+    return o + 1.0, lse
+"""
+    for tree, last in ((wrong, adds_one), (broken, "raise RuntimeError('broken')")):
+        shutil.copytree(SOURCES / "tilewise", tree / "tilewise")
+        module = tree / "tilewise" / "ops" / "attention" / "cpu.py"
+        module.write_text(f"{module.read_text()}\n{last}\n")
+    options = ["--quick", "--rounds", "2", "--steps", "64x4k", "shared", "int8", "two-calls"]
+    monkeypatch.setattr("sys.argv", ["compare_steps", str(SOURCES), str(wrong), *options])
+    compare_steps.main()
+    lines = capsys.readouterr().out.splitlines()
+    errors = [float(line.split()[-1]) for line in lines[:8]]
+    assert max(errors[:4]) < 1e-5 < 0.1 < min(errors[4:])
+    title, *rows = lines[8:]
+    assert title.split()[-2:] == [tree[1 - compare_steps.WIDTH :] for tree in (str(SOURCES), str(wrong))]
+    assert [row.split()[0] for row in rows] == options[4:]
+    assert all(float(row.split()[n].strip("(,)")) > 0.0 for row in rows for n in range(1, 7))
+
+    monkeypatch.setattr("sys.argv", ["compare_steps", str(broken), *options])
+    with pytest.raises(SystemExit, match="its process has ended"):
+        compare_steps.main()
