@@ -13,6 +13,7 @@ from tests.gpu.matrix import DEVICE
 from tilewise.ops.attention import gluon_decode, triton_paged
 from tilewise.ops.triton_launch import Plans
 from tilewise.quant import encode
+from tilewise.schedule.sharing import programs_of_lines
 from tilewise.testing.case import Case
 from tilewise.testing.cases import causal, softcap
 from tilewise.testing.graphs import captured
@@ -92,6 +93,24 @@ def test_runs_of_one_plan_give_the_same_bits(impl: str) -> None:
             map(torch.equal, want, tw.attention_with_lse(batch.q, batch.k, batch.v, impl=impl, **batch.arguments))
         )
     assert plan._prepared._memory.arrived.eq(0).all()  # type: ignore[union-attr, attr-defined]
+
+
+def test_few_keys_of_requests_are_read_meanwhile() -> None:
+    """On multiprocessors that prefixes leave free, merged by all, and with the same bits at each run."""
+    batch = many(8)
+    plan = tw.plan(batch.q, batch.k, batch.v, impl="hopper_decode", **batch.arguments)
+    memory = plan._prepared._memory  # type: ignore[union-attr, attr-defined]
+    (*_, tiles, of_prefixes), (*_, own, of_own) = memory.prefixes[1].tolist(), memory.before.tolist()
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    assert (of_prefixes, of_own) == programs_of_lines(
+        8 * tiles, 8 * own, prefix_n=128, block_n=64, programs=programs, own_programs=2 * programs, meanwhile=True
+    )
+    assert 0 < of_own == 2 * (programs - of_prefixes)
+    want = plan.run_with_lse(batch.q, batch.k, batch.v)
+    close(want, batch)
+    for _ in range(100):
+        assert all(map(torch.equal, want, plan.run_with_lse(batch.q, batch.k, batch.v)))
+    assert memory.arrived.eq(0).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
