@@ -2,20 +2,18 @@
 
 A TREE is a folder with a package `tilewise` in it: `src`, or a copy of it with a change. Each has a process that
 captures all STEPS in CUDA graphs at the start and then times the one that it is told. The trees take turns step by
-step, so that clocks and heat are shared: differences of half a percent show. (`tools.compare_trees` is for what has a
-rate in TFLOP/s.) The error of every step is beside float64 attention.
+step, so that clocks and heat are shared: differences of a percent show. (`tools.compare_trees` is for what has a rate
+in TFLOP/s.) The error of every step is beside float64 attention.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +24,8 @@ from benchmarks.cases.serving import encoded_pages, equal, mixed, mixed_problems
 from benchmarks.reference import relative_error
 from benchmarks.steps import ROWS
 from benchmarks.timing import graphed, interleaved, quantiles
+from tools.compare_trees import check_trees, environment_of
 
-ROOT = Path(__file__).resolve().parents[1]
 CALLS = 10  # timed in one turn
 WIDTH = 32
 
@@ -101,10 +99,9 @@ def _mixed(name: str, device: str, quick: bool) -> tuple[Callable[[], Any], Call
 
 def start(tree: str, names: list[str], quick: bool) -> subprocess.Popen[str]:
     """The process of one tree."""
-    paths = [str(Path(tree).resolve()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "tools.compare_steps", tree, "--serve", "--steps", *names, *["--quick"] * quick]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment_of(tree), stdin=pipe, stdout=pipe, text=True)
 
 
 def told(tree: str, process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -156,9 +153,7 @@ def main() -> None:
     if given.serve:
         serve(given.steps, given.quick)
         return
-    for tree in given.trees:
-        if not (Path(tree) / "tilewise" / "__init__.py").is_file():
-            parser.error(f"TREE must hold a package tilewise, got {tree}")
+    check_trees(parser, given.trees)
     compare(given.trees, given.steps, given.rounds, given.quick)
 
 

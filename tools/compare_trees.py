@@ -25,12 +25,23 @@ WIDTH = 22
 Found = dict[str, dict[str, list[tuple[float, float]]]]  # by problem and tree: rate and ratio of every round
 
 
+def environment_of(tree: str) -> dict[str, str]:
+    """For a process that imports the tilewise of one tree, and tools and benchmarks from here."""
+    paths = [str(Path(tree).resolve()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def check_trees(parser: argparse.ArgumentParser, trees: list[str]) -> None:
+    """End with an error where one holds no package."""
+    for tree in trees:
+        if not (Path(tree) / "tilewise" / "__init__.py").is_file():
+            parser.error(f"TREE must hold a package tilewise, got {tree}")
+
+
 def start(tree: str, arguments: list[str], results: str) -> subprocess.Popen[bytes]:
     """`time_rows` with the tilewise of one tree."""
-    paths = [str(Path(tree).resolve()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "tools.time_rows", *arguments, "--json", results]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, env=environment_of(tree), stdout=subprocess.DEVNULL)
 
 
 def together(trees: list[str], arguments: list[str], results: str) -> None:
@@ -80,9 +91,7 @@ def main() -> None:
     parser.add_argument("trees", nargs="+", metavar="TREE")
     parser.add_argument("--rounds", type=int, default=2)
     given, options = parser.parse_known_args()
-    for tree in given.trees:
-        if not (Path(tree) / "tilewise" / "__init__.py").is_file():
-            parser.error(f"TREE must hold a package tilewise, got {tree}")
+    check_trees(parser, given.trees)
     arguments = [given.part, *options]
     together(given.trees, arguments, os.devnull)
     print(f"{'TFLOP/s, x of a peer':<34}" + "".join(f"{tree[1 - WIDTH :]:>{WIDTH}}" for tree in given.trees))
