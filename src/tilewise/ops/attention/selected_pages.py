@@ -172,7 +172,7 @@ def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
         part * (step.scale * warmer), dims.to(torch.int32), step.summaries.columns, step.summaries.least,
         step.summaries.largest, step.table, step.request, step.lengths, size, select.newest,
     )  # fmt: skip
-    scores, total = SCORE_TOKENS(prediction)
+    scores, total, lse_of_runs = SCORE_TOKENS(prediction)
     width = min(select.keys, total.shape[-1])
     best = total.topk(width, sorted=False).indices
     every = (step.lengths <= width)[:, None, None]
@@ -187,7 +187,7 @@ def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
 
     def rest(run: Run, lse: torch.Tensor) -> State:
         of_read = scores.gather(3, best[:, :, None].expand(-1, -1, step.group, -1)).logsumexp(-1)
-        share = torch.exp(of_read - scores.logsumexp(-1)).clamp(max=1.0)
+        share = torch.exp(of_read - lse_of_runs.logsumexp(-1)).clamp(max=1.0)
         share = torch.where(every, 1.0, share).flatten(1)  # of the weights, that is read
         mean = run(_of_values(step), None)[0][:, 0].repeat_interleave(step.group, 1)
         return mean, lse + torch.log1p(-share) - share.log()

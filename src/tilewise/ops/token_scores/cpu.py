@@ -10,7 +10,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def forward(call: Call, results: Tensors) -> None:
-    """Fills scores and total."""
+    """Fills the results."""
     for x in results.values():
         x.fill_(-torch.inf)
     requests = range(call.q.shape[0]) if call.request is None else call.request.tolist()
@@ -27,3 +27,6 @@ def forward(call: Call, results: Tensors) -> None:
         total = torch.where(total.isfinite(), total, FORCED)
         total[:, max(0, length - call.local) :] = FORCED
         results["scores"][row, ..., :length], results["total"][row, :, :length] = scores, total
+    scores = results["scores"]
+    runs = scores.view(*scores.shape[:-1], call.runs, call.columns.shape[-1])
+    results["lse"].copy_(runs.logsumexp(-1))

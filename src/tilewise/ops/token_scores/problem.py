@@ -42,16 +42,23 @@ class Call:
         """Of a code."""
         return self.columns.shape[-1] * 8 // self.page_size
 
+    @property
+    def runs(self) -> int:
+        """Of tokens that columns hold side by side, in all pages of a request."""
+        return self.table.shape[1] * 8 // self.bits
+
 
 def results(call: Call) -> Tensors:
     """Empty ones: scores float32 (rows, num_heads_kv, group, tokens), tokens those of max_pages pages, -inf for tokens
-    that a row does not see; and total, their sums over a group, likewise (rows, num_heads_kv, tokens).
+    that a row does not see; total, their sums over a group, likewise (rows, num_heads_kv, tokens); and lse, float32
+    (rows, num_heads_kv, group, runs), the log-sum-exp of the scores of each run.
     """
     rows, heads, group, _ = call.q.shape
     tokens, device = call.table.shape[1] * call.page_size, call.q.device
     return {
         "scores": torch.empty((rows, heads, group, tokens), dtype=torch.float32, device=device),
         "total": torch.empty((rows, heads, tokens), dtype=torch.float32, device=device),
+        "lse": torch.empty((rows, heads, group, call.runs), dtype=torch.float32, device=device),
     }
 
 

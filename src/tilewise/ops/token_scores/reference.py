@@ -12,7 +12,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def forward(call: Call, results: Tensors) -> None:
-    """Fills scores and total."""
+    """Fills the results."""
     for x in results.values():
         x.fill_(-torch.inf)
     size, most = call.page_size, 2**call.bits - 1
@@ -29,3 +29,6 @@ def forward(call: Call, results: Tensors) -> None:
             forced = token >= length - call.local or not total.isfinite()
             results["scores"][row, head, :, token] = scores
             results["total"][row, head, token] = FORCED if forced else total
+    scores = results["scores"].double()
+    runs = scores.view(*scores.shape[:-1], call.runs, call.columns.shape[-1])
+    results["lse"].copy_(runs.logsumexp(-1))

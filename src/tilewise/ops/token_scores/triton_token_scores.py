@@ -15,8 +15,8 @@ LARGE = tl.constexpr(FORCED)
 
 @triton.jit(do_not_specialize=["pages", "parts", "local"])
 def score_tokens(
-    Q, DIMS, COLUMNS, LEAST, LARGEST, TABLE, REQUEST, LENGTHS, SCORES, TOTAL, of_page, of_head, table_row, pages, parts,
-    local,
+    Q, DIMS, COLUMNS, LEAST, LARGEST, TABLE, REQUEST, LENGTHS, SCORES, TOTAL, LSE, of_page, of_head, table_row, pages,
+    parts, local,
     HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -40,6 +40,7 @@ def score_tokens(
     ends = page * of_page + h.to(tl.int64) * of_head
     columns = ((page * HEADS + h) * DIM * each)[:, None] + byte[None, :]
     tokens = pages.to(tl.int64) * PAGE
+    runs = pages.to(tl.int64) * (8 // BITS)
     for half in tl.static_range(8 // BITS):
         token = n[:, None] * PAGE + half * each + byte[None, :]
         seen = (token < length) & (byte < each)[None, :]
@@ -62,13 +63,14 @@ def score_tokens(
                 if g + 3 < GROUP:
                     s3 += tl.load(q + 3 * RANK + i) * k
             at = SCORES + (of_row * GROUP + g) * tokens + token
-            total += put(at, s0, seen, stored)
+            of_run = LSE + (of_row * GROUP + g) * runs + n * (8 // BITS) + half
+            total += put(at, of_run, s0, seen, stored, n < pages)
             if g + 1 < GROUP:
-                total += put(at + tokens, s1, seen, stored)
+                total += put(at + tokens, of_run + runs, s1, seen, stored, n < pages)
             if g + 2 < GROUP:
-                total += put(at + 2 * tokens, s2, seen, stored)
+                total += put(at + 2 * tokens, of_run + 2 * runs, s2, seen, stored, n < pages)
             if g + 3 < GROUP:
-                total += put(at + 3 * tokens, s3, seen, stored)
+                total += put(at + 3 * tokens, of_run + 3 * runs, s3, seen, stored, n < pages)
 
         # epilogue
         total = tl.where(tl.abs(total) < float("inf"), total, LARGE)
@@ -91,18 +93,22 @@ def keys_of(dim, LEAST, LARGEST, COLUMNS, there, inside, half: tl.constexpr, eac
 
 
 @triton.jit
-def put(at, s, seen, stored):
-    """Write a head's scores, and give them back."""
-    tl.store(at, tl.where(seen, s, float("-inf")), mask=stored)
+def put(at, of_run, s, seen, stored, there):
+    """Write a head's scores, and the log-sum-exp of those of each page, and give the scores back  # [PAGES, BLOCK]"""
+    score = tl.where(seen, s, float("-inf"))
+    tl.store(at, score, mask=stored)
+    top = tl.max(score, 1)
+    top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    tl.store(of_run, top + tl.log(tl.sum(tl.exp(score - top[:, None]), 1)), mask=there)
     return s
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
-    """Fills scores and total."""
+    """Fills the results."""
     q, dims = call.q.contiguous(), call.dims.contiguous()
     tensors = (
         q, dims, call.columns, call.least, call.largest, call.table, call.request, call.lengths, results["scores"],
-        results["total"],
+        results["total"], results["lse"],
     )  # fmt: skip
     key = tensors_key(*(x for x in tensors if x is not None))
     key = None if key is None else (key, call.page_size, call.local)
