@@ -103,6 +103,27 @@ def test_heads_that_take_the_places_of_others(case: Case) -> None:
     properties.repeats_are_equal(setting, case, 30, deterministic=False)
 
 
+IN_ORDER = [
+    Case("ordered", 2, 1500, 1500, 12, 12, 64, 64),
+    Case("ordered_causal", 2, 1500, 1500, 12, 12, 64, 64, mask=build.causal),
+    Case("ordered_grouped", 1, 2000, 3000, 8, 2, 128, 128, mask=build.causal),
+    Case("ordered_more_queries", 1, 3000, 700, 8, 8, 96, 96, mask=build.causal),
+    Case("ordered_many", 40, 600, 600, 8, 8, 128, 128, mask=build.causal),
+    Case("ordered_softcap", 1, 1500, 1500, 8, 8, 128, 128, mask=build.causal, score=build.softcap, sink=True),
+    Case("ordered_packed", packed=((900, 900), (0, 0), (33, 70), (1500, 1500)), heads_q=8, heads_kv=4, head_dim=128,
+         head_dim_v=128, mask=build.causal),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_ORDER, ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_in_a_fixed_order(case: Case, dtype: torch.dtype) -> None:
+    """More items than programs, each of which waits for that of the next keys before it adds to dQ."""
+    setting = Setting("hopper", dtype, DEVICE)
+    properties.gradients_equal_reference(setting, case, deterministic=True)
+    properties.repeats_are_equal(setting, case, 30)
+
+
 def test_fifty_decodes_give_the_same_bits() -> None:
     case = Case("race_decode", 4, 2, 4000, 16, 2, 128, 128, mask=build.causal)
     properties.repeats_are_equal(Setting("triton_decode", torch.bfloat16, DEVICE), case, times=50)

@@ -123,10 +123,10 @@ def equals_reference(setting: Setting, case: Case) -> None:
     assert bool((rows[empty] == 0).all())
 
 
-def gradients_equal_reference(setting: Setting, case: Case) -> None:
+def gradients_equal_reference(setting: Setting, case: Case, deterministic: bool = False) -> None:
     """Gradients of q, k, v, sink and captured tensors, through o, and lse where the case asks, within budget."""
     inputs = make_inputs(case, setting.dtype, setting.device)
-    got = run(setting, inputs)
+    got = run(setting, inputs, deterministic=deterministic)
     for name, leaf in inputs.leaves().items():
         assert got[name].dtype == leaf.dtype, f"{name}: {got[name].dtype}, expected {leaf.dtype}"
     within(got, expectation(case, setting.dtype, setting.device))

@@ -30,7 +30,7 @@ from tilewise.ops.attention.triton_plans import (
     strides_of,
     together,
 )
-from tilewise.ops.attention.variant import MaskFunctions, ScoreFunctions, ScoreSide, formula_kind, is_band
+from tilewise.ops.attention.variant import CAUSAL, MaskFunctions, ScoreFunctions, ScoreSide, formula_kind, is_band
 from tilewise.ops.triton_launch import Plan, Plans, describable, on_device
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.hopper import LAST_ROW
@@ -122,7 +122,8 @@ class Fixed(NamedTuple):
     slope: Any = None  # the score's derivative
     accumulate: Any = None  # adds the gradients of captured tensors
     block_m: int | None = None  # queries of a tile
-    sums: bool | None = None  # programs add to dQ in memory
+    sums: bool | None = None  # programs add to dQ in memory,
+    ordered: bool | None = None  # each when those with later keys have
 
 
 def constants(**values: Any) -> Fixed:
@@ -302,7 +303,8 @@ def turns_of(call: Call, slots: int, pairs: int) -> int:
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients: what queries begin with, then dK, dV and dQ. The programs for dK and dV add to sums of dQ, and convert
     those that are complete; or dQ has a kernel like theirs (`_sums`): where head dimensions are above 128, gradients
-    must repeat bit by bit, queries and keys are few, or sequences are so short that tiles are mostly empty.
+    must repeat bit by bit under most masks, queries and keys are few, or sequences are so short that tiles are mostly
+    empty.
     """
     if call.dropout > 0.0 or (any(call.grad_captured) and not _sums(call)):
         return triton_attention.backward(call, o, lse, do, dlse)
@@ -331,7 +333,7 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         tables: dict[Any, Any] = {}
         lists = triton_attention.lists_of(call, keys, True, key, tables)
         if keys.kernel is attention_bwd_sm90:
-            pointers = (*inputs, dk, dv, counts, sums, sums, dq, *cu_seqlens, *lists)
+            pointers = (*inputs, dk, dv, counts, sums, sums, dq, _order(call, keys), *cu_seqlens, *lists)
             keys.launch(pointers, (*formula, accumulators(captured)), scalars)
         else:
             keys.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
@@ -387,7 +389,7 @@ def _gradient_plan(
         kernel,
         grid=min(slots * pairs, multiprocessors(call.q.device)),
         strides=(),
-        sizes=(*lengths_of(call)[:3], slots_q, slots, turns_of(call, slots, pairs), slots * pairs, *places),
+        sizes=(*lengths_of(call)[:3], slots_q, slots, _turns_of_gradients(call, slots, pairs), slots * pairs, *places),
         constants=(
             constants(
                 **common(call, mask, score, side, cfg, of_keys),
@@ -396,6 +398,7 @@ def _gradient_plan(
                 slope=side and side.slope if linear_of(call, score) is None else None,
                 accumulate=side and side.accumulate,
                 sums=_sums(call),
+                ordered=of_keys and _ordered(call),
                 registers=_REGISTERS[2],
             ),
         ),
@@ -408,14 +411,37 @@ def _gradient_plan(
 
 
 def _sums(call: Call) -> bool:
-    """Whether programs that own keys add to dQ in memory: not where bits must repeat, where it would be slower, or
-    where there would be four times as many rows of sums, which are kept in whole tiles, as of queries or keys.
+    """Whether programs that own keys add to dQ in memory: not where bits must repeat and there is no order, where it
+    would be slower, or where there would be four times as many rows of sums, which are kept in whole tiles, as of
+    queries or keys.
     """
     cfg = config_of("hopper backward", call)
     rows = max(call.rows_q, call.rows_k)
     empty = slots_of(call, cfg, False) * cfg.block_m > 4 * rows
     few = _columns(call) == 128 and rows <= _FEW_ROWS and not (call.packed or any(call.grad_captured))
-    return not (call.deterministic or _columns(call) > 128 or few or empty)
+    return not ((call.deterministic and not _in_order(call)) or _columns(call) > 128 or few or empty)
+
+
+def _in_order(call: Call) -> bool:
+    """Whether keys that see a tile of queries are neighbours, and visit its like in order."""
+    return (call.mask is None or call.mask.text == CAUSAL) and not any(call.grad_captured)
+
+
+def _ordered(call: Call) -> bool:
+    """Whether programs add to dQ in an order that is always the same."""
+    return call.deterministic and _sums(call)
+
+
+def _turns_of_gradients(call: Call, slots: int, pairs: int) -> int:
+    """`turns_of`; where additions are ordered, half of the pairs whose sums L2 holds: then whoever has the next keys of
+    one has begun long enough before (benchmarks/NOTES.md).
+    """
+    return min(pairs, max(2, _held(call) // 2)) if _ordered(call) else turns_of(call, slots, pairs)
+
+
+def _order(call: Call, keys: Plan) -> torch.Tensor | None:
+    """How far each run is, where additions are ordered."""
+    return torch.zeros(keys.sizes[-2], dtype=torch.int32, device=call.q.device) if _ordered(call) else None
 
 
 def _places(call: Call) -> int:
@@ -424,14 +450,18 @@ def _places(call: Call) -> int:
     """
     if not _sums(call):
         return 0
-    cfg = config_of("hopper backward", call)
-    slots, slots_q = slots_of(call, cfg, True), slots_of(call, cfg, False)
+    slots = slots_of(call, config_of("hopper backward", call), True)
     pairs = call.num_heads_kv * batches_of(call)
-    turns = turns_of(call, slots, pairs)
+    turns = _turns_of_gradients(call, slots, pairs)
     at_once = turns - (-multiprocessors(call.q.device) // slots)
-    held = _HELD // (4 * slots_q * cfg.block_m * _columns(call) * call.group)
-    wanted = max(at_once + at_once // 2 + 1, min(3 * at_once, held))
+    wanted = max(at_once + at_once // 2 + 1, min(3 * at_once, _held(call)))
     return call.group * min(pairs, -(-wanted // turns) * turns)
+
+
+def _held(call: Call) -> int:
+    """How many pairs of batch and head have sums of dQ that L2 holds."""
+    cfg = config_of("hopper backward", call)
+    return _HELD // (4 * slots_of(call, cfg, False) * cfg.block_m * _columns(call) * call.group)
 
 
 def _columns(call: Call) -> int:

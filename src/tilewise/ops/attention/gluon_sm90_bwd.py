@@ -35,10 +35,15 @@ from tilewise.ops.attention.gluon_sm90_scores import (
 from tilewise.ops.attention.gluon_sm90_sums import (
     CONVERTERS,
     add_to_sums,
+    await_order,
     convert,
+    count_additions,
     count_run,
+    has_added,
     head_of,
+    order_of,
     place_is_free,
+    seen_of,
     share_ring,
     tile_of_sums,
     wait_for_place,
@@ -95,7 +100,7 @@ def fetch_tiles(inputs, run, first, last, done, memory, bars, grid, fixed):
     """Fetch Q with its shifts and dO with its centres, from the `first` of a run's tiles up to the `last`."""
     _K, _V, Q, DO, SHIFT, CENTRE = inputs
     _, _, q_ring, do_ring, shift_ring, centre_ring, _, _, _ = memory
-    _, _, _, _, q_full, q_empty, do_full, do_empty, _, _, _, _ = bars
+    q_full, q_empty, do_full, do_empty = bars[4], bars[5], bars[6], bars[7]
     BLOCK_M: gl.constexpr = q_ring.shape[4]
     queries, _keys, _lengths, row0, tiles = where_of(run, grid, fixed, BLOCK_M)
     tile0 = first_tile_of(run, row0, grid, fixed, BLOCK_M)
@@ -114,7 +119,7 @@ def fetch(inputs, sums, memory, bars, grid, fixed):
     K, V, _Q, _DO, _SHIFT, _CENTRE = inputs
     COUNTS = sums[3]
     k_ring, v_tile, q_ring, _, _, _, _, _, board = memory
-    k_full, k_empty, v_full, v_empty, _, _, _, _, _, _, _, _ = bars
+    k_full, k_empty, v_full, v_empty = bars[0], bars[1], bars[2], bars[3]
     BLOCK_M: gl.constexpr = q_ring.shape[4]
     done = 0
     at = 0
@@ -167,10 +172,14 @@ def send(outputs, sums, memory, bars, grid, fixed):
     """The warp that writes: it sends dV and dK of an item out of the places of K and dS, and counts the item's runs."""
     DK, DV = outputs
     k_ring, _, q_ring, _, _, _, _, dk_ring, board = memory
-    _, k_empty, _, _, _, _, _, _, _, _, out_full, out_empty = bars
+    k_empty, out_full, out_empty = bars[1], bars[10], bars[11]
     at = 0
+    done = 0
     run = posted(0, board, 1)
     while run[7] > 0:
+        _queries, _keys, _lengths, _row0, tiles = where_of(run, grid, fixed, q_ring.shape[4])
+        count_additions(run, at % fixed.group, done, tiles, sums, bars[12], grid, fixed)
+        done += run[7]
         if at % fixed.group == fixed.group - 1:
             h, start = run[1], run[3]
             _queries, keys, _lengths, _row0, _tiles = where_of(run, grid, fixed, q_ring.shape[4])
@@ -210,14 +219,18 @@ def issue_dq(k_ring, spot, ds_ring, place, done, C: gl.constexpr):
 
 @gluon.jit
 def step(
-    dk, dv, done, m, turn, own, SUM, before, memory, bars, formula, scalars, fixed, C: gl.constexpr,
+    dk, dv, done, m, turn, own, sum_and_order, before, memory, bars, formula, scalars, fixed, C: gl.constexpr,
     FIRST: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add query tile m to dk and dv of a warpgroup's keys; where sums of dQ are wanted, take that of the tile before,
     number `before` of all, which the FIRST has not.
     """
     k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, _, _ = memory
-    _, _, v_full, _, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, _, out_empty = bars
+    v_full, q_full, q_empty, do_full, do_empty = bars[2], bars[4], bars[5], bars[6], bars[7]
+    ds_full, ds_empty, out_empty = bars[8], bars[9], bars[11]
+    SUM, order = sum_and_order
+    if not FIRST:
+        seen = seen_of(order, fixed)
     _, _, score_args, score_nums, grads = formula
     BLOCK_M: gl.constexpr = q_ring.shape[4]
     SCORES: gl.constexpr = product_layout(BLOCK_M)
@@ -267,7 +280,9 @@ def step(
         dk = warpgroup_mma(gl.convert_layout(ds16, FROM_REGISTERS, assert_trivial=True), q, dk, is_async=True)
         dq = warpgroup_mma_wait(2, deps=(dq,))
         mbarrier.arrive(ds_empty.index(place ^ 1))
+        await_order(order, seen, before, fixed)
         add_to_sums(dq, SUM, before, C)
+        has_added(done - 1, bars[12], fixed)
         dv = warpgroup_mma_wait(1, deps=(dv,))
         mbarrier.arrive(do_empty.index(stage))
     dk = warpgroup_mma_wait(0, deps=(dk,))
@@ -276,10 +291,11 @@ def step(
 
 
 @gluon.jit
-def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
+def compute(sums, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     """One warpgroup: dK and dV of its 64 keys of every item, over the tiles of queries of each head of the group."""
     k_ring, _, q_ring, _, _, _, ds_ring, dk_ring, board = memory
-    k_full, _, _, v_empty, _, _, _, _, ds_full, ds_empty, out_full, out_empty = bars
+    k_full, v_empty, ds_full, ds_empty, out_full, out_empty = bars[0], bars[3], bars[8], bars[9], bars[10], bars[11]
+    SUM = sums[0] if fixed.sums else 0
     formula = grid[1]
     scale, _ = scalars
     BLOCK_M: gl.constexpr = q_ring.shape[4]
@@ -297,12 +313,15 @@ def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         first_sums = run[8] if fixed.sums else 0
         turn = at // fixed.group
         g = at % fixed.group
+        order = order_of(run, g, first_sums, lengths[1], sums, grid, fixed, KEYS)
         dk = gl.where(g == 0, 0.0, dk)
         dv = gl.where(g == 0, 0.0, dv)
         spot, phase = ring_turn(turn, AHEAD)
         mbarrier.wait(k_full.index(spot), phase)
         m = visit_any(0, tiles, fixed.lists)
-        dk, dv = step(dk, dv, done, m, turn, own, SUM, 0, memory, bars, formula, scalars, fixed, C, True, fixed.guard)
+        dk, dv = step(
+            dk, dv, done, m, turn, own, (SUM, order), 0, memory, bars, formula, scalars, fixed, C, True, fixed.guard
+        )
         before = first_sums + m
         full = 1
         if fixed.guard:
@@ -311,15 +330,17 @@ def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             for t in range(1, cut):
                 m = visit_any(t, tiles, fixed.lists)
                 dk, dv = step(
-                    dk, dv, done + t, m, turn, own, SUM, before, memory, bars, formula, scalars, fixed, C, False, True
-                )
+                    dk, dv, done + t, m, turn, own, (SUM, order), before, memory, bars, formula, scalars, fixed, C,
+                    False, True,
+                )  # fmt: skip
                 before = first_sums + m
             full = gl.maximum(cut, 1)
         for t in range(full, count):
             m = visit_any(t, tiles, fixed.lists)
             dk, dv = step(
-                dk, dv, done + t, m, turn, own, SUM, before, memory, bars, formula, scalars, fixed, C, False, False
-            )
+                dk, dv, done + t, m, turn, own, (SUM, order), before, memory, bars, formula, scalars, fixed, C, False,
+                False,
+            )  # fmt: skip
             before = first_sums + m
         done += count
         is_last = g == fixed.group - 1
@@ -330,7 +351,9 @@ def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             mbarrier.wait(ds_full.index(last), phase)
             dq = warpgroup_mma_wait(0, deps=(issue_dq(k_ring, spot, ds_ring, last, done, C),))
             mbarrier.arrive(ds_empty.index(last))
+            await_order(order, seen_of(order, fixed), before, fixed)
             add_to_sums(dq, SUM, before, C)
+            has_added(done - 1, bars[12], fixed)
         if is_last:
             if fixed.sums:
                 wait_for_both()  # have read K and dS
@@ -350,8 +373,8 @@ def compute(SUM, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     ]
 )  # fmt: skip
 def attention_bwd_sm90(
-    Q, K, V, DO, SHIFT, CENTRE, DK, DV, COUNTS, SUM, SHARES, DQ, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h,
-    list_stride_r, mask_args, mask_nums, score_args, score_nums, grads,
+    Q, K, V, DO, SHIFT, CENTRE, DK, DV, COUNTS, SUM, SHARES, DQ, ORDER, CU_Q, CU_K, LISTED, list_stride_b,
+    list_stride_h, list_stride_r, mask_args, mask_nums, score_args, score_nums, grads,
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, places, scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
@@ -394,6 +417,14 @@ def attention_bwd_sm90(
         mbarrier.init(ds_full.index(n), count=2)
         mbarrier.init(ds_empty.index(n), count=2)
         mbarrier.init(out_full.index(n), count=1)
+    counting = ()
+    if fixed.ordered:
+        added = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+        counted = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+        for n in gl.static_range(2):
+            mbarrier.init(added.index(n), count=2)
+            mbarrier.init(counted.index(n), count=1)
+        counting = (added, counted)
     shares = share_ring(SHARES, fixed)
     fence_async_shared()
 
@@ -401,6 +432,7 @@ def attention_bwd_sm90(
     memory = (k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dk_ring, board)
     bars = (
         k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, out_full, out_empty,
+        counting,
     )  # fmt: skip
     listed = LISTED if fixed.lists else 0
     grid = (
@@ -410,12 +442,12 @@ def attention_bwd_sm90(
         (CU_Q, CU_K) if fixed.packed else (0, 0),
     )
     inputs = (K, V, Q, DO, SHIFT, CENTRE)
-    sums = (SUM, SHARES, DQ, COUNTS, places)
+    sums = (SUM, SHARES, DQ, COUNTS, places, ORDER)
     scalars = (scale, scale * LOG2E)
     gl.warp_specialize(
         [
-            (compute, (SUM, memory, bars, grid, scalars, fixed, 0)),
-            (compute, (SUM, memory, bars, grid, scalars, fixed, 1)),
+            (compute, (sums, memory, bars, grid, scalars, fixed, 0)),
+            (compute, (sums, memory, bars, grid, scalars, fixed, 1)),
             (fetch, (inputs, sums, memory, bars, grid, fixed)),
             (send, ((DK, DV), sums, memory, bars, grid, fixed)),
             (convert, (sums, shares, grid, scale, fixed)),

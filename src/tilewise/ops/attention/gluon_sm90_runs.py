@@ -12,8 +12,8 @@ RUN = gl.constexpr(8)  # numbers of a run; the last is how many tiles it visits
 @gluon.jit
 def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
     """A run over tiles of queries: those of the g-th head of a group, for the keys of one item of the grid. Items with
-    the first keys, which most see under a causal mask, go first. Packed sequences have items to spare, which visit
-    nothing.
+    the first keys, which most see under a causal mask, go first, or where sums of dQ are `ordered` those with the last.
+    Packed sequences have items to spare, which visit nothing.
 
     Returns (batch, head, row of tiles in a list, first key, first visited tile, first FULL one, how many are not FULL,
     how many tiles it visits).
@@ -24,6 +24,8 @@ def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
     mask_args, mask_nums = formula[0], formula[1]
     CU_Q, CU_K = cu_seqlens
     pair, slot = take_turns(item, slots, HEADS_KV if fixed.packed else batch * HEADS_KV, together)
+    if fixed.ordered:
+        slot = slots - 1 - slot
     b = pair // HEADS_KV
     h = pair % HEADS_KV * fixed.group + g
     n = slot

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.tiles.gluon_api import async_load, async_store, barrier, reinterpret
 from tilewise.tiles.hopper import at_row, matrix, read_by_tma, sequence, take, wait_for_count
 from tilewise.tiles.load import POINTER, load_rows, rows_of
-from tilewise.tiles.visit import locate
+from tilewise.tiles.visit import locate, visit_any
 
 TAKEN = gl.constexpr(2)  # counts before those of heads: what two roles or kernels have taken
 CONVERTERS = gl.constexpr(2)  # warps
@@ -136,6 +136,70 @@ def add_to_sums(dq, SUM, tile, C: gl.constexpr):
 
 
 @gluon.jit
+def order_of(run, g, first_sums, length, sums, grid, fixed, KEYS: gl.constexpr):
+    """How a run's additions are ordered, where they are: (how far the run of the next keys is, number of a tile of sums
+    from which that is counted). Runs of keys that are last wait for nobody.
+    """
+    order = (0, 0 * first_sums)
+    if fixed.ordered:
+        HEADS_KV: gl.constexpr = fixed.heads // fixed.group
+        pair = run[1] // fixed.group
+        if not fixed.packed:
+            pair += run[0] * HEADS_KV
+        last = run[3] + KEYS >= length
+        at = sums[5] + (pair * grid[0][4] + run[2] + gl.where(last, 0, 1))
+        order = (at, gl.where(last, -(2**30), g * grid[0][3] + 1 - first_sums))
+    return order
+
+
+@gluon.jit
+def seen_of(order, fixed):
+    """How far the run of the next keys was when this was read."""
+    seen = order[1]
+    if fixed.ordered:
+        seen = gl.load(order[0], volatile=True)
+    return seen
+
+
+@gluon.jit
+def await_order(order, seen, tile, fixed):
+    """Wait until the run of the next keys has added to a tile of sums, if it does: each adds when those have that are
+    before it, and those begin before it (`run_of`), whatever runs at a time.
+    """
+    if fixed.ordered:
+        while seen < order[1] + tile:
+            seen = gl.load(order[0], volatile=True)
+
+
+@gluon.jit
+def has_added(at, bars, fixed):
+    """Tell the warp that counts additions that a warpgroup has done its `at`-th."""
+    if fixed.ordered:
+        added, counted = bars
+        mbarrier.wait(counted.index(at & 1), ((at >> 1) & 1) ^ 1)
+        barrier()
+        mbarrier.arrive(added.index(at & 1))
+
+
+@gluon.jit
+def count_additions(run, g, done, tiles, sums, bars, grid, fixed):
+    """Say how far a run is, tile after tile, as both warpgroups add to the sums, and at its end beyond all tiles."""
+    if fixed.ordered:
+        HEADS_KV: gl.constexpr = fixed.heads // fixed.group
+        added, counted = bars
+        pair = run[1] // fixed.group
+        if not fixed.packed:
+            pair += run[0] * HEADS_KV
+        at = sums[5] + (pair * grid[0][4] + run[2])
+        for t in range(run[7]):
+            n = done + t
+            mbarrier.wait(added.index(n & 1), (n >> 1) & 1)
+            mbarrier.arrive(counted.index(n & 1))
+            far = g * grid[0][3] + 1 + visit_any(t, tiles, fixed.lists)
+            gl.atomic_xchg(at, gl.where(t + 1 == run[7], (g + 1) * grid[0][3], far), sem="release")
+
+
+@gluon.jit
 def count_run(head, sums):
     """Count a run of a head, which has added to its sums all that it had."""
     gl.atomic_add(runs_of(head, sums), 1, sem="release")
@@ -168,7 +232,7 @@ def convert(sums, memory, grid, scale, fixed):
     leave zeros for the head that has the place next.
     """
     if fixed.sums:
-        SUM, SHARES, DQ, COUNTS, places = sums
+        SUM, SHARES, DQ, COUNTS, places = sums[0], sums[1], sums[2], sums[3], sums[4]
         ring, full = memory
         CU_Q = grid[3][0]
         batch, seqlen_q, _seqlen_k, slots_q, slots, _together, _items = grid[0]
