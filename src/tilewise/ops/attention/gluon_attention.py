@@ -65,6 +65,7 @@ _FEW_KEYS = 2048  # of a paged request, up to which rows are gathered
 _MANY = 0x7FFF0000
 _FEW_TILES = 24  # of a sequence, up to which those of unequal length are divided beforehand
 _HELD = 24 * 2**20  # bytes of sums of dQ that L2 holds beside what else is used
+_IN_ORDER = (2, 64)  # pairs that take turns where sums are added to in order, at least and at most
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
 _APART = 2**23  # elements of such pairs, beyond which fewer take turns where any tile may be visited
 
@@ -436,7 +437,8 @@ def _turns_of_gradients(call: Call, slots: int, pairs: int) -> int:
     """`turns_of`; where additions are ordered, half of the pairs whose sums L2 holds: then whoever has the next keys of
     one has begun long enough before (benchmarks/NOTES.md).
     """
-    return min(pairs, max(2, _held(call) // 2)) if _ordered(call) else turns_of(call, slots, pairs)
+    least, most = _IN_ORDER
+    return min(pairs, most, max(least, _held(call) // 2)) if _ordered(call) else turns_of(call, slots, pairs)
 
 
 def _order(call: Call, keys: Plan) -> torch.Tensor | None:
