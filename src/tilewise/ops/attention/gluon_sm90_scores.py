@@ -118,6 +118,8 @@ def probabilities(s, shift, n, own, formula, scalars, fixed, MASKED: gl.constexp
             p = gl.where(seen, p, 0.0)
         else:
             p = only_within(p, first, start, end)
+    elif fixed.ordered and fixed.score is not None:  # of rows that are not there a score may be no number
+        p = gl.where(shift == float("-inf"), 0.0, p)
     return p, (raw, i, j, of_score)
 
 
@@ -127,7 +129,7 @@ def through_score(ds, p, around, own, formula, fixed, MASKED: gl.constexpr):
     if fixed.slope is not None:
         raw, i, j, of_score = around
         ds = fixed.slope(ds, raw, own[0], own[1], i, j, of_score, formula[2], formula[3])
-        if MASKED:
+        if MASKED or fixed.ordered:
             ds = gl.where(p == 0.0, 0.0, ds)  # a hidden score may have no finite derivative
     return ds
 
