@@ -36,7 +36,7 @@ def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
     start = n * KEYS
     j1 = gl.minimum(start + KEYS, seqlen_k) - 1
     rows = seqlen_q
-    if fixed.ordered:  # the last tile in its turn, though it is not filled: its other rows are zeros, and so are weights
+    if fixed.ordered:  # the last tile in its turn, though not filled: its other rows are zeros, and so are weights
         rows = (seqlen_q + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     begin, full_begin, num_full, num_partial = visits(
         b, h, start, j1, seqlen_k - seqlen_q, rows, mask_args, mask_nums, list_of(b, h, slot, grid, fixed),
