@@ -282,9 +282,10 @@ def variants() -> Iterator[Variant]:
         for kind in KINDS:
             yield Variant(90, "hopper_decode", "bf16", head_dim, kind, head_dim == 128)
         yield Variant(90, "hopper_mixed", "bf16", head_dim, "pages", head_dim == 128)
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         for formula in (formula for formula in CODED if formula not in ("sage1", "sage2 int4")):
-            yield Variant(90, "hopper_codes", "bf16", head_dim, formula, head_dim == 128)
+            quick = head_dim == 128 or (head_dim == 256 and formula in ("sage2 packed", "fp8 blocks"))
+            yield Variant(90, "hopper_codes", "bf16", head_dim, formula, quick)
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256)):
         for formula in (formula for formula in CODED if formula not in ("sage2 sums", "fp8 blocks")):
             yield Variant(sm, "triton_codes", "bf16", head_dim, formula, head_dim == 128 and formula == "sage2 causal")

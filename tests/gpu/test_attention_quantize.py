@@ -20,11 +20,13 @@ from tilewise.testing.paging import paged
 
 ROW, PORTABLE = ROWS = ("hopper_codes", "triton_codes")
 BY_NAME = {case.name: case for case in CASES}
+_CENTRED = tw.Sage(smooth=("k", "v"))
 LARGE = [
     CodedCase("large", tw.Sage2(), lengths=((900, 2100),), heads=(4, 2), dim=128, dim_v=128),
     CodedCase("large_causal", tw.Sage2(), lambda device: {"mask": tw.causal}, ((1500, 1500),), (4, 4), 128, 128),
     CodedCase("large_fp8", tw.Sage("fp8", rotate="hadamard"), lambda device: {"mask": tw.causal}, ((2000, 2000),),
               (4, 1), 64, 64),
+    CodedCase("large_wide", _CENTRED, lambda device: {"mask": tw.causal}, ((1500, 2100),), (4, 2), 256, 256),
 ]  # fmt: skip
 
 
@@ -58,14 +60,15 @@ def test_larger_problems(case: CodedCase, dtype: torch.dtype, row: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sage2_causal", "fp8_rotated", "softcap", "sink", "packed", "rotated_centred_values", "slopes"]
+    "name",
+    ["sage2_causal", "fp8_rotated", "softcap", "sink", "packed", "rotated_centred_values", "slopes", "wide_heads"],
 )
 def test_gradients_go_straight_through(name: str) -> None:
     cases.check_gradients(BY_NAME[name], torch.bfloat16, ROW, DEVICE)
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("name", ["sage2", "sage2_causal", "fp8_rotated", "packed", "documents"])
+@pytest.mark.parametrize("name", ["sage2", "sage2_causal", "fp8_rotated", "packed", "documents", "wide_documents"])
 def test_bits_repeat(name: str, row: str) -> None:
     (q, k, v), arguments = cases.make_inputs(BY_NAME[name], torch.bfloat16, DEVICE)
     first, *others = (

@@ -81,9 +81,14 @@ FP8_VALUES = [  # that every kernel takes
     CodedCase("positions", tw.Sage2(), lambda device: {"score": lambda s, b, h, i, j: s - 0.01 * (i - j) * (i - j)}),
     CodedCase("sink", _ROTATED, _sink),
     CodedCase("documents", tw.Sage2(), _documents, ((300, 300),)),
+    CodedCase("every_third_key", tw.Sage2(), lambda device: {"mask": lambda b, h, i, j: j % 3 == 1}),
     CodedCase("half_empty", _ROTATED, _half_empty),
     CodedCase("other_scale", tw.Sage2(), lambda device: {"scale": -0.1}),
     CodedCase("heads_of_96", tw.Sage2(), _causal, dim=96, dim_v=48),
+    CodedCase("wide_heads", tw.Sage2(), _causal, ((70, 200),), dim=256, dim_v=192),
+    CodedCase("wide_documents", tw.Sage2(), _documents, ((300, 300),), dim=192, dim_v=256),
+    CodedCase("wide_packed", tw.FP8(v_scale="channel"), _sink, RAGGED, dim=256, dim_v=256, packed=True),
+    CodedCase("wide_keys", tw.Sage(smooth=("k", "v")), _capped, dim=192, dim_v=128),
     CodedCase("one_query", tw.Sage2(), _causal, ((1, 129), (1, 129))),
     CodedCase("one_key", tw.Sage2(), lengths=((9, 1),)),
     *(CodedCase(f"keys_{n}", tw.Sage2(), _causal, ((n, n),)) for n in (9, 63, 65, 127, 257)),
@@ -101,7 +106,6 @@ OTHERS = [  # that kernels may leave to others
     CodedCase("value_blocks", tw.FP8("token", "block", "block"), _sink),
     CodedCase("centred_softcap", tw.Sage(smooth=("q", "k", "v"), rotate="hadamard"), _capped),
     CodedCase("odd_heads", tw.Sage2(), _causal, dim=7, dim_v=33),
-    CodedCase("wide_heads", tw.Sage2(), _causal, ((70, 200),), dim=256, dim_v=192),
 ]  # fmt: skip
 CASES = [*FP8_VALUES, *OTHERS]
 

@@ -35,7 +35,8 @@ from tilewise.quant.blocks import Quantized
 from tilewise.quant.schemes import KEYS
 
 _CONFIG = Config(128, KEYS, 4, 2, True)
-_STAGES = 4
+_STAGES = 4  # of keys and values, at most
+_AT_ONCE = 128  # channels of values: beside more, a thread has no registers for the next scores
 _REGISTERS = 240
 _PLANS = Plans()
 
@@ -73,7 +74,10 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
     slots = slots_of(call, cfg, False)
     pairs = call.num_heads_q * batches_of(call)
     turns = together(call, mask, slots, pairs) if equal(call) else turns_of(call, slots, pairs)
-    used = cfg.block_m * (d + 2 * d_v) + _STAGES * cfg.block_n * (d + d_v)
+    at_once = min(d_v, _AT_ONCE)
+    own, tile = cfg.block_m * (d + 2 * at_once), cfg.block_n * (d + d_v)
+    stages = min(_STAGES, (SHARED - own) // tile)
+    used, early = own + stages * tile, call.skip is None and d_v == at_once
     return Plan(
         attention_codes_sm90,
         grid=min(slots * pairs, multiprocessors(call.q.device)),
@@ -85,11 +89,11 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
                 in_base_2=score is not None and (score.in_base_2 or linear_of(call, score) is not None),
                 block_n=cfg.block_n,
                 consumers=cfg.block_m // 64,
-                stages=_STAGES,
+                stages=stages,
                 sinks=call.sink is not None,
                 dealt=dealt(call, mask, slots),
                 apart=True,
-                ahead=2 if used + cfg.block_m * d <= SHARED and call.skip is None else 1,
+                ahead=2 if early and used + cfg.block_m * d <= SHARED else 1,
                 registers=_REGISTERS,
                 head_dim_v=call.head_dim_v,
                 codes=True,
@@ -105,6 +109,6 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
         warps=cfg.warps,
         stages=cfg.stages,
         extra=(cfg, functions(call)[0]),
-        boxes={0: (64, d), 1: (cfg.block_n, d), 2: (d_v, cfg.block_n), 4: (64, d_v)},  # q, k, v, o
+        boxes={0: (64, d), 1: (cfg.block_n, d), 2: (d_v, cfg.block_n), 4: (64, at_once)},  # q, k, v, o
         describe=describe,
     )

@@ -12,12 +12,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from tilewise.ops.attention.gluon_sm90_fetch import fetch
 from tilewise.ops.attention.gluon_sm90_formula import scored, seen_in, with_hidden
+from tilewise.ops.attention.gluon_sm90_products import (
+    DEPTH,
+    finished,
+    of_thread,
+    output_of,
+    packed_weights,
+    product_of,
+    scores_of,
+)
 from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_store, barrier
@@ -47,22 +55,12 @@ from tilewise.tiles.hopper import (
 )
 from tilewise.tiles.visit import call_once, row_ends, visit_any
 
-DEPTH = gl.constexpr(32)  # numbers of 8 bits that a product takes at a time
 SMALLEST_FACTOR = gl.constexpr(1e-20)  # of codes that a mask may hide: HIDDEN times it is far below any score
 
 
 @gluon.constexpr_function
 def _log2(x):
     return math.log2(x)
-
-
-@gluon.jit
-def scores_of(q, k):
-    """Start the product of 64 queries with a tile of keys [BLOCK_N, D]: int32 of int8, else float32."""
-    BLOCK_N: gl.constexpr = k.shape[0]
-    SUM: gl.constexpr = gl.int32 if k.dtype == gl.int8 else gl.float32
-    zeros = gl.zeros([64, BLOCK_N], SUM, layout=product_layout(BLOCK_N, DEPTH))
-    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -75,79 +73,6 @@ def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
     stage, phase = ring_turn(done, fixed.stages)
     mbarrier.wait(k_full.index(stage), phase, pred=wanted)
     return scores_of(matrix(memory[0].index(spot)), matrix(memory[1].index(stage)))
-
-
-@gluon.constexpr_function
-def _as_operand(columns, width):
-    """Registers of four bytes of a weights' operand [64, columns]: [64, columns / 16, 4]."""
-    return gl.DotOperandLayout(0, product_layout(width, DEPTH), 4)
-
-
-_PACK = (
-    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
-    "mov.b32 $0, {a, b}; }"
-)
-PACK = gl.constexpr(_PACK)
-
-
-@gluon.jit
-def packed_weights(w):
-    """Weights [64, N / 8, 4, 2] as FP8, four of a thread in an int32 [64, N / 16, 4]: a loop that carried FP8 would
-    take them apart, byte by byte. Of every 16 keys a thread has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, as
-    `quant.blocks.KEY_ORDER` says.
-    """
-    EIGHTS: gl.constexpr = w.shape[1]
-    y = gl.permute(w.reshape([64, EIGHTS // 2, 2, 4, 2]), (0, 1, 3, 2, 4))
-    a, b = gl.split(y)
-    a0, a1 = gl.split(a)
-    b0, b1 = gl.split(b)
-    return gl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a0, b0, a1, b1], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def operand_of(p, WIDTH: gl.constexpr):
-    """Packed weights as the left operand of a product [64, WIDTH]."""
-    N: gl.constexpr = p.shape[1] * 16
-    OPERAND: gl.constexpr = _as_operand(N, WIDTH)
-    BYTES: gl.constexpr = gl.zeros([64, N], gl.float32, layout=OPERAND).reshape([64, N // 16, 4, 4]).type.layout
-    x = gl.convert_layout(p, gl.SliceLayout(3, BYTES), assert_trivial=True)[:, :, :, None]
-    x = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;",
-        "=r,r,r,r,r",
-        [x + gl.zeros([64, N // 16, 4, 4], gl.int32, layout=BYTES)],
-        dtype=gl.float8e4nv,
-        is_pure=True,
-        pack=4,
-    )
-    return gl.convert_layout(x.reshape([64, N]), OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def output_of(p, v, ones, fixed):
-    """Start (weights times a tile of values [D, N], their sums) of packed weights."""
-    D: gl.constexpr = v.shape[0]
-    zeros = gl.zeros([64, D], gl.float32, layout=product_layout(D, DEPTH))
-    r = warpgroup_mma(operand_of(p, D), v.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    sums = gl.zeros([64, 8], gl.float32, layout=product_layout(8, DEPTH))
-    if not fixed.exact_sums:
-        sums = warpgroup_mma(operand_of(p, 8), ones.permute((1, 0)), sums, use_acc=False, is_async=True)
-    return r, sums
-
-
-@gluon.jit
-def finished(r, sums, LEFT: gl.constexpr, fixed):
-    """What `output_of` started, once no more than LEFT products are under way."""
-    if fixed.exact_sums:
-        r = warpgroup_mma_wait(LEFT, deps=(r,))
-    else:
-        r, sums = warpgroup_mma_wait(LEFT, deps=(r, sums))
-    return r, sums
-
-
-@gluon.jit
-def of_thread(sums, like):
-    """Sums [64, 8], whose columns are all the same, as `like` [64, 4] has a number for each thread of a quad."""
-    return gl.convert_layout(gl.max(gl.max(parts_of(sums), 3), 1), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -228,6 +153,13 @@ def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None):
 
 
 @gluon.jit
+def bits_of(n, rows, formula, fixed, LAYOUT: gl.constexpr):
+    """What a formula sees of key tile n, as `thread_bits`, also where all queries see the same."""
+    every = gl.full([64, fixed.block_n], 1, gl.int1, layout=LAYOUT)
+    return thread_bits(every & seen_in(n, rows, formula, fixed, LAYOUT))
+
+
+@gluon.jit
 def weights_of(final, m_old, fixed):
     """(weights [64, N / 8, 4, 2] of the running maximum's, that maximum [64] in base 2, the factor [64] for what came
     before) of `final_scores`. The largest weight becomes `p_largest`, of which FP8 holds small parts.
@@ -247,38 +179,55 @@ def weights_of(final, m_old, fixed):
 
 @gluon.jit
 def over_tiles(q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKIP, formula, codes, fixed):
-    """(output before it is divided, sums, maxima) of an item's tiles, one after another, as `gluon_sm90_fwd.over_tiles`
-    has them: what is more than the head's `skip` below all maxima is neither exponentiated nor multiplied.
+    """(output before it is divided, that of the channels behind, sums, maxima) of an item's tiles, one after another:
+    where values have more channels than an output beside the next scores has registers for, and where what is more than
+    the head's `skip` below all maxima is neither exponentiated nor multiplied, as in `gluon_sm90_fwd.over_tiles`.
     """
-    skip = gl.load(SKIP + rows[1]) * LOG2E
     num_partial, count = run[6], run[7]
-    _, k_ring, v_ring, _, _, ones = memory
+    _, k_ring, v_ring, o_ring, _, ones = memory
     _, _, k_full, k_empty, v_full, v_empty = bars
-    D_V: gl.constexpr = v_ring.shape[-2]
+    WIDTH: gl.constexpr = o_ring.shape[-1]  # channels whose output is made at a time
+    WIDE: gl.constexpr = v_ring.shape[-2] > WIDTH
     SCORES: gl.constexpr = product_layout(fixed.block_n, DEPTH)
-    OUT: gl.constexpr = product_layout(D_V, DEPTH)
+    OUT: gl.constexpr = product_layout(WIDTH, DEPTH)
     l_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES))
     QUADS: gl.constexpr = l_i.type.layout
     OF_KEYS: gl.constexpr = gl.SliceLayout(0, SCORES if fixed.k_groups == fixed.block_n else QUADS)
     m_i = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, QUADS))
-    acc = gl.zeros([64, D_V], gl.float32, layout=OUT)
+    acc = gl.zeros([64, WIDTH], gl.float32, layout=OUT)
+    behind = acc if WIDE else 0
+    lowest = float("-inf")
+    if fixed.skips:
+        lowest = -gl.load(SKIP + rows[1]) * LOG2E
     for t in range(count):
         n = visit_any(t, tiles, fixed.lists)
         of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
+        bits = None
+        if WIDE and fixed.visible is not None:  # a formula has registers only before there are scores
+            bits = gl.full([64, 4], -1, gl.int32, layout=QUADS)
+            if t < num_partial:
+                bits = bits_of(n, rows, formula, fixed, SCORES)
         stage, k = filled(done + t, k_ring, k_full)
         s = warpgroup_mma_wait(0, deps=(scores_of(q, k),))
         mbarrier.arrive(k_empty.index(stage))
-        final = final_scores(s, n, t < num_partial, rows, (of_queries, of_keys), formula, fixed)
-        above = gl.max(final[2] + final[3] - m_i, 0)
+        final = final_scores(s, n, t < num_partial, rows, (of_queries, of_keys), formula, fixed, bits)
         stage_v, v = filled(done + t, v_ring, v_full)
-        if above >= -skip:
+        worth = True
+        if fixed.skips:
+            worth = gl.max(final[2] + final[3] - m_i, 0) >= lowest
+        if worth:
             w, m_i, alpha = weights_of(final, m_i, fixed)
-            r, sums = finished(*output_of(packed_weights(w), v, ones, fixed), 0, fixed)
-            added = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else of_thread(sums, l_i)
-            l_i = l_i * alpha[:, None] + added
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + r
+            p = packed_weights(w)
+            added = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else 0
+            r, sums = finished(*output_of(p, v.slice(0, WIDTH, 0), ones, fixed), 0, fixed)
+            l_i = l_i * alpha[:, None] + (added if fixed.exact_sums else of_thread(sums, l_i))
+            before = gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+            acc = acc * before + r
+            if WIDE:
+                r = warpgroup_mma_wait(0, deps=(product_of(p, v.slice(WIDTH, WIDTH, 0)),))
+                behind = behind * before + r
         mbarrier.arrive(v_empty.index(stage_v))
-    return acc, l_i, m_i
+    return acc, behind, l_i, m_i
 
 
 @gluon.jit
@@ -303,7 +252,7 @@ def cut_tile(t, count, q, so_far, around, fixed):
     ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
     bits = None
     if fixed.visible is not None:
-        bits = thread_bits(seen_in(n, rows, formula, fixed, SCORES))
+        bits = bits_of(n, rows, formula, fixed, SCORES)
     stage_v, v = filled(done + t - 1, v_ring, v_full)
     r, sums = finished(*output_of(p, v, ones, fixed), 0, fixed)
     mbarrier.arrive(v_empty.index(stage_v))
@@ -353,6 +302,27 @@ def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr):
 
 
 @gluon.jit
+def put_output(O, where, out, acc, factor, share, of_values, fixed, FIRST: gl.constexpr):
+    """Write the channels from FIRST on of 64 rows, by way of `out` in shared memory: sums times `factor` and a value's
+    scale, and the mean of values, of which a row has `share`.
+    """
+    V_SCALE, V_MEAN, of_head = of_values
+    channel = FIRST + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    inside = channel < fixed.head_dim_v
+    x = acc * factor[:, None] * gl.load(V_SCALE + of_head + channel, mask=inside, other=0.0)[None, :]
+    if fixed.centred:
+        x += gl.load(V_MEAN + of_head + channel, mask=inside, other=0.0)[None, :] * share[:, None]
+    o = x.to(out.dtype)
+    if fixed.apart:
+        tma.store_wait(0)  # of what was there before
+        barrier()
+    matrix(out).store(o)
+    fence_async_shared()
+    barrier()
+    async_store(O, [where[0], where[1], where[2], where[3], FIRST], out)
+
+
+@gluon.jit
 def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr):
     """One warpgroup, as `gluon_sm90_fwd.compute`. The output of each tile is added a tile late, when it is done."""
     O, LSE, SINK = outputs
@@ -363,11 +333,12 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
     q_ring, k_ring, v_ring, o_ring, board, ones = memory
     q_full, q_empty, _k_full, k_empty, v_full, v_empty = bars
     V_SCALE, V_MEAN, Q_BIAS, blocks_k = codes[2], codes[3], codes[4], codes[6]
-    HEAD_DIM_V: gl.constexpr = v_ring.shape[-2]
+    WIDTH: gl.constexpr = o_ring.shape[-1]
+    WIDE: gl.constexpr = v_ring.shape[-2] > WIDTH
+    ONE_BY_ONE: gl.constexpr = fixed.skips or WIDE
     SCORES: gl.constexpr = product_layout(fixed.block_n, DEPTH)
-    OUT: gl.constexpr = product_layout(HEAD_DIM_V, DEPTH)
+    OUT: gl.constexpr = product_layout(WIDTH, DEPTH)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    CHANNEL: gl.constexpr = gl.SliceLayout(0, OUT)
     ROW_OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
     quads = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES))
     QUADS: gl.constexpr = quads.type.layout
@@ -375,7 +346,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
     OF_KEYS: gl.constexpr = gl.SliceLayout(0, SCORES if fixed.k_groups == fixed.block_n else QUADS)
     SHIFT: gl.constexpr = _log2(fixed.p_largest)
     EARLY: gl.constexpr = fixed.ahead == 2
-    if fixed.consumers - 1 == C and not fixed.skips:
+    if fixed.consumers - 1 == C and not ONE_BY_ONE:
         give_turn(0)
     done = 0
     at = 0
@@ -411,9 +382,10 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
 
         spot = at % fixed.ahead * fixed.consumers + C
         q = matrix(q_ring.index(spot))
-        if fixed.skips:
+        behind = 0
+        if ONE_BY_ONE:
             mbarrier.wait(q_full.index(spot), ring_turn(at, fixed.ahead)[1])
-            acc, l_i, m_i = over_tiles(
+            acc, behind, l_i, m_i = over_tiles(
                 q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKIP, formula, codes, fixed
             )
             done += count
@@ -429,7 +401,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
             w, m_i, _alpha = weights_of(final, m_i, fixed)
             l_i = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else quads
             p = packed_weights(w)
-            acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
+            acc = gl.zeros([64, WIDTH], gl.float32, layout=OUT)
             beta = gl.full([64], 1.0, gl.float32, layout=ROW_OF_QUADS)
 
             # the others: first those that are cut, in a loop of their own, for whose formula the other has no registers
@@ -450,13 +422,13 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         # the last output; the next item, and its first scores, meanwhile
         if fixed.apart:
             mbarrier.arrive(q_empty.index(spot))
-        if not fixed.skips:
+        if not ONE_BY_ONE:
             stage_v, v = filled(done - 1, v_ring, v_full)
             r, sums = output_of(p, v, ones, fixed)
         after = posted(at + 1, board, 4)
         if EARLY:
             s = first_scores(done, at + 1, memory, bars, fixed, C, after[7] > 0)
-        if not fixed.skips:
+        if not ONE_BY_ONE:
             r, sums = finished(r, sums, 1 if EARLY else 0, fixed)
             mbarrier.arrive(v_empty.index(stage_v))
             acc, l_i = with_output(acc, l_i, r, sums, beta, fixed)
@@ -482,22 +454,12 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         lse = gl.where(empty, float("-inf"), (m2 + gl.log2(l_safe)) * LN2)
         offs_m = start + 64 * C + gl.arange(0, 64, layout=ROW)
         gl.store(LSE + row + offs_m, lse, mask=offs_m < seqlen_q)
-        channel = gl.arange(0, HEAD_DIM_V, layout=CHANNEL)
         of_head = (b * (fixed.heads // fixed.group) + h_kv) * fixed.head_dim_v
-        inside = channel < fixed.head_dim_v
-        of_values = gl.load(V_SCALE + of_head + channel, mask=inside, other=0.0)
-        x = acc * (factor / l_safe)[:, None] * of_values[None, :]
-        if fixed.centred:
-            mean = gl.load(V_MEAN + of_head + channel, mask=inside, other=0.0)
-            x += mean[None, :] * (share / l_safe)[:, None]
-        o = x.to(o_ring.dtype)
-        if fixed.apart:
-            tma.store_wait(0)  # of the item before
-            barrier()
-        matrix(out).store(o)
-        fence_async_shared()
-        barrier()
-        async_store(O, at_row(queries, h, start + 64 * C), out)
+        of_values = (V_SCALE, V_MEAN, of_head)
+        where = at_row(queries, h, start + 64 * C)
+        put_output(O, where, out, acc, factor / l_safe, share / l_safe, of_values, fixed, 0)
+        if WIDE:
+            put_output(O, where, out, behind, factor / l_safe, share / l_safe, of_values, fixed, WIDTH)
         if not fixed.apart:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(spot))
@@ -520,13 +482,13 @@ def attention_codes_sm90(
     batch, seqlen_q, seqlen_k, rows_q, slots, together, items, blocks_q, blocks_k, scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
-    D_V: gl.constexpr = O.block_shape[4]
+    D_V: gl.constexpr = V.block_shape[3]
     N: gl.constexpr = fixed.block_n
     D: gl.constexpr = Q.block_shape[4]
     q_ring = gl.allocate_shared_memory(Q.dtype, [fixed.ahead * fixed.consumers, 1, 1, 1, 64, D], Q.layout)
     k_ring = gl.allocate_shared_memory(K.dtype, [fixed.stages, 1, 1, 1, N, D], K.layout)
     v_ring = gl.allocate_shared_memory(V.dtype, [fixed.stages, 1, 1, 1, D_V, N], V.layout)
-    o_ring = gl.allocate_shared_memory(O.dtype, [fixed.consumers, 1, 1, 1, 64, D_V], O.layout)
+    o_ring = gl.allocate_shared_memory(O.dtype, [fixed.consumers, 1, 1, 1, 64, O.block_shape[4]], O.layout)
     ONES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     ones = gl.allocate_shared_memory(V.dtype, [8, N], ONES)
     # the byte of 1.0: Triton 3.6's assembler leaves half of a pair of equal FP8 conversions unset

@@ -9,7 +9,7 @@ from tilewise.ops.attention.rows.needs import ANY_BATCH, HALF, HOPPER, NO_DROPOU
 
 def _other_dims(call: Call) -> str | None:
     dims = (call.head_dim, call.head_dim_v)
-    return None if all(32 <= d <= 128 and d % 16 == 0 for d in dims) else f"{dims[0]}, {dims[1]}"
+    return None if all(32 <= d <= 256 and d % 16 == 0 for d in dims) else f"{dims[0]}, {dims[1]}"
 
 
 def _other_values(call: Call) -> str | None:
@@ -34,7 +34,7 @@ ROW: Row[Call] = Row(
         TRITON,
         HOPPER,
         HALF,
-        Need("head dimensions of 32 to 128, multiples of 16", _other_dims),
+        Need("head dimensions of 32 to 256, multiples of 16", _other_dims),
         Need("values in fp8, with scales of channels or heads", _other_values),
         Need("queries that are not centred", _centred_queries),
     ),
