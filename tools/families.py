@@ -133,6 +133,17 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         "src/tilewise/ops/select/triton_select.py",
         _ATTENTION + "selected_pages.py",
     ),
+    "query_parts": (
+        "src/tilewise/schedule/page_selection.py",
+        "src/tilewise/tiles/largest.py",
+        _ATTENTION + "selected_pages.py",
+    ),
+    "token_choice": (
+        "src/tilewise/tiles/largest.py",
+        "src/tilewise/schedule/page_selection.py",
+        "src/tilewise/ops/select/triton_select.py",
+        _ATTENTION + "selected_pages.py",
+    ),
     "token_scores": ("src/tilewise/schedule/page_selection.py", _ATTENTION + "selected_pages.py"),
     "quantize": (
         "src/tilewise/layouts.py",
@@ -146,6 +157,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
 }
 
 
+_OF_PAGES = ("page_choice", "query_parts", "token_choice", "token_scores")
 _FUSED = ("norm", "cross_entropy", "glu", "rope")  # what a fused model of transformers runs
 
 
@@ -162,7 +174,11 @@ def _neighbour(name: str) -> tuple[Family, Family]:
     kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
     more = ["tests/gpu/test_fused.py"] if name in _FUSED else []
     more += ["tests/gpu/test_attention_select.py"] if name == "select" else []
-    more += ["tests/gpu/test_selected_pages.py"] if name in ("page_choice", "token_scores") else []
+    more += (
+        ["tests/gpu/test_selected_pages.py"]
+        if name in ("page_choice", "query_parts", "token_choice", "token_scores")
+        else []
+    )
     tests = (f"tests/gpu/test_{name}.py", *more)
     return (
         Family(f"{name}_triton", kernels, tests, ("triton",), _CI, name),

@@ -16,8 +16,10 @@ from tilewise.ops.page_choice import triton_page_choice
 from tilewise.ops.page_choice.problem import LONGEST
 from tilewise.ops.page_choice.table import CHOOSE_PAGES
 from tilewise.ops.page_summaries import triton_page_summaries
+from tilewise.ops.query_parts import triton_query_parts
+from tilewise.ops.token_choice import triton_token_choice
 from tilewise.ops.token_scores import triton_token_scores
-from tilewise.testing import page_choice, page_selection, page_summaries, token_scores
+from tilewise.testing import page_choice, page_selection, page_summaries, query_parts, token_choice, token_scores
 from tilewise.testing.page_selection import BY_NAME, CASES, SPARQ, PagesCase
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where numbers are NaN
@@ -39,6 +41,42 @@ def test_choices(case: PagesCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_scores_of_tokens(case: PagesCase, dtype: torch.dtype) -> None:
     token_scores.check(token_scores.make_call(case, dtype), "triton")
+
+
+@pytest.mark.parametrize("case", SPARQ, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_parts_of_queries(case: PagesCase, dtype: torch.dtype) -> None:
+    query_parts.check(query_parts.make_call(case, dtype), "triton")
+
+
+SIZES = {"one_tile": (8192, 8192, 8192), "tiles": (16, 16, 8), "large_sample": (16, 32, 16), "small_sample": (64, 8, 4)}
+
+
+def use_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for constant, size in zip(("_TILE", "_SAMPLE", "_BETWEEN"), SIZES[name], strict=True):
+        monkeypatch.setattr(triton_token_choice, constant, size)
+
+
+@pytest.mark.parametrize("case", SPARQ, ids=repr)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_choices_of_tokens(case: PagesCase, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_sizes(sizes, monkeypatch)
+    token_choice.check(token_choice.make_call(case, torch.float32), "triton")
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", ["equal", "two_values", "ascending", "few_among_equal"])
+def test_choices_that_a_sample_misleads(kind: str, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_sizes(sizes, monkeypatch)
+    call = token_choice.make_call(BY_NAME["sparq"], torch.float32)
+    n = torch.arange(call.total.shape[-1])
+    call.total.copy_({
+        "equal": torch.ones(len(n)),
+        "two_values": (n % 3 == 1).float(),
+        "ascending": n - 5.0,
+        "few_among_equal": torch.where(n % 7 == 0, 1e-38 * n, -1.0),
+    }[kind])  # fmt: skip
+    token_choice.check(call, "triton")
 
 
 @pytest.mark.parametrize("name", ["bounds", "hnd", "drafts_packed", "capped", "sparq", "sparq_multi_query"])
@@ -90,6 +128,17 @@ TWINS = [
     (triton_token_scores, "score_tokens", "n * (8 // BITS) + half", "n * (8 // BITS)", "sparq_drafts"),
     (triton_token_scores, "score_tokens", "of_run + runs, s1", "of_run, s1", "sparq"),
     (triton_token_scores, "score_tokens", "tl.sum(tl.exp(score", "tl.max(tl.exp(score", "sparq"),
+    (triton_query_parts, "part_queries", "total = tl.sum(size, 0)", "total = tl.max(size, 0)", "sparq"),
+    (triton_query_parts, "part_queries", "tl.sum(tl.where(kept[None, :], size, 0.0), 1)", "tl.sum(size, 1)", "sparq"),
+    (triton_query_parts, "part_queries", "(h * GROUP + g)", "(g)", "sparq"),
+    (triton_token_choice, "find_least", "0, width - above)", "0, 0 * above)", "sparq"),
+    (triton_token_choice, "take_tokens", "+ tl.minimum(before >> 16, left)", "+ 0 * left", "sparq"),
+    (triton_token_choice, "take_tokens", "more | (tie & ((before >> 16) < left))", "more", "sparq"),
+    (triton_token_choice, "take_tokens", "n % PAGE * by_token", "n * by_token", "sparq"),
+    (triton_token_choice, "take_tokens", "tl.minimum(length - p * PAGE, PAGE)", "PAGE + 0 * p", "sparq"),
+    (triton_token_choice, "take_tokens", "(n >= read) & (n < width)", "(n > read) & (n < width)", "sparq_all"),
+    (triton_token_choice, "join_tiles", "tl.maximum(length, 1)", "tl.maximum(width, 1)", "sparq"),
+    (triton_token_choice, "join_tiles", "length <= width", "length < 0", "sparq_all"),
     (triton_page_choice, "score_pages", "n >= count - local", "n >= count", "bounds"),
     (triton_page_choice, "score_pages", "tl.maximum(q * least, q * largest,", "tl.minimum(q * least, q * largest,",
      "bounds"),
@@ -109,11 +158,18 @@ def test_a_broken_twin_is_caught(
     def check() -> None:
         if module is triton_page_summaries:
             page_summaries.check(BY_NAME[name], torch.float32, "triton")
+        elif module is triton_query_parts:
+            query_parts.check(query_parts.make_call(BY_NAME[name], torch.float32), "triton")
+        elif module is triton_token_choice:
+            call = token_choice.make_call(BY_NAME[name], torch.float32)
+            call.total.copy_((call.total * 2.0).round())  # equal ones, too
+            token_choice.check(call, "triton")
         elif module is triton_token_scores:
             token_scores.check(token_scores.make_call(BY_NAME[name], torch.float32), "triton")
         else:
             page_choice.check(page_choice.make_call(BY_NAME[name], torch.float32), "triton")
 
+    use_sizes("tiles", monkeypatch)
     check()  # whole, it passes
     monkeypatch.setattr(module, kernel, getattr(broken_copy(module, old, new, tmp_path), kernel))
     with pytest.raises(AssertionError):

@@ -22,9 +22,13 @@ from tilewise.formula.walk import postorder
 from tilewise.layouts import Paged, PageSummaries
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.merge import merge
-from tilewise.ops.page_choice.problem import Call as Choice
+from tilewise.ops.page_choice.problem import Call as PageChoice
 from tilewise.ops.page_choice.table import CHOOSE_PAGES
 from tilewise.ops.page_summaries import check_summaries
+from tilewise.ops.query_parts.problem import Call as Queries
+from tilewise.ops.query_parts.table import PART_QUERIES
+from tilewise.ops.token_choice.problem import Call as TokenChoice
+from tilewise.ops.token_choice.table import CHOOSE_TOKENS
 from tilewise.ops.token_scores.problem import Call as Prediction
 from tilewise.ops.token_scores.table import SCORE_TOKENS
 from tilewise.schedule.page_selection import SparQ, TopPages
@@ -126,7 +130,7 @@ def _pages(step: _Step, select: TopPages) -> tuple[Call, Rest | None]:
     pools, by_page, _, by_head = one_head(step.k, step.v)
     means, summaries = select.by == "mean", step.summaries
     ends = (summaries.k_mean, summaries.k_mean) if means else (summaries.least, summaries.largest)
-    choice = Choice(
+    choice = PageChoice(
         step.rows, *ends, step.table, step.request, step.lengths, means, step.size, select.first, select.local,
         min(select.pages, step.table.shape[1]), by_page, by_head,
     )  # fmt: skip
@@ -160,50 +164,28 @@ def _of_means(step: _Step, kept: torch.Tensor) -> Call:
 
 def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
     pools, by_page, by_token, by_head = one_head(step.k, step.v, of_tokens=True)
-    rows, size = step.rows, step.size
-    grouped = rows.float().view(rows.shape[0], step.heads, step.group, rows.shape[2])
-    large = grouped.abs()
-    dims = large.sum(2).topk(select.rank, sorted=False).indices
-    part = grouped.gather(3, dims[:, :, None].expand(-1, -1, step.group, -1))
-    # the temperature that makes up for the dimensions that are left out
-    warmer = torch.sqrt(large.sum(-1, keepdim=True) / part.abs().sum(-1, keepdim=True).clamp(min=1e-30))
+    rows = step.rows
+    dims, parts = PART_QUERIES(Queries(rows, step.heads, select.rank, step.scale))
     assert step.summaries.columns is not None
     prediction = Prediction(
-        part * (step.scale * warmer), dims.to(torch.int32), step.summaries.columns, step.summaries.least,
-        step.summaries.largest, step.table, step.request, step.lengths, size, select.newest,
+        parts, dims, step.summaries.columns, step.summaries.least,
+        step.summaries.largest, step.table, step.request, step.lengths, step.size, select.newest,
     )  # fmt: skip
     scores, total, lse_of_runs = SCORE_TOKENS(prediction)
-    width = min(select.keys, total.shape[-1])
-    best = total.topk(width, sorted=False).indices
-    every = (step.lengths <= width)[:, None, None]
-    best = torch.where(every, torch.arange(width, device=best.device), best)
-    pages = step.own_table().long()[:, None].expand(-1, step.heads, -1).gather(2, best // size)
-    heads = torch.arange(step.heads, device=best.device)[:, None]
-    tables = (pages * by_page + best % size * by_token + heads * by_head).to(torch.int32)
-    tokens = step.lengths.clamp(max=width)[:, None].expand(-1, step.heads).contiguous()
+    choice = TokenChoice(
+        scores, total, lse_of_runs, step.table, step.request, step.lengths,
+        step.summaries.v_mean if select.compensate else None, step.size, min(select.keys, total.shape[-1]), by_page,
+        by_token, by_head,
+    )  # fmt: skip
+    tables, tokens, others, mean = CHOOSE_TOKENS(choice)
     near = step.over(pools, tables, tokens)
     if not select.compensate:
         return near, None
 
     def rest(run: Run, lse: torch.Tensor) -> State:
-        of_read = scores.gather(3, best[:, :, None].expand(-1, -1, step.group, -1)).logsumexp(-1)
-        share = torch.exp(of_read - lse_of_runs.logsumexp(-1)).clamp(max=1.0)
-        share = torch.where(every, 1.0, share).flatten(1)  # of the weights, that is read
-        mean = run(_of_values(step), None)[0][:, 0].repeat_interleave(step.group, 1)
-        return mean, lse + torch.log1p(-share) - share.log()
+        return mean.to(rows.dtype).repeat_interleave(step.group, 1), lse + others.flatten(1)
 
     return near, rest
-
-
-def _of_values(step: _Step) -> Call:
-    """The call that gives the mean of the values that rows see, for each head of keys: all keys score alike."""
-    size = step.size
-    behind = torch.arange(step.table.shape[1], device=step.rows.device) * size
-    weights = (step.lengths[:, None] - behind).clamp(1, size).log()  # of pages
-    pages = Paged(step.own_table(), (step.lengths + (size - 1)) // size)
-    k, v = step.summaries.k_mean[:, None], step.summaries.v_mean[:, None]
-    q = step.rows.new_zeros(step.rows.shape[0], 1, *k.shape[2:])
-    return make_call(q, k, v, layout=pages, score=score(lambda s, b, h, i, j: weights[b, j]))
 
 
 # what both need ------------------------------------------------------------------------------------------------------

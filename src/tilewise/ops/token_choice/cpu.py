@@ -1,0 +1,35 @@
+"""Tokens chosen in PyTorch, one row of queries after another."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.ops.token_choice.problem import Call
+
+Tensors = dict[str, torch.Tensor]
+
+
+def forward(call: Call, results: Tensors) -> None:
+    """Fills the results."""
+    for name, nothing in (("tables", 0), ("tokens", 0), ("rest", -torch.inf), ("mean", 0.0)):
+        results[name].fill_(nothing)
+    size = call.page_size
+    requests = range(call.total.shape[0]) if call.request is None else call.request.tolist()
+    heads = torch.arange(call.heads)[:, None]
+    for row, (request, length) in enumerate(zip(requests, call.lengths.tolist(), strict=True)):
+        if not length:
+            continue
+        pages = call.table[request, : -(-length // size)].long()
+        read = torch.argsort(call.total[row, :, :length], dim=-1, descending=True, stable=True)[:, : call.width]
+        read = read.sort().values
+        places = pages[read // size] * call.by_page + read % size * call.by_token + heads * call.by_head
+        results["tables"][row, :, : read.shape[1]] = places.to(torch.int32)
+        results["tokens"][row] = read.shape[1]
+        if call.v_mean is None:
+            continue
+        scores = call.scores[row, :, :, :length]
+        where = read[:, None].expand(-1, scores.shape[1], -1)
+        others = scores.scatter(2, where, -torch.inf).logsumexp(-1)
+        results["rest"][row] = others - scores.gather(2, where).logsumexp(-1)
+        counts = (length - size * torch.arange(len(pages))).clamp(max=size).float()
+        results["mean"][row] = torch.einsum("n,nhd->hd", counts, call.v_mean[pages].float()) / length

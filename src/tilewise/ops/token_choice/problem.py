@@ -1,0 +1,67 @@
+"""The facts of one call that chooses tokens for queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """Of the tokens of its request the `width` that score best for a row of queries, for each head of keys: of equal
+    scores the first ones. Implementations read this and nothing else.
+
+    `scores`, `total` and `lse` are float32, what `SCORE_TOKENS` gives for a row's queries, their sums over a group, and
+    the log-sum-exps of runs of `run` tokens. Row t is of request `request[t]`, int32, or t where that is None, and sees
+    its first `lengths[t]` tokens, int32; `table` is int32 (batch, max_pages). `v_mean`, (num_pages, num_heads_kv,
+    dim_v), are means of pages' values, or None where nothing stands for tokens that are not read.
+    """
+
+    scores: torch.Tensor
+    total: torch.Tensor
+    lse: torch.Tensor
+    table: torch.Tensor
+    request: torch.Tensor | None
+    lengths: torch.Tensor
+    v_mean: torch.Tensor | None
+    page_size: int
+    width: int
+    by_page: int
+    by_token: int
+    by_head: int
+
+    @property
+    def heads(self) -> int:
+        return self.total.shape[1]
+
+    @property
+    def run(self) -> int:
+        """Tokens of a run."""
+        return self.total.shape[2] // self.lse.shape[3] if self.lse.shape[3] else 1
+
+
+def results(call: Call) -> Tensors:
+    """Empty ones: tables int32 (rows, num_heads_kv, width) of what is read, in the order of tokens, token n of page p
+    of head h as p * by_page + n * by_token + h * by_head, then 0; how many these are, int32 (rows, num_heads_kv); the
+    logarithm of the weights that are not read, by their scores, over those that are, float32 (rows, num_heads_kv,
+    group), -inf where all are; and the mean of the values that a row sees, float32 (rows, num_heads_kv, dim_v), 0 where
+    there are none. The last two are empty without `v_mean`.
+    """
+    rows, heads, group, _ = call.scores.shape
+    device, stands = call.total.device, call.v_mean is not None
+    dim = call.v_mean.shape[2] if call.v_mean is not None else 0
+    return {
+        "tables": torch.empty((rows, heads, call.width), dtype=torch.int32, device=device),
+        "tokens": torch.empty((rows, heads), dtype=torch.int32, device=device),
+        "rest": torch.empty((rows, heads, group if stands else 0), dtype=torch.float32, device=device),
+        "mean": torch.empty((rows, heads, dim), dtype=torch.float32, device=device),
+    }
+
+
+def gradients(call: Call, kept: Tensors, wanted: Sequence[str]) -> Tensors:
+    """None: which tokens are read has no gradient."""
+    return {}

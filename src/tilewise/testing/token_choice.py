@@ -1,0 +1,65 @@
+"""Choices of tokens against their specification, on any device, and what the compile tier compiles of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from tilewise.ops.operation import Operation
+from tilewise.ops.token_choice.problem import Call
+from tilewise.ops.token_choice.table import CHOOSE_TOKENS
+from tilewise.ops.token_scores.table import SCORE_TOKENS
+from tilewise.testing import token_scores
+from tilewise.testing.page_selection import PagesCase
+from tilewise.testing.page_summaries import pages
+
+
+def make_call(case: PagesCase, dtype: torch.dtype, device: str = "cpu") -> Call:
+    """The call of a case, by scores of the specification."""
+    scored, select = token_scores.make_call(case, dtype, device), case.select
+    assert isinstance(select, tw.SparQ)
+    scores, total, lse = SCORE_TOKENS(scored, "reference")
+    v_mean = None
+    if select.compensate:
+        generator = torch.Generator().manual_seed(3)
+        v_mean = torch.randn(*scored.least.shape[:2], case.dim_v, generator=generator).to(device, dtype)
+    width = min(select.keys, total.shape[-1])
+    return Call(
+        scores, total, lse, scored.table, scored.request, scored.lengths, v_mean, case.page_size, width, 5, 3, 2
+    )
+
+
+def check(call: Call, impl: str) -> None:
+    """The tables of the specification; what stands for the rest within what sums in float32 are off by."""
+    tables, tokens, rest, mean = CHOOSE_TOKENS(call, impl)
+    want_tables, want_tokens, want_rest, want_mean = CHOOSE_TOKENS(call, "reference")
+    assert torch.equal(tables, want_tables)
+    assert torch.equal(tokens, want_tokens)
+    assert torch.equal(rest == -torch.inf, want_rest == -torch.inf)
+    off = torch.where(rest == want_rest, 0.0, rest - want_rest).abs()
+    # where little is left over, a difference of sums is as exact as these are, relative to what is left
+    exact = 2.0**-20 * (8.0 + call.lse.nan_to_num(neginf=0.0, posinf=0.0).abs().max())
+    assert bool((off <= exact * (1.0 + torch.exp(-want_rest).nan_to_num(posinf=0.0))).all())
+    if call.v_mean is not None:
+        bound = 2.0**-20 * float(call.v_mean.float().abs().max())
+        assert float((mean - want_mean).abs().max()) <= bound
+
+
+def _variant(group: int, stands: bool) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
+    def make(width: int, dtype: torch.dtype) -> tuple[Operation[Any], Any]:
+        dim, size = pages(width)
+        table, numbers = torch.zeros(3, 40, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+        scores, runs = torch.zeros(3, 2, group, 40 * size), torch.zeros(3, 2, group, 80 if size % 2 == 0 else 40)
+        v_mean = torch.zeros(10, 2, dim, dtype=dtype) if stands else None
+        request = None if stands else numbers.clone()
+        return CHOOSE_TOKENS, Call(
+            scores, scores[:, :, 0].contiguous(), runs, table, request, numbers, v_mean, size, 8, 1, 1, 1
+        )
+
+    return make
+
+
+VARIANTS = {"compensated": _variant(4, True), "alone": _variant(1, False)}
