@@ -1,9 +1,9 @@
 """Questions `exact_forward` and `exact_backward`: attention without a formula, full and causal, bf16.
 
 The grid (parts d64, d128, d256): 16,384 tokens in all, heads times head_dim 2048, lengths 512 to 16,384. Beside it
-grouped queries (part gqa) and documents of Zipf lengths, packed (part packed). Contenders: our rows, at head dimension
-128 also with gradients that repeat bit by bit, SDPA's cuDNN and FlashAttention-2 back ends, PyTorch's varlen attention,
-and FlashAttention-4 where `flash_attn.cute` imports (`pip install --pre flash-attn-4`); the record's method says
+grouped queries (part gqa) and documents of Zipf lengths, packed (part packed). Contenders: our rows, in the grid
+also with gradients that repeat bit by bit, SDPA's cuDNN and FlashAttention-2 back ends, PyTorch's varlen attention, and
+FlashAttention-4 where `flash_attn.cute` imports (`pip install --pre flash-attn-4`); the record's method says
 whether it took part. FlexAttention would compile once a cell: see `attention_formula`. TFLOP/s count the visible area
 only: 4 * head_dim operations per visible pair forward, 2.5 times that backward. At most 30 rounds, so that all of it
 takes a few minutes.
@@ -100,8 +100,7 @@ def cells(quick: bool) -> Iterator[Cell]:
             for seqlen in lengths:
                 heads = width // head_dim
                 sequences = (seqlen,) * (tokens // seqlen)
-                repeats = head_dim == head_dims[1]
-                yield Cell(f"d{head_dim}", sequences, heads, heads, head_dim, causal, repeats=repeats)
+                yield Cell(f"d{head_dim}", sequences, heads, heads, head_dim, causal, repeats=True)
     head_dim, seqlen, heads_q, heads_kv = (128, 8192, 32, 8) if not quick else (16, 96, 4, 2)
     yield Cell("gqa", (seqlen,) * 2, heads_q, heads_kv, head_dim, True)
     documents, total, heads = (32, 65_536, 16) if not quick else (5, 200, 4)
