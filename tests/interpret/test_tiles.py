@@ -14,7 +14,7 @@ import tilewise as tw
 from tilewise.core.philox import keep_mask
 from tilewise.ops.attention import triton_attention, triton_plans
 from tilewise.ops.attention.problem import Call, make_call, sequences
-from tilewise.ops.attention.triton_lists import block_extrema
+from tilewise.ops.attention.triton_lists import block_extrema, sort_lists
 from tilewise.schedule.rule import Extremum, TileRule, build_tables, tile_rule
 from tilewise.schedule.tilemap import EMPTY, FULL, classify
 from tilewise.testing.case import Case
@@ -60,6 +60,7 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
     assert mask.classify is not None, "this mask has loop bounds and needs no lists"
     listed, by_batch, by_head, _ = triton_attention.lists_of(call, plan, for_keys, None, {})
     block = cfg.block_n if for_keys else cfg.block_m
+    slots = triton_plans.slots_of(call, cfg, for_keys)
     for b, start_q, start_k, seqlen_q, seqlen_k in _tile_ranges(call):
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": cfg.block_m, "block_n": cfg.block_n}
         classes = classify(call.mask, batch=1, heads=call.num_heads_q, first_batch=b, **sizes)
@@ -75,9 +76,22 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
                 row = (0 if call.packed else b * by_batch) + h * by_head + first_slot + tile
                 full = (row_classes == FULL) & whole
                 partial = (row_classes != EMPTY) & ~full
-                num_partial, num_full, *tiles = listed[row].tolist()
+                num_partial, num_full, turn, *tiles = listed[row].tolist()
+                assert turn == (row % slots if for_keys else slots - 1 - row % slots)
                 assert tiles[:num_partial] == partial.nonzero()[:, 0].tolist()
                 assert tiles[::-1][:num_full] == full.nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize(("sets", "slots"), [(1, 1), (2, 5), (3, 40)])
+def test_rows_that_visit_most_have_the_first_turn(sets: int, slots: int) -> None:
+    """Rows that visit as many keep their order."""
+    listed = torch.randint(0, 4, (sets, slots, 7), dtype=torch.int32)
+    before = listed.clone()
+    sort_lists[(sets,)](listed, 7, slots, triton.next_power_of_2(slots), 4)
+    want = torch.argsort(before[..., 0] + before[..., 1], dim=1, descending=True, stable=True)
+    assert torch.equal(listed[..., 2].long(), want)
+    listed[..., 2] = before[..., 2]
+    assert torch.equal(listed, before)
 
 
 @pytest.mark.parametrize("shape", [(1,), (31,), (32,), (33,), (3, 64), (2, 4, 100)])

@@ -286,65 +286,55 @@ def with_columns(once, b, h, start, last, args, nums, COLUMNS: gl.constexpr, LAY
     return once
 
 
-HIDDEN = gl.constexpr(-1e30)  # added to scores that a mask hides; a row whose largest is below half of it sees nothing
-_HIDE = "{ .reg .f32 t; add.f32 t, $2, $3; abs.f32 t, t; add.sat.f32 t, t, $4; fma.rn.f32 $0, t, 0fF149F2CA, $1; }"
-HIDE = gl.constexpr(_HIDE)
+HIDDEN = gl.constexpr(-1e30)  # scores that a mask hides; a row whose largest is below half of it sees nothing
+_RUN = "{ .reg .b32 n; sub.s32 n, $2, $1; max.s32 n, n, 0; bmsk.clamp.b32 $0, $1, n; }"
+_SELECT = "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.b32 $0, $1, $4, p; }"
+RUN_OF_BITS = gl.constexpr(_RUN)
+SELECT = gl.constexpr(_SELECT)
 
 
 @gluon.jit
-def hide_outside(s, start, first, last):
-    """Scores [64, N] of a tile whose columns are `start` on, HIDDEN outside the row's run `first` .. `last` (empty
-    where first > last). NaN stays NaN.
+def numbers_before(column, quad):
+    """How many of the numbers that a thread of a quad has of a row, two in eight columns, lie before `column`."""
+    return (column >> 3) * 2 + gl.minimum(gl.maximum((column & 7) - 2 * quad, 0), 2)
 
-    A column is in its row's run if it is no further from the middle than the ends are: the difference, clamped to
-    0 .. 1, says how often to add HIDDEN. Twice all of these are whole numbers and small, so floats hold them. There are
-    no predicates: seven of them would have the scores wait for each other.
+
+@gluon.jit
+def where_within(x, start, first, last, OTHER: gl.constexpr):
+    """x [64, N], N <= 128, of a tile whose columns are `start` on, OTHER outside its row's run `first` .. `last` (empty
+    where first > last). A row's run is bits of one integer: the assembler turns several into predicates at a time.
     """
-    N: gl.constexpr = s.shape[1]
-    parts = parts_of(s)
+    N: gl.constexpr = x.shape[1]
+    parts = parts_of(x)
     OF_PARTS: gl.constexpr = parts.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OF_PARTS)))
     EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, OF_PARTS)))
     QUAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, OF_PARTS)))
     PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, OF_PARTS)))
     first = gl.minimum(gl.maximum(first - start, 0), N)
-    last = gl.minimum(gl.maximum(last - start, -1), N - 1)
-    middle = gl.convert_layout((first + last).to(gl.float32), ROW, assert_trivial=True)
-    reach = gl.convert_layout((first - last).to(gl.float32), ROW, assert_trivial=True)
-    of_quad = 4 * gl.arange(0, 4, layout=QUAD)
-    origin = of_quad.to(gl.float32)[None, None, :, None] - middle[:, None, None, None]
-    eights = (16 * gl.arange(0, N // 8, layout=EIGHT))[None, :, None, None]
-    columns = (eights + (2 * gl.arange(0, 2, layout=PAIR))[None, None, None, :]).to(gl.float32)
-    hidden = gl.inline_asm_elementwise(
-        HIDE, "=f,f,f,f,f", [parts, columns, origin, reach[:, None, None, None]], dtype=gl.float32, is_pure=True, pack=1
+    end = gl.minimum(gl.maximum(last - start + 1, 0), N)
+    quad = gl.arange(0, 4, layout=QUAD)[None, None, :, None]
+    skipped = numbers_before(gl.convert_layout(first, ROW, assert_trivial=True)[:, None, None, None], quad)
+    passed = numbers_before(gl.convert_layout(end, ROW, assert_trivial=True)[:, None, None, None], quad)
+    run = gl.inline_asm_elementwise(RUN_OF_BITS, "=r,r,r", [skipped, passed], dtype=gl.int32, is_pure=True, pack=1)
+    eights = (2 * gl.arange(0, N // 8, layout=EIGHT))[None, :, None, None]
+    number = eights + gl.arange(0, 2, layout=PAIR)[None, None, None, :]
+    found = gl.inline_asm_elementwise(
+        SELECT, "=f,f,r,r,f", [parts, run, 1 << number, OTHER], dtype=gl.float32, is_pure=True, pack=1
     )
-    return whole(hidden, s)
+    return whole(found, x)
 
 
-_ONLY_WITHIN = (
-    "{ .reg .b32 t; .reg .f32 f; or.b32 t, $2, 0x4B000000; mov.b32 f, t; sub.f32 f, f, $3; abs.f32 f, f; "
-    "set.le.u32.f32 t, f, $4; and.b32 $0, $1, t; }"
-)
-ONLY_WITHIN = gl.constexpr(_ONLY_WITHIN)
+@gluon.jit
+def hide_outside(s, start, first, last):
+    """Scores of a tile, HIDDEN outside each row's run."""
+    return where_within(s, start, first, last, HIDDEN)
 
 
 @gluon.jit
 def only_within(p, start, first, last):
-    """p of a tile whose columns are `start` on, 0 outside its row's run `first` .. `last` (empty where first > last).
-
-    A column is in its row's run if it is no further from the middle than the ends are. Twice all of these are whole
-    numbers and small: floats hold them, and 2**23 + n is a float whose last bits are n. The comparison gives bits, not
-    a predicate: there are seven, and the assembler made those of a whole tile first and packed them into registers.
-    """
-    N: gl.constexpr = p.shape[1]
-    twice = 2 * gl.arange(0, N, layout=gl.SliceLayout(0, p.type.layout))[None, :]
-    first = gl.minimum(gl.maximum(first - start, 0), N)
-    last = gl.minimum(gl.maximum(last - start, -1), N - 1)
-    middle = (first + last).to(gl.float32) + 8388608.0
-    reach = (last - first).to(gl.float32)
-    return gl.inline_asm_elementwise(
-        ONLY_WITHIN, "=r,r,r,r,r", [p, twice, middle[:, None], reach[:, None]], dtype=gl.float32, is_pure=True, pack=1
-    )
+    """p of a tile, 0 outside each row's run."""
+    return where_within(p, start, first, last, 0.0)
 
 
 @gluon.jit

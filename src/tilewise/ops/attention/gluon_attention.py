@@ -278,10 +278,12 @@ def equal(call: Call) -> bool:
 
 
 def dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
-    """Whether programs take items as they come to them. Items of equal length are divided beforehand, and so are those
+    """Whether programs take items as they come to them. Without a mask items are divided beforehand, and so are those
     of sequences so short that two turns, one forth and one back, hold all lengths.
     """
-    return not equal(call) and (slots > _FEW_TILES or call.packed or (mask is not None and mask.classify is not None))
+    if call.mask is None and not call.packed and call.pages is None:
+        return False
+    return slots > _FEW_TILES or call.packed or (mask is not None and mask.classify is not None)
 
 
 def turns_of(call: Call, slots: int, pairs: int) -> int:

@@ -156,7 +156,8 @@ def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None):
 def bits_of(n, rows, formula, fixed, LAYOUT: gl.constexpr):
     """What a formula sees of key tile n, as `thread_bits`, also where all queries see the same."""
     every = gl.full([64, fixed.block_n], 1, gl.int1, layout=LAYOUT)
-    return thread_bits(every & seen_in(n, rows, formula, fixed, LAYOUT))
+    there = n * fixed.block_n + gl.arange(0, fixed.block_n, layout=gl.SliceLayout(0, LAYOUT)) < rows[3]
+    return thread_bits(every & there[None, :] & seen_in(n, rows, formula, fixed, LAYOUT))
 
 
 @gluon.jit

@@ -23,16 +23,17 @@ def scored(s, n, rows, formula, fixed):
 
 @gluon.jit
 def seen_in(n, rows, formula, fixed, LAYOUT: gl.constexpr):
-    """Whether queries see the keys of tile n, by the mask's formula, in the layout of their scores."""
+    """Whether queries see the keys of tile n, by the mask's formula, in the layout of their scores;
+    beyond the last key as that is seen.
+    """
     mask_args, mask_nums, _score_args, _score_nums = formula
-    b, h, offs_i, seqlen_k, last_key = rows[0], rows[1], rows[2], rows[3], rows[4]
+    b, h, offs_i, last_key = rows[0], rows[1], rows[2], rows[4]
     offs_n = n * fixed.block_n + gl.arange(0, fixed.block_n, layout=gl.SliceLayout(0, LAYOUT))
-    offs_j = gl.minimum(offs_n, last_key)
+    offs_j = gl.minimum(offs_n, last_key)  # formulas see valid positions only
     of_mask = with_columns(
         rows[6][0], b, h, n * fixed.block_n, last_key, mask_args, mask_nums, fixed.mask_columns, LAYOUT, fixed.block_n
     )
-    seen = fixed.visible(b, h, offs_i[:, None], offs_j[None, :], of_mask, mask_args, mask_nums)
-    return seen & (offs_n < seqlen_k)[None, :]
+    return fixed.visible(b, h, offs_i[:, None], offs_j[None, :], of_mask, mask_args, mask_nums)
 
 
 @gluon.jit
@@ -41,6 +42,8 @@ def with_hidden(s, n, rows, formula, fixed):
     LAYOUT: gl.constexpr = s.type.layout
     if fixed.visible is not None:
         s = gl.where(seen_in(n, rows, formula, fixed, LAYOUT), s, float("-inf"))
+        if n * fixed.block_n + fixed.block_n > rows[3]:
+            s = hide_outside(s, n * fixed.block_n, rows[5][0], rows[5][1])
     else:
         s = hide_outside(s, n * fixed.block_n, rows[5][0], rows[5][1])
     return s

@@ -121,7 +121,7 @@ def softmax_of(s, n, m_old, rows, c, fixed):
             m_new = raised(m_old, largest, by)
         m_use = m_new
         if fixed.guard or fixed.score is not None:
-            m_use = gl.where(m_new < HIDDEN / 2, 0.0, m_new)  # a row that has seen nothing yet
+            m_use = gl.maximum(m_new, HIDDEN / 2)  # a row that has seen nothing yet
         if fixed.in_base_2:
             alpha = gl.exp2(m_old - m_use)
             p = gl.exp2(parts - over_parts(m_use - more if fixed.linear is not None else m_use, parts))

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.tiles.hopper import sequence
-from tilewise.tiles.visit import locate, take_turns, visits
+from tilewise.tiles.visit import locate, take_turns, turn_of_list, visits
 
 RUN = gl.constexpr(8)  # numbers of a run; the last is how many tiles it visits
 
@@ -28,6 +28,8 @@ def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
         slot = slots - 1 - slot
     b = pair // HEADS_KV
     h = pair % HEADS_KV * fixed.group + g
+    if fixed.lists:
+        slot = turn_of_list(list_of(b, pair % HEADS_KV * fixed.group, slot, grid, fixed))  # whatever g is
     n = slot
     if fixed.packed:
         b, n = locate(slot, CU_K, batch, KEYS)
@@ -62,6 +64,8 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
     slot = slots - 1 - turn
     b = pair // fixed.heads
     h = pair % fixed.heads
+    if fixed.lists:
+        slot = turn_of_list(list_of(b, h, turn, grid, fixed))
     m = slot
     if fixed.packed:
         b, m = locate(slot, CU_Q, batch, BLOCK_M)

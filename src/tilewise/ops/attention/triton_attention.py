@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
 
 from tilewise.formula.emit import tensor_arguments
 from tilewise.ops.attention.configs import Config
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call, signature_of
 from tilewise.ops.attention.triton_keys import call_key
-from tilewise.ops.attention.triton_lists import block_extrema, tile_lists
+from tilewise.ops.attention.triton_lists import block_extrema, sort_lists, tile_lists
 from tilewise.ops.attention.triton_plans import (
     accumulators,
     backward_plans,
@@ -33,6 +34,7 @@ from tilewise.schedule.rule import TileRule, build_tables, tile_rule
 NO_LISTS = (None, 0, 0, 0)
 LOG2E = math.log2(math.e)
 _PLANS = Plans()
+_SORTED = 512  # rows of lists that programs take by length; with more of them the last ones matter less
 Reached = Callable[..., bool]  # whether a kernel's loads reach these tensors
 More = Callable[[Call, Plan], tuple[Any, ...]]  # what a kernel is given beside what all are
 
@@ -167,18 +169,24 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch
     rows = batches * heads * slots
-    width = 2 + -(-max(1, longest(call, not for_keys)) // (cfg.block_m if for_keys else cfg.block_n))
+    width = 3 + -(-max(1, longest(call, not for_keys)) // (cfg.block_m if for_keys else cfg.block_n))
     listed = torch.empty((rows, width), dtype=torch.int32, device=call.q.device)
     list_key = key and ("lists", key, for_keys, cfg)
-    lister = _PLANS.get(list_key)
-    if lister is None:
+    plans = _PLANS.get(list_key)
+    if plans is None:
         constants = (heads, cfg.block_m, cfg.block_n, 128, mask.classify, call.packed, for_keys)
-        lister = _PLANS.put(list_key, Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1))
+        lister = Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1)
+        constants = (triton.next_power_of_2(slots), 32)
+        sorter = Plan(sort_lists, batches * heads, (), (width, slots), constants, 8, 1)
+        plans = _PLANS.put(list_key, (lister, sorter if plan.boxes and 1 < slots <= _SORTED else None))
+    lister, sorter = plans
     args, nums = bound_arguments(call.mask)
     blocks = (cfg.block_m, cfg.block_n)
     if blocks not in tables:
         tables[blocks] = tensor_arguments(_tables(tile_rule(call.mask.text), call.mask.tensors, cfg))
     lister.launch((listed, call.cu_seqlens_q, call.cu_seqlens_k), (args + tables[blocks], nums, width))
+    if sorter is not None:
+        sorter.launch((listed,), ())
     return listed, (heads * slots if batches > 1 else 0), (slots if heads > 1 else 0), width
 
 

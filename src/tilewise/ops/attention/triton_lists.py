@@ -34,7 +34,7 @@ def tile_lists(
     CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One program per row: a tile of queries lists its tiles of keys, or with FOR_KEYS a tile of keys its tiles of
-    queries. A row is laid out as `tiles.visit.visit` says.
+    queries. A row is laid out as `tiles.visit.visit` says; the first keys and the last queries have the first turn.
 
     Rows are (batch, head, slot), or (head, slot) when packed; a tile that reaches beyond the other side's end is
     PARTIAL.
@@ -85,8 +85,30 @@ def tile_lists(
         full_at = num_full + tl.cumsum(full.to(tl.int32), 0) - 1
         partial_at = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
         tl.store(listed + width - 1 - full_at, other, mask=full)
-        tl.store(listed + 2 + partial_at, other, mask=partial)
+        tl.store(listed + 3 + partial_at, other, mask=partial)
         num_full += tl.sum(full.to(tl.int32), 0)
         num_partial += tl.sum(partial.to(tl.int32), 0)
     tl.store(listed, num_partial)
     tl.store(listed + 1, num_full)
+    tl.store(listed + 2, slot if FOR_KEYS else slots - 1 - slot)
+
+
+@triton.jit(do_not_specialize=["width", "slots"])
+def sort_lists(LISTED, width, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
+    """One program for the rows of a batch element and head, SLOTS at the most: the rows that visit most have the first
+    turn, and those that visit as many go in order.
+    """
+    listed = LISTED + tl.program_id(0).to(tl.int64) * slots * width
+    row = tl.arange(0, SLOTS)
+    there = row < slots
+    visits = tl.load(listed + row * width, mask=there, other=0)
+    visits += tl.load(listed + row * width + 1, mask=there, other=0)
+    turn = tl.zeros([SLOTS], tl.int32)
+    for start in range(0, slots, SOME):
+        other = start + tl.arange(0, SOME)
+        exists = other < slots
+        theirs = tl.load(listed + other * width, mask=exists, other=-1)
+        theirs += tl.load(listed + other * width + 1, mask=exists, other=0)
+        before = (theirs[None, :] > visits[:, None]) | ((theirs[None, :] == visits[:, None]) & (other[None, :] < row[:, None]))
+        turn += tl.sum(before.to(tl.int32), 1)
+    tl.store(listed + turn * width + 2, row, mask=there)
