@@ -67,6 +67,7 @@ _FEW_TILES = 24  # of a sequence, up to which those of unequal length are divide
 _HELD = 24 * 2**20  # bytes of sums of dQ that L2 holds beside what else is used
 _IN_ORDER = (2, 64)  # pairs that take turns where sums are added to in order, at least and at most
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
+_NARROW = 16  # of such pairs where queries see few of the keys: more short items are left for the end
 _APART = 2**23  # elements of such pairs, beyond which fewer take turns where any tile may be visited
 
 
@@ -203,7 +204,11 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
     consumers = cfg.block_m // 64
     slots = slots_of(call, cfg, False)
     pairs = call.num_heads_q * batches_of(call)
-    turns = together(call, mask, slots, pairs) if equal(call) else turns_of(call, slots, pairs)
+    deals = dealt(call, mask, slots)
+    if not equal(call):
+        turns = turns_of(call, slots, pairs)
+    else:
+        turns = min(pairs, _NARROW) if deals else together(call, mask, slots, pairs)
     boxes: dict[int, tuple[int, ...]] = {
         0: (64, d),
         1: (cfg.block_n, d),
@@ -242,7 +247,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
                 eights_k=eights_of_page(call.k) if boxed else None,
                 eights_v=eights_of_page(call.v) if boxed else None,
                 few=few,
-                dealt=dealt(call, mask, slots),
+                dealt=deals,
                 apart=used <= SHARED,
                 ahead=2 if used + 2 * cfg.block_m * d <= SHARED and not skips else 1,
                 registers=_GATHER[0] if gathered else _REGISTERS[consumers],
@@ -254,6 +259,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
         extra=(cfg, functions(call)[0]),
         boxes=boxes,
         describe=describe,
+        early=deals,
     )  # fmt: skip
 
 
@@ -410,6 +416,7 @@ def _gradient_plan(
         extra=(cfg, functions(call)[0]),
         boxes={**boxes},
         describe=describe,
+        early=kernel is attention_bwd_sm90,
     )
 
 

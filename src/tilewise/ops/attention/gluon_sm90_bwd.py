@@ -7,6 +7,7 @@ keys: it goes through shared memory, and its product is taken one tile later, so
 Without sums of dQ (`gluon_sm90_bwd_queries` has it then) all of that is left out.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -378,6 +379,7 @@ def attention_bwd_sm90(
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, places, scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
+    tl.extra.cuda.gdc_wait()  # for `prepare`
     # shared memory: K of two items, V, rings of Q and dO with a number for each query, dS of two tiles, shares of dQ
     D: gl.constexpr = Q.block_shape[4]
     BLOCK_M: gl.constexpr = Q.block_shape[3]

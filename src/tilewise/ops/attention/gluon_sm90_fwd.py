@@ -343,6 +343,7 @@ def attention_fwd_sm90(
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`). Where requests of few queries are
     another launch's, that may start, and NEXT are the shares of the multiprocessors (`triton_work.write_shares`).
     """
+    tl.extra.cuda.gdc_wait()  # for what has been dealt out to be 0, where it is launched early
     if fixed.few is not None:
         tl.extra.cuda.gdc_launch_dependents()
         if gl.program_id(0) >= gl.num_programs(0) - gl.load(NEXT + 1):

@@ -29,10 +29,12 @@ def prepare(
     0: sums of dQ, of the first heads only, which leave their places to others (`convert`), and what is counted: what
     has been taken, and for each head runs that have added to its sums, and tiles of them that are converted.
     """
-    head = tl.program_id(0) // slots
-    slot = tl.program_id(0) % slots
-    h = head % HEADS
-    b = head // HEADS
+    tl.extra.cuda.gdc_launch_dependents()
+    h = tl.program_id(0) % HEADS  # heads of a row lie beside each other
+    slot = tl.program_id(0) // HEADS % slots
+    b = tl.program_id(0) // HEADS // slots
+    head = b * HEADS + h
+    tile = (head * slots + slot).to(tl.int64)
     m = slot
     row0 = b * 0
     seqlen_q = rows_q
@@ -54,12 +56,12 @@ def prepare(
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if DLSE is not None:
         delta -= tl.load(DLSE + at, mask=inside, other=0.0)
-    at = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(SHIFT + at, tl.where(lse == float("-inf"), 0.0, -lse * unit))
     tl.store(CENTRE + at, -delta)
     if SUM is not None:
         within = tl.arange(0, BLOCK_M * D)
-        at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + within
+        at = tile * (BLOCK_M * D) + within
         seen = (start + 0 * within < seqlen_q) & (head < places)  # packed sequences have tiles to spare
         tl.store(SUM + at, tl.zeros([BLOCK_M * D], tl.float32), mask=seen)
         if slot == 0:
