@@ -89,7 +89,7 @@ def visits(b, h, x0, x1, low, size, args, nums, listed, LISTS: tl.constexpr, TIL
 
 @triton.jit
 def turn_of_list(listed):
-    """Whose turn it is when that of this row of lists comes: the rows that visit most go first, where they are sorted."""
+    """Whose turn it is when that of this row of lists comes: rows that visit most go first, where they are sorted."""
     return tl.load(listed + 2)
 
 

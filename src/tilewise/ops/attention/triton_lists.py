@@ -109,6 +109,7 @@ def sort_lists(LISTED, width, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
         exists = other < slots
         theirs = tl.load(listed + other * width, mask=exists, other=-1)
         theirs += tl.load(listed + other * width + 1, mask=exists, other=0)
-        before = (theirs[None, :] > visits[:, None]) | ((theirs[None, :] == visits[:, None]) & (other[None, :] < row[:, None]))
+        alike = (theirs[None, :] == visits[:, None]) & (other[None, :] < row[:, None])
+        before = (theirs[None, :] > visits[:, None]) | alike
         turn += tl.sum(before.to(tl.int32), 1)
     tl.store(listed + turn * width + 2, row, mask=there)
