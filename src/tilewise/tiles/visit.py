@@ -88,18 +88,12 @@ def visits(b, h, x0, x1, low, size, args, nums, listed, LISTS: tl.constexpr, TIL
 
 
 @triton.jit
-def turn_of_list(listed):
-    """Whose turn it is when that of this row of lists comes: rows that visit most go first, where they are sorted."""
-    return tl.load(listed + 2)
-
-
-@triton.jit
 def visit(t, begin, full_begin, num_full, listed, width, LISTS: tl.constexpr, MASKED: tl.constexpr):
-    """The t-th FULL tile, or with MASKED the t-th of the others. A list holds the others from its front, behind how
-    many there are of either and whose turn it is (`turn_of_list`), and the FULL ones from its back.
+    """The t-th FULL tile, or with MASKED the t-th of the others. A list holds the others from its front, behind the
+    two numbers, and the FULL ones from its back.
     """
     if LISTS:
-        at = 3 + t if MASKED else width - 1 - t
+        at = 2 + t if MASKED else width - 1 - t
         tile = tl.load(listed + at)
     elif MASKED:
         tile = begin + t
@@ -114,7 +108,7 @@ def visit_any(t, tiles, LISTS: tl.constexpr):
     """The t-th of all visited tiles, those that are not FULL first; never beyond the `last` one."""
     begin, full_begin, num_full, num_partial, last, listed, width = tiles
     if LISTS:
-        tile = tl.load(listed + tl.where(t < num_partial, 3 + t, width - 1 - (t - num_partial)))
+        tile = tl.load(listed + tl.where(t < num_partial, 2 + t, width - 1 - (t - num_partial)))
     else:
         tile = begin + t
         tile = tl.where(tile < full_begin, tile, tile + num_full)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.tiles.hopper import sequence
-from tilewise.tiles.visit import locate, take_turns, turn_of_list, visits
+from tilewise.tiles.visit import locate, take_turns, visits
 
 RUN = gl.constexpr(8)  # numbers of a run; the last is how many tiles it visits
 
@@ -87,6 +87,12 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
     if fixed.few is not None:
         count = gl.where(seqlen_q * fixed.group > fixed.few, count, 0)
     return b, h, slot, start, begin, full_begin, num_partial, count
+
+
+@gluon.jit
+def turn_of_list(listed):
+    """The row whose turn it is when that of this one comes: those that visit most go first, where they are sorted."""
+    return gl.load(listed + 2 + gl.load(listed))
 
 
 @gluon.jit

@@ -160,7 +160,7 @@ def _padded_rows(x: torch.Tensor, reached: Reached) -> torch.Tensor:
 def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any]) -> tuple[Any, ...]:
     """The tile lists and their strides by batch, head and row, or nothing where loop bounds do.
 
-    A row is laid out as `tiles.visit.visit` says. `tables` keeps block extrema that several lists of one call share.
+    A row is laid out as `tile_lists` says. `tables` keeps block extrema that several lists of one call share.
     """
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:

@@ -34,7 +34,8 @@ def tile_lists(
     CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One program per row: a tile of queries lists its tiles of keys, or with FOR_KEYS a tile of keys its tiles of
-    queries. A row is laid out as `tiles.visit.visit` says; the first keys and the last queries have the first turn.
+    queries. A row is laid out as `tiles.visit.visit` says, and has one more number behind the tiles that are not FULL:
+    the row whose turn it is when this one's comes. The first keys and the last queries have the first turn.
 
     Rows are (batch, head, slot), or (head, slot) when packed; a tile that reaches beyond the other side's end is
     PARTIAL.
@@ -85,12 +86,12 @@ def tile_lists(
         full_at = num_full + tl.cumsum(full.to(tl.int32), 0) - 1
         partial_at = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
         tl.store(listed + width - 1 - full_at, other, mask=full)
-        tl.store(listed + 3 + partial_at, other, mask=partial)
+        tl.store(listed + 2 + partial_at, other, mask=partial)
         num_full += tl.sum(full.to(tl.int32), 0)
         num_partial += tl.sum(partial.to(tl.int32), 0)
     tl.store(listed, num_partial)
     tl.store(listed + 1, num_full)
-    tl.store(listed + 2, slot if FOR_KEYS else slots - 1 - slot)
+    tl.store(listed + 2 + num_partial, slot if FOR_KEYS else slots - 1 - slot)
 
 
 @triton.jit(do_not_specialize=["width", "slots"])
@@ -112,4 +113,5 @@ def sort_lists(LISTED, width, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
         alike = (theirs[None, :] == visits[:, None]) & (other[None, :] < row[:, None])
         before = (theirs[None, :] > visits[:, None]) | alike
         turn += tl.sum(before.to(tl.int32), 1)
-    tl.store(listed + turn * width + 2, row, mask=there)
+    place = turn * width + 2 + tl.load(listed + turn * width, mask=there, other=0)
+    tl.store(listed + place, row, mask=there)
