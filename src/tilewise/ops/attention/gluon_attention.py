@@ -164,7 +164,7 @@ def common(
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Gluon forward."""
-    return triton_attention.forward(call, _MAKE_PLAN[is_limited(call)], reached, _more)
+    return triton_attention.forward(call, _MAKE_PLAN[is_limited(call)], reached, _more, by_length=True)
 
 
 def _more(call: Call, plan: Plan) -> tuple[Any, ...]:
@@ -340,14 +340,14 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         unit = LOG2E if prepare.extra else 1.0 / call.scale
         prepare.launch((o, do, lse, dlse, shift, centre, sums, counts, call.cu_seqlens_q), (), (unit,))
         tables: dict[Any, Any] = {}
-        lists = triton_attention.lists_of(call, keys, True, key, tables)
+        lists = triton_attention.lists_of(call, keys, True, key, tables, by_length=True)
         if keys.kernel is attention_bwd_sm90:
             pointers = (*inputs, dk, dv, counts, sums, sums, dq, _order(call, keys), *cu_seqlens, *lists)
             keys.launch(pointers, (*formula, accumulators(captured)), scalars)
         else:
             keys.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
         if queries is not None:
-            lists = triton_attention.lists_of(call, queries, False, key, tables)
+            lists = triton_attention.lists_of(call, queries, False, key, tables, by_length=True)
             queries.launch((*inputs, dq, counts, *cu_seqlens, *lists), formula, scalars)
     grads = Gradients(dq, dk, dv, None, rounded(call, captured))
     if call.grad_sink:

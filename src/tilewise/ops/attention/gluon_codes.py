@@ -59,7 +59,7 @@ def of_codes(x: Quantized, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = (x.q, x.k, channels, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.skip)
     scales = (x.q_scale, x.k_scale, x.v_scale, x.v_mean, x.q_bias)
     with on_device(o):
-        lists = lists_of(call, plan, False, key, {})
+        lists = lists_of(call, plan, False, key, {}, by_length=True)
         plan.launch((*tensors, *scales, *lists, counter), formula_arguments(call), (call.scale,))
     return o, lse
 

@@ -56,7 +56,11 @@ def _nothing(call: Call, plan: Plan) -> tuple[Any, ...]:
 
 
 def forward(
-    call: Call, make_plan: Callable[[Call], Plan] = forward_plan, reached: Reached = fetchable, more: More = _nothing
+    call: Call,
+    make_plan: Callable[[Call], Plan] = forward_plan,
+    reached: Reached = fetchable,
+    more: More = _nothing,
+    by_length: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Triton forward, or by another kernel that takes the same pointers, and `more` behind them.
 
@@ -66,12 +70,12 @@ def forward(
     plan = _PLANS.get((make_plan, key))
     if plan is None:
         if not reached(call.q, call.k, call.v):
-            o, lse = forward(_padded(call, reached), make_plan, reached, more)
+            o, lse = forward(_padded(call, reached), make_plan, reached, more, by_length)
             return o[..., : call.head_dim_v], lse
         plan = _PLANS.put(key and (make_plan, key), make_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
-        launch_forward(call, plan, lists_of(call, plan, False, key, {}), o, lse, more(call, plan))
+        launch_forward(call, plan, lists_of(call, plan, False, key, {}, by_length), o, lse, more(call, plan))
     return o, lse
 
 
@@ -157,10 +161,13 @@ def _padded_rows(x: torch.Tensor, reached: Reached) -> torch.Tensor:
 # tile lists ----------------------------------------------------------------------------------------------------------
 
 
-def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any]) -> tuple[Any, ...]:
+def lists_of(
+    call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any], by_length: bool = False
+) -> tuple[Any, ...]:
     """The tile lists and their strides by batch, head and row, or nothing where loop bounds do.
 
-    A row is laid out as `tile_lists` says. `tables` keeps block extrema that several lists of one call share.
+    A row is laid out as `tile_lists` says; with `by_length` the longest have the first turns. `tables` keeps block
+    extrema that several lists of one call share.
     """
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
@@ -178,7 +185,7 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
         lister = Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1)
         constants = (triton.next_power_of_2(slots), 32)
         sorter = Plan(sort_lists, batches * heads, (), (width, slots), constants, 8, 1)
-        plans = _PLANS.put(list_key, (lister, sorter if plan.boxes and 1 < slots <= _SORTED else None))
+        plans = _PLANS.put(list_key, (lister, sorter if by_length and 1 < slots <= _SORTED else None))
     lister, sorter = plans
     args, nums = bound_arguments(call.mask)
     blocks = (cfg.block_m, cfg.block_n)
