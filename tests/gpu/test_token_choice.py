@@ -61,7 +61,8 @@ def test_many_tokens(kind: str) -> None:
         where = read[:, None].expand(-1, 4, -1)
         scores = call.scores[row, :, :, :length].double()
         others = scores.scatter(2, where, -torch.inf).logsumexp(-1) - scores.gather(2, where).logsumexp(-1)
-        torch.testing.assert_close(rest[row].double(), others, rtol=1e-4, atol=1e-4)
+        # shares: what is far below 1 is lost in a difference of float32 logarithms, and counts relative to 1 only
+        torch.testing.assert_close(rest[row].double().exp(), others.exp(), rtol=1e-4, atol=2**-18)
         counts = (length - 64 * torch.arange(len(pages), device=DEVICE)).clamp(0, 64).double()
         want = torch.einsum("n,nhd->hd", counts, call.v_mean[pages].double()) / length
         torch.testing.assert_close(mean[row].double(), want, rtol=1e-4, atol=1e-5)

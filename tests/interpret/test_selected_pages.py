@@ -18,6 +18,8 @@ from tilewise.ops.page_choice.table import CHOOSE_PAGES
 from tilewise.ops.page_summaries import triton_page_summaries
 from tilewise.ops.query_parts import triton_query_parts
 from tilewise.ops.token_choice import triton_token_choice
+from tilewise.ops.token_choice.problem import Call
+from tilewise.ops.token_choice.table import CHOOSE_TOKENS
 from tilewise.ops.token_scores import triton_token_scores
 from tilewise.testing import page_choice, page_selection, page_summaries, query_parts, token_choice, token_scores
 from tilewise.testing.page_selection import BY_NAME, CASES, SPARQ, PagesCase
@@ -49,11 +51,16 @@ def test_parts_of_queries(case: PagesCase, dtype: torch.dtype) -> None:
     query_parts.check(query_parts.make_call(case, dtype), "triton")
 
 
-SIZES = {"one_tile": (8192, 8192, 8192), "tiles": (16, 16, 8), "large_sample": (16, 32, 16), "small_sample": (64, 8, 4)}
+SIZES = {  # tokens of a tile, keys of a sample, keys that are searched
+    "one_tile": (8192, 8192, 8192), "tiles": (16, 16, 8), "all_searched": (16, 16, 64), "large_sample": (16, 32, 16),
+    "small_sample": (64, 8, 4),
+}  # fmt: skip
 
 
 def use_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for constant, size in zip(("_TILE", "_SAMPLE", "_BETWEEN"), SIZES[name], strict=True):
+    tile, sample, between = SIZES[name]
+    sizes = {"_TILE": tile, "_SAMPLE": (sample, sample), "_BETWEEN": (between, between), "_BLOCK": 2 * tile}
+    for constant, size in (sizes | {"_SCORES": tile, "_VALUES": tile}).items():
         monkeypatch.setattr(triton_token_choice, constant, size)
 
 
@@ -77,6 +84,28 @@ def test_choices_that_a_sample_misleads(kind: str, sizes: str, monkeypatch: pyte
         "few_among_equal": torch.where(n % 7 == 0, 1e-38 * n, -1.0),
     }[kind])  # fmt: skip
     token_choice.check(call, "triton")
+
+
+@pytest.mark.parametrize("width", [5, 600, 2500, 4990])
+@pytest.mark.parametrize("scores", ["normal", "far_from_zero", "small_steps"])
+def test_a_sample_does(width: int, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ordinary scores it says where the least lies that is read: no program goes through all tokens."""
+
+    def never(*arguments: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(triton_token_choice, "least_of_all", never)
+    monkeypatch.setattr(triton_token_choice, "_SAMPLE", (1024, 1024))
+    monkeypatch.setattr(triton_token_choice, "_BETWEEN", (1024, 1024))
+    x = torch.randn(1, 1, 1, 5000, generator=torch.Generator().manual_seed(width))
+    x = {"normal": x, "far_from_zero": 300.0 + x, "small_steps": (x * 1000).round()}[scores]
+    runs, numbers = x.view(1, 1, 1, 625, 8).logsumexp(-1), torch.arange(625, dtype=torch.int32)[None]
+    lengths = torch.tensor([5000], dtype=torch.int32)
+    call = Call(x, x[:, :, 0], runs, numbers, None, lengths, None, 8, width, 8, 1, 1)
+    tables, tokens, _, _ = CHOOSE_TOKENS(call, "triton")
+    read = torch.argsort(x[0, 0, 0], descending=True, stable=True)[:width].sort().values
+    assert tokens.item() == width
+    assert torch.equal(tables[0, 0], read.int())
 
 
 @pytest.mark.parametrize("name", ["bounds", "hnd", "drafts_packed", "capped", "sparq", "sparq_multi_query"])
@@ -131,12 +160,16 @@ TWINS = [
     (triton_query_parts, "part_queries", "total = tl.sum(size, 0)", "total = tl.max(size, 0)", "sparq"),
     (triton_query_parts, "part_queries", "tl.sum(tl.where(kept[None, :], size, 0.0), 1)", "tl.sum(size, 1)", "sparq"),
     (triton_query_parts, "part_queries", "(h * GROUP + g)", "(g)", "sparq"),
-    (triton_token_choice, "find_least", "0, width - above)", "0, 0 * above)", "sparq"),
-    (triton_token_choice, "take_tokens", "+ tl.minimum(before >> 16, left)", "+ 0 * left", "sparq"),
-    (triton_token_choice, "take_tokens", "more | (tie & ((before >> 16) < left))", "more", "sparq"),
-    (triton_token_choice, "take_tokens", "n % PAGE * by_token", "n * by_token", "sparq"),
+    # of these those that read too few, or others: with too many, numbers of tokens would be read that nobody wrote
+    (triton_token_choice, "find_least", "digit < 256)", "digit >= 0)", "sparq"),
+    (triton_token_choice, "find_least", "width - tl.sum(more, 0))", "0 * tl.sum(more, 0))", "sparq"),
+    (triton_token_choice, "find_least", "count >= missing, least | bit", "count > 0, least | bit", "sparq"),
+    (triton_token_choice, "take_tokens", "tl.cumsum(tie, 0) <= ties", "tl.cumsum(tie, 0) > same - ties", "sparq"),
+    (triton_token_choice, "take_tokens", "mine = log_add(mine, ", "mine = log_add(-float('inf'), ", "sparq"),
+    (triton_token_choice, "take_tokens", "token % PAGE * by_token", "token * by_token", "sparq"),
     (triton_token_choice, "take_tokens", "tl.minimum(length - p * PAGE, PAGE)", "PAGE + 0 * p", "sparq"),
     (triton_token_choice, "take_tokens", "(n >= read) & (n < width)", "(n > read) & (n < width)", "sparq_all"),
+    (triton_token_choice, "take_tokens", "total += tl.where((p < end)", "total = tl.where((p < end)", "sparq"),
     (triton_token_choice, "join_tiles", "tl.maximum(length, 1)", "tl.maximum(width, 1)", "sparq"),
     (triton_token_choice, "join_tiles", "length <= width", "length < 0", "sparq_all"),
     (triton_page_choice, "score_pages", "n >= count - local", "n >= count", "bounds"),
@@ -163,13 +196,14 @@ def test_a_broken_twin_is_caught(
         elif module is triton_token_choice:
             call = token_choice.make_call(BY_NAME[name], torch.float32)
             call.total.copy_((call.total * 2.0).round())  # equal ones, too
-            token_choice.check(call, "triton")
+            for sizes in ("tiles", "all_searched"):
+                use_sizes(sizes, monkeypatch)
+                token_choice.check(call, "triton")
         elif module is triton_token_scores:
             token_scores.check(token_scores.make_call(BY_NAME[name], torch.float32), "triton")
         else:
             page_choice.check(page_choice.make_call(BY_NAME[name], torch.float32), "triton")
 
-    use_sizes("tiles", monkeypatch)
     check()  # whole, it passes
     monkeypatch.setattr(module, kernel, getattr(broken_copy(module, old, new, tmp_path), kernel))
     with pytest.raises(AssertionError):

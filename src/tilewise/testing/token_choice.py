@@ -51,8 +51,9 @@ def check(call: Call, impl: str) -> None:
 def _variant(group: int, stands: bool) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
     def make(width: int, dtype: torch.dtype) -> tuple[Operation[Any], Any]:
         dim, size = pages(width)
-        table, numbers = torch.zeros(3, 40, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-        scores, runs = torch.zeros(3, 2, group, 40 * size), torch.zeros(3, 2, group, 80 if size % 2 == 0 else 40)
+        count = 2048  # pages: of 64 tokens a row of 131072
+        table, numbers = torch.zeros(3, count, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+        scores, runs = torch.zeros(3, 2, group, count * size), torch.zeros(3, 2, group, count * (1 + (size % 2 == 0)))
         v_mean = torch.zeros(10, 2, dim, dtype=dtype) if stands else None
         request = None if stands else numbers.clone()
         return CHOOSE_TOKENS, Call(
