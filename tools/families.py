@@ -138,12 +138,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         "src/tilewise/tiles/largest.py",
         _ATTENTION + "selected_pages.py",
     ),
-    "token_choice": (
-        "src/tilewise/tiles/largest.py",
-        "src/tilewise/schedule/page_selection.py",
-        "src/tilewise/ops/select/triton_select.py",
-        _ATTENTION + "selected_pages.py",
-    ),
+    "token_choice": ("src/tilewise/schedule/page_selection.py", _ATTENTION + "selected_pages.py"),
     "token_scores": ("src/tilewise/schedule/page_selection.py", _ATTENTION + "selected_pages.py"),
     "quantize": (
         "src/tilewise/layouts.py",
