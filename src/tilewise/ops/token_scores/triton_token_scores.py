@@ -8,7 +8,7 @@ from tilewise.ops.token_scores.problem import FORCED, Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 
 _TOKENS = 2048  # of a program
-_EACH = 16  # tokens of a thread
+_EACH = 8  # tokens of a thread
 _PLANS = Plans()
 LARGE = tl.constexpr(FORCED)
 
