@@ -14,7 +14,7 @@ _ROWS = rows_of(
     lambda call: call.total.device,
     lambda call: call.total.dtype,
     cpu="one row of queries after another in PyTorch",
-    triton="programs of a tile collect what may be the least score that is read, one finds it, others write what is",
+    triton="a program finds the least score that is read, others write what is",
     reference="float64, token by token: the specification",
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)
