@@ -308,19 +308,15 @@ def where_within(x, start, first, last, OTHER: gl.constexpr):
     parts = parts_of(x)
     OF_PARTS: gl.constexpr = parts.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OF_PARTS)))
-    EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, OF_PARTS)))
     QUAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, OF_PARTS)))
-    PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, OF_PARTS)))
     first = gl.minimum(gl.maximum(first - start, 0), N)
     end = gl.minimum(gl.maximum(last - start + 1, 0), N)
     quad = gl.arange(0, 4, layout=QUAD)[None, None, :, None]
     skipped = numbers_before(gl.convert_layout(first, ROW, assert_trivial=True)[:, None, None, None], quad)
     passed = numbers_before(gl.convert_layout(end, ROW, assert_trivial=True)[:, None, None, None], quad)
     run = gl.inline_asm_elementwise(RUN_OF_BITS, "=r,r,r", [skipped, passed], dtype=gl.int32, is_pure=True, pack=1)
-    eights = (2 * gl.arange(0, N // 8, layout=EIGHT))[None, :, None, None]
-    number = eights + gl.arange(0, 2, layout=PAIR)[None, None, None, :]
     found = gl.inline_asm_elementwise(
-        SELECT, "=f,f,r,r,f", [parts, run, 1 << number, OTHER], dtype=gl.float32, is_pure=True, pack=1
+        SELECT, "=f,f,r,r,f", [parts, run, 1 << bit_of(parts), OTHER], dtype=gl.float32, is_pure=True, pack=1
     )
     return whole(found, x)
 
@@ -396,11 +392,13 @@ def thread_bits(seen):
 
 @gluon.jit
 def bit_of(parts):
-    """The bits that stand for the numbers of a thread (`thread_bits`), along `parts` [64, 16, 4, 2]."""
-    gl.static_assert(parts.shape[1] == 16)
+    """The bits that stand for the numbers of a thread, along `parts` [64, 16 or fewer, 4, 2]."""
+    EIGHTS: gl.constexpr = parts.shape[1]
+    gl.static_assert(EIGHTS <= 16)
     EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, parts.type.layout)))
     PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, parts.type.layout)))
-    return (2 * gl.arange(0, 16, layout=EIGHT))[None, :, None, None] + gl.arange(0, 2, layout=PAIR)[None, None, None, :]
+    eights = (2 * gl.arange(0, EIGHTS, layout=EIGHT))[None, :, None, None]
+    return eights + gl.arange(0, 2, layout=PAIR)[None, None, None, :]
 
 
 @gluon.jit
