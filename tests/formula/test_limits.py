@@ -50,7 +50,7 @@ def test_numbers_that_matter_to_a_kernel_decide_who_makes_its_plan(
 
     made: list[tuple[Any, bool]] = []
 
-    def forward(call: Call, make_plan: Any, *_: Any) -> None:
+    def forward(call: Call, make_plan: Any, *_: Any, **__: Any) -> None:
         made.append((make_plan, make_plan(call).constants[0].limited.value))
 
     monkeypatch.setattr(triton_attention, "forward", forward)
