@@ -169,11 +169,7 @@ def _neighbour(name: str) -> tuple[Family, Family]:
     kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
     more = ["tests/gpu/test_fused.py"] if name in _FUSED else []
     more += ["tests/gpu/test_attention_select.py"] if name == "select" else []
-    more += (
-        ["tests/gpu/test_selected_pages.py"]
-        if name in ("page_choice", "query_parts", "token_choice", "token_scores")
-        else []
-    )
+    more += ["tests/gpu/test_selected_pages.py"] if name in _OF_PAGES else []
     tests = (f"tests/gpu/test_{name}.py", *more)
     return (
         Family(f"{name}_triton", kernels, tests, ("triton",), _CI, name),

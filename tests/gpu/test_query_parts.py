@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tilewise as tw
 from tests.gpu.matrix import DEVICE
+from tests.gpu.test_token_scores import LARGE
 from tilewise.ops.query_parts.table import PART_QUERIES
 from tilewise.testing import query_parts as checks
 from tilewise.testing.page_selection import SPARQ, PagesCase
-
-LARGE = PagesCase("large", tw.SparQ(32, 100), lengths=(700, 1, 300), page_size=64, heads=(8, 2), dim=128, dim_v=128)
 
 
 @pytest.mark.parametrize("case", [*SPARQ, LARGE], ids=repr)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tilewise as tw
 from tests.gpu.matrix import DEVICE
+from tests.gpu.test_token_scores import LARGE
 from tilewise.ops.token_choice.problem import Call
 from tilewise.ops.token_choice.table import CHOOSE_TOKENS
 from tilewise.testing import token_choice as checks
 from tilewise.testing.page_selection import SPARQ, PagesCase
-
-LARGE = PagesCase("large", tw.SparQ(32, 100), lengths=(700, 1, 300), page_size=64, heads=(8, 2), dim=128, dim_v=128)
 
 
 @pytest.mark.parametrize("case", [*SPARQ, LARGE], ids=repr)

@@ -178,14 +178,16 @@ def lists_of(
     rows = batches * heads * slots
     width = 3 + -(-max(1, longest(call, not for_keys)) // (cfg.block_m if for_keys else cfg.block_n))
     listed = torch.empty((rows, width), dtype=torch.int32, device=call.q.device)
-    list_key = key and ("lists", key, for_keys, cfg)
+    list_key = key and ("lists", key, for_keys, cfg, by_length)
     plans = _PLANS.get(list_key)
     if plans is None:
         constants = (heads, cfg.block_m, cfg.block_n, 128, mask.classify, call.packed, for_keys)
         lister = Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1)
-        constants = (triton.next_power_of_2(slots), 32)
-        sorter = Plan(sort_lists, batches * heads, (), (width, slots), constants, 8, 1)
-        plans = _PLANS.put(list_key, (lister, sorter if by_length and 1 < slots <= _SORTED else None))
+        sorter = None
+        if by_length and 1 < slots <= _SORTED:
+            constants = (triton.next_power_of_2(slots), 32)
+            sorter = Plan(sort_lists, batches * heads, (), (width, slots), constants, 8, 1)
+        plans = _PLANS.put(list_key, (lister, sorter))
     lister, sorter = plans
     args, nums = bound_arguments(call.mask)
     blocks = (cfg.block_m, cfg.block_n)
