@@ -12,6 +12,7 @@ import triton.language as tl
 
 import tilewise as tw
 from tilewise.core.philox import keep_mask
+from tilewise.ops import triton_launch
 from tilewise.ops.attention import triton_attention, triton_plans
 from tilewise.ops.attention.problem import Call, make_call, sequences
 from tilewise.ops.attention.triton_lists import block_extrema, sort_lists
@@ -80,6 +81,23 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
                 assert tiles[num_partial] == (row % slots if for_keys else slots - 1 - row % slots)
                 assert tiles[:num_partial] == partial.nonzero()[:, 0].tolist()
                 assert tiles[::-1][:num_full] == full.nonzero()[:, 0].tolist()
+
+
+def test_lists_of_other_packed_lengths_are_sorted_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is kept for all lengths of as many rows, and how wide a list is depends on the longest."""
+    case = CASES["packed_document"].with_(heads_q=2, heads_kv=1)
+    calls = [call_of(case.with_(packed=tuple((n, n) for n in lengths))) for lengths in ((150, 10), (40, 120))]
+    monkeypatch.setattr(triton_launch, "remember", True)
+    found = []
+    for key in (None, "of as many rows"):
+        for call in calls:
+            plan = triton_plans.forward_plan(call)
+            found.append(triton_attention.lists_of(call, plan, False, key, {}, by_length=True))
+    widths = [width for *_, width in found]
+    assert widths[0] != widths[1]
+    for (want, *_), (got, *_) in zip(found[:2], found[2:], strict=True):
+        turns = [[rows[n, 2 + rows[n, 0]] for n in range(len(rows))] for rows in (want, got)]
+        assert turns[0] == turns[1]
 
 
 @pytest.mark.parametrize(("sets", "slots"), [(1, 1), (2, 5), (3, 40)])

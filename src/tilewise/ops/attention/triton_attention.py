@@ -186,7 +186,7 @@ def lists_of(
         sorter = None
         if by_length and 1 < slots <= _SORTED:
             constants = (triton.next_power_of_2(slots), 32)
-            sorter = Plan(sort_lists, batches * heads, (), (width, slots), constants, 8, 1)
+            sorter = Plan(sort_lists, batches * heads, (), (slots,), constants, 8, 1)
         plans = _PLANS.put(list_key, (lister, sorter))
     lister, sorter = plans
     args, nums = bound_arguments(call.mask)
@@ -195,7 +195,7 @@ def lists_of(
         tables[blocks] = tensor_arguments(_tables(tile_rule(call.mask.text), call.mask.tensors, cfg))
     lister.launch((listed, call.cu_seqlens_q, call.cu_seqlens_k), (args + tables[blocks], nums, width))
     if sorter is not None:
-        sorter.launch((listed,), ())
+        sorter.launch((listed,), (width,))  # which depends on lengths that no key has
     return listed, (heads * slots if batches > 1 else 0), (slots if heads > 1 else 0), width
 
 
