@@ -30,6 +30,7 @@ from tilewise.ops.attention.gluon_sm90_scores import (
     own_rows,
     probabilities,
     product_from,
+    reach_of,
     start_scores,
     through_score,
 )
@@ -219,6 +220,38 @@ def issue_dq(k_ring, spot, ds_ring, place, done, C: gl.constexpr):
 
 
 @gluon.jit
+def give_ds(ds, done, turn, memory, bars, C: gl.constexpr, FIRST: gl.constexpr):
+    """Put a warpgroup's half of dS where both find it."""
+    ds_ring = memory[6]
+    ds_full, ds_empty, out_empty = bars[8], bars[9], bars[11]
+    place, phase = ring_turn(done, 2)
+    if FIRST:
+        mbarrier.wait(out_empty, (turn & 1) ^ 1)  # dK of the item before has left
+    mbarrier.wait(ds_empty.index(place), phase ^ 1)
+    ds_ring.index(place * 2 + C).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(place))
+
+
+@gluon.jit
+def start_dq(done, turn, memory, bars, C: gl.constexpr):
+    """Start a warpgroup's share of dQ of the `done`-th tile, once both have given their dS."""
+    place, phase = ring_turn(done, 2)
+    mbarrier.wait(bars[8].index(place), phase)
+    return issue_dq(memory[0], turn % AHEAD, memory[6], place, done, C)
+
+
+@gluon.jit
+def end_dq(dq, done, tile, seen, sum_and_order, bars, fixed, C: gl.constexpr):
+    """Add a share of dQ of the `done`-th tile, which is complete, to a tile of sums."""
+    SUM, order = sum_and_order
+    mbarrier.arrive(bars[9].index(done & 1))
+    await_order(order, seen, tile, fixed)
+    add_to_sums(dq, SUM, tile, C)
+    has_added(done, bars[12], fixed)
+
+
+@gluon.jit
 def step(
     dk, dv, done, m, turn, own, sum_and_order, before, memory, bars, formula, scalars, fixed, C: gl.constexpr,
     FIRST: gl.constexpr, MASKED: gl.constexpr,
@@ -226,17 +259,14 @@ def step(
     """Add query tile m to dk and dv of a warpgroup's keys; where sums of dQ are wanted, take that of the tile before,
     number `before` of all, which the FIRST has not.
     """
-    k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, _, _ = memory
+    k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, _, _, _ = memory
     v_full, q_full, q_empty, do_full, do_empty = bars[2], bars[4], bars[5], bars[6], bars[7]
-    ds_full, ds_empty, out_empty = bars[8], bars[9], bars[11]
-    SUM, order = sum_and_order
     if not FIRST:
-        seen = seen_of(order, fixed)
+        seen = seen_of(sum_and_order[1], fixed)
     _, _, score_args, score_nums, grads = formula
     BLOCK_M: gl.constexpr = q_ring.shape[4]
     SCORES: gl.constexpr = product_layout(BLOCK_M)
     FROM_REGISTERS: gl.constexpr = gl.DotOperandLayout(0, product_layout(q_ring.shape[5]), 2)
-    place = done & 1
 
     # scores and dP
     stage, q = filled(done, q_ring, q_full)
@@ -263,39 +293,65 @@ def step(
     ds = through_score(ds, p, around, own, formula, fixed, MASKED)
     ds16 = ds.to(q.dtype)
     if fixed.sums:
-        if FIRST:
-            mbarrier.wait(out_empty, (turn & 1) ^ 1)  # dK of the item before has left
-        mbarrier.wait(ds_empty.index(place), ((done >> 1) & 1) ^ 1)
-        ds_ring.index(place * 2 + C).store(ds16)
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(place))
+        give_ds(ds16, done, turn, memory, bars, C, FIRST)
     if FIRST or not fixed.sums:
         dv = warpgroup_mma(gl.convert_layout(p16, FROM_REGISTERS, assert_trivial=True), do, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds16, FROM_REGISTERS, assert_trivial=True), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=(dv,))
-        mbarrier.arrive(do_empty.index(stage))
     else:
-        mbarrier.wait(ds_full.index(place ^ 1), ((done - 1) >> 1) & 1)
-        dq = issue_dq(k_ring, turn % AHEAD, ds_ring, place ^ 1, done, C)
+        dq = start_dq(done - 1, turn, memory, bars, C)
         dv = warpgroup_mma(gl.convert_layout(p16, FROM_REGISTERS, assert_trivial=True), do, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds16, FROM_REGISTERS, assert_trivial=True), q, dk, is_async=True)
         dq = warpgroup_mma_wait(2, deps=(dq,))
-        mbarrier.arrive(ds_empty.index(place ^ 1))
-        await_order(order, seen, before, fixed)
-        add_to_sums(dq, SUM, before, C)
-        has_added(done - 1, bars[12], fixed)
-        dv = warpgroup_mma_wait(1, deps=(dv,))
-        mbarrier.arrive(do_empty.index(stage))
+        end_dq(dq, done - 1, before, seen, sum_and_order, bars, fixed, C)
+    dv = warpgroup_mma_wait(1, deps=(dv,))
+    mbarrier.arrive(do_empty.index(stage))
     dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(q_empty.index(stage))
     return dk, dv
 
 
 @gluon.jit
+def pass_over(done, turn, sum_and_order, before, memory, bars, fixed, C: gl.constexpr, FIRST: gl.constexpr):
+    """A `step` over a tile whose queries see none of a warpgroup's keys, only the other's: its half of dS is 0."""
+    q_ring, do_ring = memory[2], memory[3]
+    v_full, q_full, q_empty, do_full, do_empty = bars[2], bars[4], bars[5], bars[6], bars[7]
+    BLOCK_M: gl.constexpr = q_ring.shape[4]
+    stage, _ = filled(done, q_ring, q_full)
+    mbarrier.arrive(q_empty.index(stage))
+    filled(done, do_ring, do_full)
+    mbarrier.arrive(do_empty.index(stage))
+    if FIRST:
+        mbarrier.wait(v_full, turn & 1)
+    if fixed.sums:
+        zeros = gl.zeros([64, BLOCK_M], q_ring.dtype, layout=product_layout(BLOCK_M))
+        give_ds(zeros, done, turn, memory, bars, C, FIRST)
+        if not FIRST:
+            seen = seen_of(sum_and_order[1], fixed)
+            dq = warpgroup_mma_wait(0, deps=(start_dq(done - 1, turn, memory, bars, C),))
+            end_dq(dq, done - 1, before, seen, sum_and_order, bars, fixed, C)
+
+
+@gluon.jit
+def masked_step(
+    dk, dv, done, m, turn, own, reach, sum_and_order, before, memory, bars, formula, scalars, fixed, C: gl.constexpr,
+    FIRST: gl.constexpr,
+):  # fmt: skip
+    """A `step` over a tile that the mask cuts, if its queries see any of a warpgroup's keys."""
+    BLOCK_M: gl.constexpr = memory[2].shape[4]
+    if (m * BLOCK_M <= reach[1]) & (m * BLOCK_M + BLOCK_M > reach[0]):
+        dk, dv = step(
+            dk, dv, done, m, turn, own, sum_and_order, before, memory, bars, formula, scalars, fixed, C, FIRST, True
+        )
+    else:
+        pass_over(done, turn, sum_and_order, before, memory, bars, fixed, C, FIRST)
+    return dk, dv
+
+
+@gluon.jit
 def compute(sums, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     """One warpgroup: dK and dV of its 64 keys of every item, over the tiles of queries of each head of the group."""
-    k_ring, _, q_ring, _, _, _, ds_ring, dk_ring, board = memory
-    k_full, v_empty, ds_full, ds_empty, out_full, out_empty = bars[0], bars[3], bars[8], bars[9], bars[10], bars[11]
+    k_ring, _, q_ring, _, _, _, _, dk_ring, board = memory
+    k_full, v_empty, out_full, out_empty = bars[0], bars[3], bars[10], bars[11]
     SUM = sums[0] if fixed.sums else 0
     formula = grid[1]
     scale, _ = scalars
@@ -320,22 +376,28 @@ def compute(sums, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         spot, phase = ring_turn(turn, AHEAD)
         mbarrier.wait(k_full.index(spot), phase)
         m = visit_any(0, tiles, fixed.lists)
-        dk, dv = step(
-            dk, dv, done, m, turn, own, (SUM, order), 0, memory, bars, formula, scalars, fixed, C, True, fixed.guard
-        )
-        before = first_sums + m
         full = 1
         if fixed.guard:
+            reach = reach_of(own)
+            dk, dv = masked_step(
+                dk, dv, done, m, turn, own, reach, (SUM, order), 0, memory, bars, formula, scalars, fixed, C, True
+            )
+            before = first_sums + m
             # worked out here: MLIR takes a variable that only bounds loops for one that never changes
             cut = gl.where(start + KEYS > lengths[1], count, num_partial)
             for t in range(1, cut):
                 m = visit_any(t, tiles, fixed.lists)
-                dk, dv = step(
-                    dk, dv, done + t, m, turn, own, (SUM, order), before, memory, bars, formula, scalars, fixed, C,
-                    False, True,
+                dk, dv = masked_step(
+                    dk, dv, done + t, m, turn, own, reach, (SUM, order), before, memory, bars, formula, scalars,
+                    fixed, C, False,
                 )  # fmt: skip
                 before = first_sums + m
             full = gl.maximum(cut, 1)
+        else:
+            dk, dv = step(
+                dk, dv, done, m, turn, own, (SUM, order), 0, memory, bars, formula, scalars, fixed, C, True, False
+            )
+            before = first_sums + m
         for t in range(full, count):
             m = visit_any(t, tiles, fixed.lists)
             dk, dv = step(
@@ -348,13 +410,8 @@ def compute(sums, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         mbarrier.arrive(v_empty, pred=is_last)
 
         if fixed.sums:  # dQ of the last tile
-            last, phase = ring_turn(done - 1, 2)
-            mbarrier.wait(ds_full.index(last), phase)
-            dq = warpgroup_mma_wait(0, deps=(issue_dq(k_ring, spot, ds_ring, last, done, C),))
-            mbarrier.arrive(ds_empty.index(last))
-            await_order(order, seen_of(order, fixed), before, fixed)
-            add_to_sums(dq, SUM, before, C)
-            has_added(done - 1, bars[12], fixed)
+            dq = warpgroup_mma_wait(0, deps=(start_dq(done - 1, turn, memory, bars, C),))
+            end_dq(dq, done - 1, before, seen_of(order, fixed), (SUM, order), bars, fixed, C)
         if is_last:
             if fixed.sums:
                 wait_for_both()  # have read K and dS
