@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.ops.attention.gluon_sm90_runs import (
     RUN,
     first_tile_of,
+    reach_of,
     run_of,
     where_of,
 )
@@ -30,7 +31,6 @@ from tilewise.ops.attention.gluon_sm90_scores import (
     own_rows,
     probabilities,
     product_from,
-    reach_of,
     start_scores,
     through_score,
 )
@@ -336,14 +336,22 @@ def masked_step(
     dk, dv, done, m, turn, own, reach, sum_and_order, before, memory, bars, formula, scalars, fixed, C: gl.constexpr,
     FIRST: gl.constexpr,
 ):  # fmt: skip
-    """A `step` over a tile that the mask cuts, if its queries see any of a warpgroup's keys."""
+    """A `step` over a tile that the mask cuts, unless its queries are known to see none of a warpgroup's keys, which
+    happens where tiles are short.
+    """
     BLOCK_M: gl.constexpr = memory[2].shape[4]
-    if (m * BLOCK_M <= reach[1]) & (m * BLOCK_M + BLOCK_M > reach[0]):
+    KNOWN: gl.constexpr = BLOCK_M == 64 and not fixed.lists
+    if KNOWN:
+        if (m * BLOCK_M <= reach[1]) & (m * BLOCK_M + BLOCK_M > reach[0]):
+            dk, dv = step(
+                dk, dv, done, m, turn, own, sum_and_order, before, memory, bars, formula, scalars, fixed, C, FIRST, True
+            )
+        else:
+            pass_over(done, turn, sum_and_order, before, memory, bars, fixed, C, FIRST)
+    else:
         dk, dv = step(
             dk, dv, done, m, turn, own, sum_and_order, before, memory, bars, formula, scalars, fixed, C, FIRST, True
         )
-    else:
-        pass_over(done, turn, sum_and_order, before, memory, bars, fixed, C, FIRST)
     return dk, dv
 
 
@@ -378,7 +386,7 @@ def compute(sums, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         m = visit_any(0, tiles, fixed.lists)
         full = 1
         if fixed.guard:
-            reach = reach_of(own)
+            reach = reach_of(run, start + 64 * C, lengths, grid, fixed)
             dk, dv = masked_step(
                 dk, dv, done, m, turn, own, reach, (SUM, order), 0, memory, bars, formula, scalars, fixed, C, True
             )

@@ -90,6 +90,22 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
 
 
 @gluon.jit
+def reach_of(run, first, lengths, grid, fixed):
+    """(first, last) query that any of a warpgroup's 64 keys, from number `first` on, is seen by, if it is seen at all;
+    of masks of lists nothing is known.
+    """
+    seqlen_q, seqlen_k = lengths
+    mask_args, mask_nums = grid[1][0], grid[1][1]
+    begin, end = 0 * first, seqlen_q - 1
+    if fixed.tiles is not None:
+        low = seqlen_k - seqlen_q
+        last = gl.minimum(first + 63, seqlen_k - 1)
+        begin, end, _, _ = fixed.tiles(run[0], run[1], gl.minimum(first, last), last, mask_args, mask_nums)
+        begin, end = begin - low, end - low
+    return begin, gl.where(first < seqlen_k, end, -1)
+
+
+@gluon.jit
 def turn_of_list(listed):
     """The row whose turn it is when that of this one comes: those that visit most go first, where they are sorted."""
     return gl.load(listed + 2 + gl.load(listed))

@@ -40,14 +40,6 @@ def own_rows(run, lengths, first, formula, fixed, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def reach_of(own):
-    """(first, last) row of the other side that any of a warpgroup's rows sees or is seen by, or beyond those."""
-    seqlen_q, seqlen_k = own[2]
-    start, end = own[4]
-    return gl.min(start, 0) - (seqlen_k - seqlen_q), gl.max(end, 0) - (seqlen_k - seqlen_q)
-
-
-@gluon.jit
 def of_queries(ring, stage, LAYOUT: gl.constexpr):
     """A number for each query of a tile [1, M], along the columns of its transposed scores."""
     return ring.index(stage).load(LAYOUT)
