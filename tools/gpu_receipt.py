@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.environment import current
 from benchmarks.records import RESULTS
+from tools import gpus_in_turns
 from tools.families import FAMILIES, ROOT, Family
 from tools.receipts import Receipt, append
 from tools.resumed import Passed, name_of, state_of
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="results folder (default: benchmarks/results)")
     parser.add_argument(
-        "--workers", default="4", help="pytest-xdist processes: they share the GPU and compile in parallel"
+        "--workers", default="4", help="pytest-xdist processes: they share the GPUs and compile in parallel"
     )
     names = [family.name for family in gpu_families()]
     parser.add_argument("--families", nargs="*", choices=names, default=[], help="only these; all if none is named")
@@ -94,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     before = {family.name: family.hash() for family in chosen}
     passed = None if given.resume is None else Passed(given.resume, state_of(chosen, environment))
     outcomes = Outcomes(passed)
-    options = ["-n", given.workers, "--dist", "loadgroup", "-q", *(passed.leave_out() if passed else ())]
+    options = ["-n", given.workers, "--dist", "loadgroup", "-q", "-p", gpus_in_turns.__name__]
+    options += passed.leave_out() if passed else []
     status = pytest.main([*tests_of(chosen), *options], plugins=[outcomes])
     if passed is not None and status == pytest.ExitCode.NO_TESTS_COLLECTED and passed.names:
         status = pytest.ExitCode.OK  # none was left

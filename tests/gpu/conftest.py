@@ -1,17 +1,11 @@
-"""What processes that test on GPUs share: the GPUs, in turns, and their memory, which each test gives back."""
+"""What every test on a GPU leaves behind: its memory, for the other processes that test there."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-GPUS = torch.cuda.device_count()
-if GPUS > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:  # before CUDA is initialised: each process begins at its own
-    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + n) % GPUS) for n in range(GPUS))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.environment import Environment
-from tools import resumed
+from tools import gpus_in_turns, resumed
 from tools.families import ROOT, Family
 
 TESTS = """
@@ -87,3 +87,7 @@ def test_a_state_is_of_kernels_tests_and_device(tmp_path: Path, changed: str) ->
     else:
         files[changed].write_text("2\n")
         assert resumed.state_of([family], ENVIRONMENT, tmp_path) != first
+
+
+def test_processes_begin_with_gpus_in_turn() -> None:
+    assert [gpus_in_turns.in_turn(f"gw{n}", 3) for n in range(4)] == ["0,1,2", "1,2,0", "2,0,1", "0,1,2"]
