@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ import tilewise as tw
 from tilewise.core.philox import keep_mask
 from tilewise.ops import triton_launch
 from tilewise.ops.attention import triton_attention, triton_plans
-from tilewise.ops.attention.configs import Config
 from tilewise.ops.attention.problem import Call, make_call, sequences
-from tilewise.ops.attention.triton_lists import block_extrema, finish_lists
+from tilewise.ops.attention.triton_lists import block_extrema, sort_lists
 from tilewise.schedule.rule import Extremum, TileRule, build_tables, tile_rule
 from tilewise.schedule.tilemap import EMPTY, FULL, classify
 from tilewise.testing.case import Case
@@ -88,7 +86,7 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
 def test_lists_of_other_packed_lengths_are_sorted_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan is kept for all lengths of as many rows, and how wide a list is depends on the longest."""
     case = CASES["packed_document"].with_(heads_q=2, heads_kv=1)
-    calls = [call_of(case.with_(packed=tuple((n, n) for n in lengths))) for lengths in ((500, 10), (250, 260))]
+    calls = [call_of(case.with_(packed=tuple((n, n) for n in lengths))) for lengths in ((150, 10), (40, 120))]
     monkeypatch.setattr(triton_launch, "remember", True)
     found = []
     for key in (None, "of as many rows"):
@@ -98,63 +96,8 @@ def test_lists_of_other_packed_lengths_are_sorted_as_they_lie(monkeypatch: pytes
     widths = [width for *_, width in found]
     assert widths[0] != widths[1]
     for (want, *_), (got, *_) in zip(found[:2], found[2:], strict=True):
-        turns = [[rows[n, 2 + rows[n, 0]] for n in range(len(rows) - 1)] for rows in (want, got)]
+        turns = [[rows[n, 2 + rows[n, 0]] for n in range(len(rows))] for rows in (want, got)]
         assert turns[0] == turns[1]
-
-
-RUNS = {
-    "documents": lambda ids: tw.document(ids.sort()[0]),
-    "causal documents": lambda ids: tw.causal & tw.document(ids.sort()[0]),
-    "late documents": lambda ids: tw.document(ids.sort()[0]) & tw.mask(lambda b, h, i, j: j > 270),
-    "documents in pieces": tw.document,
-    "some": lambda ids: lambda b, h, i, j: (ids[i] == ids[j]) & (j % 3 == 1),
-}
-
-
-@pytest.mark.parametrize("for_keys", [False, True], ids=["queries", "keys"])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 300), (70, 400), (320, 520), (256, 256)])
-@pytest.mark.parametrize("name", RUNS)
-def test_runs_are_what_rows_see(name: str, seqlen_q: int, seqlen_k: int, for_keys: bool) -> None:
-    """First and last of a run for each row, for each 64 rows, and whether they say all."""
-    ids = torch.randint(0, 2, (max(seqlen_q, seqlen_k),), generator=torch.Generator().manual_seed(3))
-    q, k = (torch.zeros(1, n, 2, 16) for n in (seqlen_q, seqlen_k))
-    call = make_call(q, k, k.clone(), mask=RUNS[name](ids.to(torch.int32)))
-    cfg, mask = Config(64, 128, 4, 2, False), triton_plans.functions(call)[0]
-    plan = SimpleNamespace(extra=(cfg, mask))
-    listed, _, _, width = triton_attention.lists_of(call, plan, for_keys, None, {}, by_length=True, runs=True)
-    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": 1, "block_n": 1}
-    seen = (classify(call.mask, batch=1, heads=1, **sizes)[0, 0] != EMPTY).int()
-    own, low = (128, seqlen_k - seqlen_q) if for_keys else (64, 0)
-    seen = seen.T if for_keys else seen
-    count, first, last = seen.sum(1), seen.argmax(1) + low, seen.shape[1] - 1 - seen.flip(1).argmax(1) + low
-    alone = (count == 0) | (last - first + 1 == count)
-    assert alone.all() or name in ("documents in pieces", "some")
-    for tile, row in enumerate(listed[:-1]):
-        found = row[3 + max(row[0], 1 - row[1]) :].tolist()  # who sees nothing visits one tile
-        rows = slice(own * tile, min(own * tile + own, len(seen)))
-        assert found[0] == alone[rows].all()
-        for n in range(rows.stop - rows.start):
-            if count[own * tile + n] > 0:
-                assert found[1 + n] == first[own * tile + n]
-                assert found[1 + own + n] == last[own * tile + n]
-            else:
-                assert found[1 + n] > found[1 + own + n]
-        for part in range(own // 64):
-            some = [
-                n for n in range(rows.start + 64 * part, min(rows.start + 64 * part + 64, rows.stop)) if count[n] > 0
-            ]
-            if some:
-                begin, end, front, back = found[1 + 2 * own + 4 * part :][:4]
-                assert (begin, end) == (int(first[some].min()), int(last[some].max()))
-                partial = row[2 : 2 + row[0]].tolist()
-                other = 64 if for_keys else 128
-                hidden = [not seen[some, n * other : n * other + other].any() for n in partial]
-                assert front == next((n for n, x in enumerate(hidden) if not x), len(hidden))
-                assert back == (
-                    0 if row[1] > 0 else next((n for n, x in enumerate(hidden[::-1]) if not x), len(hidden))
-                )
-        full = row[width - int(row[1]) :].tolist()
-        assert all(0 <= n < -(-seen.shape[1] // (64 if for_keys else 128)) for n in full), "nothing is written over"
 
 
 @pytest.mark.parametrize(("sets", "slots"), [(1, 1), (2, 5), (3, 40)])
@@ -162,10 +105,7 @@ def test_rows_that_visit_most_have_the_first_turn(sets: int, slots: int) -> None
     """Rows that visit as many keep their order."""
     listed = torch.randint(0, 4, (sets, slots, 9), dtype=torch.int32)
     before = listed.clone()
-    tiles, sorted_by = (1, 16, 16, 16), triton.next_power_of_2(slots)
-    finish_lists[(sets,)](
-        listed, None, None, (), (), 9, 1, 1, 1, slots, sets, *tiles, sorted_by, None, None, False, False
-    )
+    sort_lists[(sets,)](listed, 9, slots, triton.next_power_of_2(slots), 4)
     want = torch.argsort(before[..., 0] + before[..., 1], dim=1, descending=True, stable=True)
     place = 2 + before[..., :1].long()
     assert torch.equal(listed.gather(2, place)[..., 0].long(), want)

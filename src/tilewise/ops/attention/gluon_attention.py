@@ -118,7 +118,6 @@ class Fixed(NamedTuple):
     biased: bool | None = None  # whether centred keys left queries a bias,
     centred: bool | None = None  # and values are centred
     exact_sums: bool | None = None  # weights are summed before they are codes
-    runs: bool | None = None  # lists say what the rows of their tiles see, if that is one run for each
     skips: bool | None = None  # tiles of small weights count for nothing
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
@@ -165,14 +164,14 @@ def common(
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Gluon forward."""
-    return triton_attention.forward(call, _MAKE_PLAN[is_limited(call)], reached, _more, by_length=True, runs=True)
+    return triton_attention.forward(call, _MAKE_PLAN[is_limited(call)], reached, _more, by_length=True)
 
 
-def _more(call: Call, plan: Plan, lists: triton_attention.Lists) -> tuple[Any, ...]:
+def _more(call: Call, plan: Plan) -> tuple[Any, ...]:
     """What the kernel is given beside: how many items have been dealt out, where they are, and the pages."""
     counter = None
     if plan.constants[0].dealt.value:
-        counter = torch.zeros(1, dtype=torch.int32, device=call.q.device) if lists[0] is None else lists[0][-1]
+        counter = torch.zeros(1, dtype=torch.int32, device=call.q.device)
     return (counter, *pages_of(call))
 
 
@@ -249,7 +248,6 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
                 eights_v=eights_of_page(call.v) if boxed else None,
                 few=few,
                 dealt=deals,
-                runs=_runs(mask),
                 apart=used <= SHARED,
                 ahead=2 if used + 2 * cfg.block_m * d <= SHARED and not skips else 1,
                 registers=_GATHER[0] if gathered else _REGISTERS[consumers],
@@ -292,10 +290,6 @@ def dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
     if call.mask is None and not call.packed and call.pages is None:
         return False
     return slots > _FEW_TILES or call.packed or (mask is not None and mask.classify is not None)
-
-
-def _runs(mask: MaskFunctions | None) -> bool:
-    return mask is not None and triton_attention.has_runs(mask)
 
 
 def turns_of(call: Call, slots: int, pairs: int) -> int:
@@ -346,9 +340,7 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         unit = LOG2E if prepare.extra else 1.0 / call.scale
         prepare.launch((o, do, lse, dlse, shift, centre, sums, counts, call.cu_seqlens_q), (), (unit,))
         tables: dict[Any, Any] = {}
-        lists = triton_attention.lists_of(
-            call, keys, True, key, tables, by_length=True, runs=keys.kernel is attention_bwd_sm90
-        )
+        lists = triton_attention.lists_of(call, keys, True, key, tables, by_length=True)
         if keys.kernel is attention_bwd_sm90:
             pointers = (*inputs, dk, dv, counts, sums, sums, dq, _order(call, keys), *cu_seqlens, *lists)
             keys.launch(pointers, (*formula, accumulators(captured)), scalars)
@@ -412,7 +404,6 @@ def _gradient_plan(
                 **common(call, mask, score, side, cfg, of_keys),
                 block_m=block,
                 block_n=cfg.block_n,
-                runs=kernel is attention_bwd_sm90 and _runs(mask),
                 slope=side and side.slope if linear_of(call, score) is None else None,
                 accumulate=side and side.accumulate,
                 sums=_sums(call),

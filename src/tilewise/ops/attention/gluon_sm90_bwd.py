@@ -33,7 +33,6 @@ from tilewise.ops.attention.gluon_sm90_scores import (
     product_from,
     start_scores,
     through_score,
-    with_runs,
 )
 from tilewise.ops.attention.gluon_sm90_sums import (
     CONVERTERS,
@@ -341,7 +340,7 @@ def masked_step(
     happens where tiles are short.
     """
     BLOCK_M: gl.constexpr = memory[2].shape[4]
-    KNOWN: gl.constexpr = BLOCK_M == 64 and (fixed.runs or not fixed.lists)
+    KNOWN: gl.constexpr = BLOCK_M == 64 and not fixed.lists
     if KNOWN:
         if (m * BLOCK_M <= reach[1]) & (m * BLOCK_M + BLOCK_M > reach[0]):
             dk, dv = step(
@@ -376,8 +375,6 @@ def compute(sums, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         start, num_partial, count = run[3], run[6], run[7]
         _queries, _keys, lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_M)
         own = own_rows(run, lengths, start + 64 * C, formula, fixed, BLOCK_M)
-        if fixed.runs:
-            own = with_runs(own, run, start + 64 * C, grid, fixed, BLOCK_M, KEYS)
         first_sums = run[8] if fixed.sums else 0
         turn = at // fixed.group
         g = at % fixed.group
@@ -389,7 +386,7 @@ def compute(sums, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         m = visit_any(0, tiles, fixed.lists)
         full = 1
         if fixed.guard:
-            reach = reach_of(run, start + 64 * C, lengths, grid, fixed, KEYS)
+            reach = reach_of(run, start + 64 * C, lengths, grid, fixed)
             dk, dv = masked_step(
                 dk, dv, done, m, turn, own, reach, (SUM, order), 0, memory, bars, formula, scalars, fixed, C, True
             )

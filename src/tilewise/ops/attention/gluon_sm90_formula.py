@@ -39,23 +39,11 @@ def seen_in(n, rows, formula, fixed, LAYOUT: gl.constexpr):
 @gluon.jit
 def with_hidden(s, n, rows, formula, fixed):
     """Scores of key tile n, far below all others or -inf where the mask, or the sequence's end, hides them."""
-    if fixed.runs:
-        if rows[8]:
-            s = hide_outside(s, n * fixed.block_n, rows[5][0], rows[5][1])
-        else:
-            s = hidden_by_formula(s, n, rows, formula, fixed)
-    elif fixed.visible is not None:
-        s = hidden_by_formula(s, n, rows, formula, fixed)
-    else:
-        s = hide_outside(s, n * fixed.block_n, rows[5][0], rows[5][1])
-    return s
-
-
-@gluon.jit
-def hidden_by_formula(s, n, rows, formula, fixed):
-    """Scores of key tile n, -inf where the mask's formula hides them, or far below all others at the sequence's end."""
     LAYOUT: gl.constexpr = s.type.layout
-    s = gl.where(seen_in(n, rows, formula, fixed, LAYOUT), s, float("-inf"))
-    if n * fixed.block_n + fixed.block_n > rows[3]:
+    if fixed.visible is not None:
+        s = gl.where(seen_in(n, rows, formula, fixed, LAYOUT), s, float("-inf"))
+        if n * fixed.block_n + fixed.block_n > rows[3]:
+            s = hide_outside(s, n * fixed.block_n, rows[5][0], rows[5][1])
+    else:
         s = hide_outside(s, n * fixed.block_n, rows[5][0], rows[5][1])
     return s

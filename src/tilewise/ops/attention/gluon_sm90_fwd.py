@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.ops.attention.gluon_sm90_fetch import fetch, fetch_rows, fetch_values
 from tilewise.ops.attention.gluon_sm90_formula import scored, with_hidden
-from tilewise.ops.attention.gluon_sm90_runs import RUN, runs_of, tiles_seen, where_of
+from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_store, barrier
 from tilewise.tiles.hopper import (
@@ -178,19 +178,6 @@ def over_tiles(q, done, run, tiles, rows, memory, bars, scalars, formula, fixed)
 
 
 @gluon.jit
-def pass_over(at, memory, bars, fixed, C: gl.constexpr):
-    """Leave out the `at`-th tile of K, and the values of the tile before it, whose weights are all 0."""
-    _, k_ring, v_ring, _, _ = memory
-    _, _, k_full, k_empty, v_full, v_empty = bars
-    stage, _k = tile_of(at, k_ring, k_full, fixed)
-    mbarrier.arrive(k_empty.index(stage))
-    wait_turn(C)
-    give_turn((C + 1) % fixed.consumers)
-    stage_v, _v = tile_of(at - 1, v_ring, v_full, fixed)
-    mbarrier.arrive(v_empty.index(stage_v))
-
-
-@gluon.jit
 def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     """One warpgroup: its 64 queries of every item of the program, through all visited tiles. Products of the next tile
     run while this one is exponentiated, and the warpgroups issue theirs in turn. Where Q has two places, the first
@@ -221,20 +208,17 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     if EARLY:
         s = warpgroup_mma_wait(0, deps=(first_scores(0, 0, memory, bars, fixed, C, run[7] > 0),))
     while run[7] > 0:
-        b, h, first_row, num_partial, count = run[0], run[1], run[3], run[6], run[7]
+        b, h, start, num_partial, count = run[0], run[1], run[3], run[6], run[7]
         queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, fixed.block_n)
         seqlen_q, seqlen_k = lengths
-        own = gl.minimum(first_row + 64 * C + gl.arange(0, 64, layout=ROW_OF_SCORES), seqlen_q - 1)
+        own = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=ROW_OF_SCORES), seqlen_q - 1)
         offs_i = own + seqlen_k - seqlen_q
         ends = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, fixed.rows)
         mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
         score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)
         tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
         last_key = gl.maximum(seqlen_k - 1, 0)
-        alone = count < 0
-        if fixed.runs:
-            ends, alone = runs_of(run, ends, own - first_row, grid, fixed, 64 * fixed.consumers)
-        rows = (b, h, offs_i, seqlen_k, last_key, ends, (mask_once, score_once), tilt, alone)
+        rows = (b, h, offs_i, seqlen_k, last_key, ends, (mask_once, score_once), tilt)
 
         # the first tile
         spot = at % fixed.ahead * fixed.consumers + C
@@ -258,14 +242,10 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
 
             # the others: scores of tile t and output of tile t - 1 at the same time
-            start, stop = tiles_seen(run, C, grid, fixed)
-            if fixed.runs:
-                for t in range(1, start):
-                    pass_over(done + t, memory, bars, fixed, C)
-            ahead = visit_any(gl.minimum(start, count - 1), tiles, fixed.lists)
-            for t in range(start, stop):
+            ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
+            for t in range(1, count):
                 n = ahead
-                ahead = visit_any(gl.minimum(t + 1, stop - 1), tiles, fixed.lists)
+                ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
                 stage, k = tile_of(done + t, k_ring, k_full, fixed)
                 wait_turn(C)
                 coming = scores_of(q, k)
@@ -285,9 +265,6 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
                 p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)
                 if not fixed.limited:
                     acc = rescaled(acc, alpha)
-            if fixed.runs:
-                for t in range(stop, count):
-                    pass_over(done + t, memory, bars, fixed, C)
             done += count
 
         # the last output; the next item, and its first scores, meanwhile
@@ -316,7 +293,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         empty = l_row == 0.0
         l_safe = gl.where(empty, 1.0, l_row)
         lse = gl.where(empty, float("-inf"), (m2 + gl.log2(l_safe)) * LN2)
-        offs_m = first_row + 64 * C + gl.arange(0, 64, layout=ROW)
+        offs_m = start + 64 * C + gl.arange(0, 64, layout=ROW)
         row = h.to(gl.int64) * rows_q + row0 if fixed.packed else (b * fixed.heads + h).to(gl.int64) * rows_q
         gl.store(LSE + row + offs_m, lse, mask=offs_m < seqlen_q)
         if not fixed.skips:
@@ -329,7 +306,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         matrix(out).store(o)
         fence_async_shared()
         barrier()
-        async_store(O, at_row(queries, h, first_row + 64 * C), out)
+        async_store(O, at_row(queries, h, start + 64 * C), out)
         if not fixed.apart:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(spot))

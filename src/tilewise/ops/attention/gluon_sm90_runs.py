@@ -90,58 +90,19 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
 
 
 @gluon.jit
-def reach_of(run, first, lengths, grid, fixed, KEYS: gl.constexpr):
+def reach_of(run, first, lengths, grid, fixed):
     """(first, last) query that any of a warpgroup's 64 keys, from number `first` on, is seen by, if it is seen at all;
-    of lists without runs nothing is known.
+    of masks of lists nothing is known.
     """
     seqlen_q, seqlen_k = lengths
     mask_args, mask_nums = grid[1][0], grid[1][1]
     begin, end = 0 * first, seqlen_q - 1
-    if fixed.runs:
-        at = part_of_list(run, first, grid, fixed, KEYS)
-        begin = gl.load(at) - (seqlen_k - seqlen_q)
-        end = gl.load(at + 1) - (seqlen_k - seqlen_q)
     if fixed.tiles is not None:
         low = seqlen_k - seqlen_q
         last = gl.minimum(first + 63, seqlen_k - 1)
         begin, end, _, _ = fixed.tiles(run[0], run[1], gl.minimum(first, last), last, mask_args, mask_nums)
         begin, end = begin - low, end - low
     return begin, gl.where(first < seqlen_k, end, -1)
-
-
-@gluon.jit
-def runs_of(run, ends, local, grid, fixed, ROWS: gl.constexpr):
-    """(ends of the run that each row of a tile of ROWS sees or is seen by, whether that says all), by its list if rows
-    have runs (`triton_lists.find_runs`), else the `ends` of all. `local` are the numbers of rows in their tile.
-    """
-    behind = list_of(run[0], run[1], run[2], grid, fixed) + 3 + run[6]
-    alone = gl.load(behind) != 0
-    local = gl.minimum(gl.maximum(local, 0), ROWS - 1)
-    first = gl.where(alone, gl.load(behind + 1 + local), ends[0])
-    last = gl.where(alone, gl.load(behind + 1 + ROWS + local), ends[1])
-    return (first, last), alone
-
-
-@gluon.jit
-def part_of_list(run, first, grid, fixed, ROWS: gl.constexpr):
-    """What the list of a tile of ROWS has for the 64 of them from `first` on (`triton_lists.find_runs`)."""
-    return list_of(run[0], run[1], run[2], grid, fixed) + 3 + run[6] + 1 + 2 * ROWS + (first - run[3]) // 64 * 4
-
-
-@gluon.jit
-def tiles_seen(run, C: gl.constexpr, grid, fixed):
-    """(from where, up to where) a warpgroup's queries see tiles of a run, but for the first tile and one more at the
-    end, which is visited so that none of its weights is left over.
-    """
-    count = run[7]
-    start = count * 0 + 1
-    stop = count
-    if fixed.runs:
-        at = part_of_list(run, run[3] + 64 * C, grid, fixed, 64 * fixed.consumers)
-        front, back = gl.load(at + 2), gl.load(at + 3)
-        start = gl.minimum(gl.maximum(front, 1), count)
-        stop = gl.where(back > 1, gl.maximum(start, count - back + 1), count)
-    return start, stop
 
 
 @gluon.jit

@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from tilewise.ops.attention.gluon_sm90_runs import runs_of
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.gluon_api import barrier
 from tilewise.tiles.hopper import only_within, product_layout, tilt_of, tilted, with_columns
@@ -38,16 +37,6 @@ def own_rows(run, lengths, first, formula, fixed, COLUMNS: gl.constexpr):
     score_once = call_once(b, h, rows[:, None], score_args, score_nums, fixed.score_once)
     tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)
     return b, h, lengths, rows, (start, end), (mask_once, score_once), tilt
-
-
-@gluon.jit
-def with_runs(own, run, first, grid, fixed, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
-    """`own_rows` of 64 keys of a tile of ROWS, with the runs that its list has; last whether those say all."""
-    offs = first + gl.arange(0, 64, layout=gl.SliceLayout(1, product_layout(COLUMNS)))
-    ends, alone = runs_of(run, own[4], offs - run[3], grid, fixed, ROWS)
-    start, end = ends
-    end = gl.where(offs < own[2][1], end, start - 1)
-    return own[0], own[1], own[2], own[3], (start, end), own[5], own[6], alone
 
 
 @gluon.jit
@@ -85,33 +74,18 @@ def start_scores(a, rows, shift, own, scalars, fixed):
 
 
 @gluon.jit
-def seen_by(n, own, i, j, formula, fixed, LAYOUT: gl.constexpr, N: gl.constexpr):
-    """Which pairs of a tile the mask's formula shows, of rows that are there."""
-    b, h = own[0], own[1]
-    seqlen_q, seqlen_k = own[2]
-    start, end = own[4]
-    mask_args, mask_nums, _, _, _ = formula
-    first = n * N + (seqlen_k - seqlen_q if fixed.of_keys else 0)
-    of_mask = with_columns(own[5][0], b, h, first, seqlen_k - 1, mask_args, mask_nums, fixed.mask_columns, LAYOUT, N)
-    seen = fixed.visible(b, h, i, j, of_mask, mask_args, mask_nums) & (start <= end)[:, None]
-    if not fixed.of_keys:
-        seen = seen & (n * N + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)) < seqlen_k)[None, :]
-    return seen
-
-
-@gluon.jit
 def probabilities(s, shift, n, own, formula, scalars, fixed, MASKED: gl.constexpr):
     """(P of tile n of the others, (scaled scores, positions i and j, what the score's formula has for the tile)), from
     what `start_scores` started.
     """
     N: gl.constexpr = s.shape[1]
     SCORES: gl.constexpr = s.type.layout
-    b, h, lengths, rows, ends, onces, tilt = own[0], own[1], own[2], own[3], own[4], own[5], own[6]
+    b, h, lengths, rows, ends, onces, tilt = own
     seqlen_q, seqlen_k = lengths
     start, end = ends
-    score_once = onces[1]
+    mask_once, score_once = onces
     scale, c = scalars
-    _, _, score_args, score_nums, _ = formula
+    mask_args, mask_nums, score_args, score_nums, _ = formula
     first = n * N + (seqlen_k - seqlen_q if fixed.of_keys else 0)
     last = seqlen_k - 1
     columns = first + gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
@@ -136,13 +110,12 @@ def probabilities(s, shift, n, own, formula, scalars, fixed, MASKED: gl.constexp
     else:
         p = gl.exp2(s * c)
     if MASKED:
-        if fixed.runs:
-            if own[7]:
-                p = only_within(p, first, start, end)
-            else:
-                p = gl.where(seen_by(n, own, i, j, formula, fixed, SCORES, N), p, 0.0)
-        elif fixed.visible is not None:
-            p = gl.where(seen_by(n, own, i, j, formula, fixed, SCORES, N), p, 0.0)
+        if fixed.visible is not None:
+            of_mask = with_columns(mask_once, b, h, first, last, mask_args, mask_nums, fixed.mask_columns, SCORES, N)
+            seen = fixed.visible(b, h, i, j, of_mask, mask_args, mask_nums) & (start <= end)[:, None]
+            if not fixed.of_keys:
+                seen = seen & (n * N + gl.arange(0, N, layout=gl.SliceLayout(0, SCORES)) < seqlen_k)[None, :]
+            p = gl.where(seen, p, 0.0)
         else:
             p = only_within(p, first, start, end)
     elif fixed.ordered and fixed.score is not None:  # of rows that are not there a score may be no number

@@ -15,7 +15,7 @@ from tilewise.ops.attention.configs import Config
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call, signature_of
 from tilewise.ops.attention.triton_keys import call_key
-from tilewise.ops.attention.triton_lists import block_extrema, finish_lists, tile_lists
+from tilewise.ops.attention.triton_lists import block_extrema, sort_lists, tile_lists
 from tilewise.ops.attention.triton_plans import (
     accumulators,
     backward_plans,
@@ -28,7 +28,6 @@ from tilewise.ops.attention.triton_plans import (
     scalars_of,
     slots_of,
 )
-from tilewise.ops.attention.variant import MaskFunctions
 from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
 
@@ -37,8 +36,7 @@ LOG2E = math.log2(math.e)
 _PLANS = Plans()
 _SORTED = 512  # rows of lists that programs take by length; with more of them the last ones matter less
 Reached = Callable[..., bool]  # whether a kernel's loads reach these tensors
-Lists = tuple[Any, ...]
-More = Callable[[Call, Plan, Lists], tuple[Any, ...]]  # what a kernel is given beside what all are
+More = Callable[[Call, Plan], tuple[Any, ...]]  # what a kernel is given beside what all are
 
 
 def fetchable(*tensors: torch.Tensor) -> bool:
@@ -53,7 +51,7 @@ def fetchable(*tensors: torch.Tensor) -> bool:
     )
 
 
-def _nothing(call: Call, plan: Plan, lists: Lists) -> tuple[Any, ...]:
+def _nothing(call: Call, plan: Plan) -> tuple[Any, ...]:
     return ()
 
 
@@ -63,7 +61,6 @@ def forward(
     reached: Reached = fetchable,
     more: More = _nothing,
     by_length: bool = False,
-    runs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Triton forward, or by another kernel that takes the same pointers, and `more` behind them.
 
@@ -73,18 +70,17 @@ def forward(
     plan = _PLANS.get((make_plan, key))
     if plan is None:
         if not reached(call.q, call.k, call.v):
-            o, lse = forward(_padded(call, reached), make_plan, reached, more, by_length, runs)
+            o, lse = forward(_padded(call, reached), make_plan, reached, more, by_length)
             return o[..., : call.head_dim_v], lse
         plan = _PLANS.put(key and (make_plan, key), make_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
-        lists = lists_of(call, plan, False, key, {}, by_length, runs)
-        launch_forward(call, plan, lists, o, lse, more(call, plan, lists))
+        launch_forward(call, plan, lists_of(call, plan, False, key, {}, by_length), o, lse, more(call, plan))
     return o, lse
 
 
 def launch_forward(
-    call: Call, plan: Plan, lists: Lists, o: torch.Tensor, lse: torch.Tensor, more: tuple[Any, ...]
+    call: Call, plan: Plan, lists: tuple[Any, ...], o: torch.Tensor, lse: torch.Tensor, more: tuple[Any, ...]
 ) -> None:
     """Launch a forward of a plan whose `lists` of tiles are known; `more` stand behind all other pointers."""
     keys = call.cu_seqlens_k if call.pages is None else call.pages.seqlens
@@ -165,57 +161,41 @@ def _padded_rows(x: torch.Tensor, reached: Reached) -> torch.Tensor:
 # tile lists ----------------------------------------------------------------------------------------------------------
 
 
-def has_runs(mask: MaskFunctions) -> bool:
-    """Whether what the rows of a mask's tiles see is looked at where its lists are made, since heads share those."""
-    return mask.classify is not None and not mask.by_head
-
-
 def lists_of(
-    call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any], by_length: bool = False,
-    runs: bool = False,
-) -> Lists:  # fmt: skip
+    call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any], by_length: bool = False
+) -> tuple[Any, ...]:
     """The tile lists and their strides by batch, head and row, or nothing where loop bounds do.
 
-    A row is laid out as `tile_lists` says; with `by_length` the longest have the first turns, and with `runs` its tiles
-    are followed by what `find_runs` says. Behind the last row is a 0, to count with. `tables` keeps block extrema that
-    several lists of one call share.
+    A row is laid out as `tile_lists` says; with `by_length` the longest have the first turns. `tables` keeps block
+    extrema that several lists of one call share.
     """
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
         return NO_LISTS
-    runs = runs and has_runs(mask)
     slots = slots_of(call, cfg, for_keys)
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch
     rows = batches * heads * slots
-    own, other = (cfg.block_n, cfg.block_m) if for_keys else (cfg.block_m, cfg.block_n)
-    width = 3 + -(-max(1, longest(call, not for_keys)) // other) + (1 + 2 * own + own // 16 if runs else 0)
-    width = -(-width // 4) * 4  # so that rows begin at multiples of 16 bytes
-    listed = torch.empty((rows + 1, width), dtype=torch.int32, device=call.q.device)
-    list_key = key and ("lists", key, for_keys, cfg, by_length, runs)
+    width = 3 + -(-max(1, longest(call, not for_keys)) // (cfg.block_m if for_keys else cfg.block_n))
+    listed = torch.empty((rows, width), dtype=torch.int32, device=call.q.device)
+    list_key = key and ("lists", key, for_keys, cfg, by_length)
     plans = _PLANS.get(list_key)
     if plans is None:
-        sizes = (*lengths_of(call)[:3], slots)
-        tiles = (heads, cfg.block_m, cfg.block_n, 128)
-        sort = by_length and 1 < slots <= _SORTED
-        lister = Plan(tile_lists, rows, (), sizes, (*tiles, mask.classify, call.packed, for_keys), 1, 1)
-        finisher = None
-        if sort or runs:
-            sets = batches * heads if sort else 0
-            side = mask.keys if for_keys else mask.queries
-            functions = (side.once, side.visible) if runs else (None, None)
-            constants = (*tiles, triton.next_power_of_2(slots) if sort else None, *functions, call.packed, for_keys)
-            finisher = Plan(finish_lists, sets + (rows if runs else 0), (), (*sizes, sets), constants, 8, 1)
-        plans = _PLANS.put(list_key, (lister, finisher))
-    lister, finisher = plans
+        constants = (heads, cfg.block_m, cfg.block_n, 128, mask.classify, call.packed, for_keys)
+        lister = Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1)
+        sorter = None
+        if by_length and 1 < slots <= _SORTED:
+            constants = (triton.next_power_of_2(slots), 32)
+            sorter = Plan(sort_lists, batches * heads, (), (slots,), constants, 8, 1)
+        plans = _PLANS.put(list_key, (lister, sorter))
+    lister, sorter = plans
     args, nums = bound_arguments(call.mask)
     blocks = (cfg.block_m, cfg.block_n)
     if blocks not in tables:
         tables[blocks] = tensor_arguments(_tables(tile_rule(call.mask.text), call.mask.tensors, cfg))
-    # (how wide a row is depends on lengths that no key has)
     lister.launch((listed, call.cu_seqlens_q, call.cu_seqlens_k), (args + tables[blocks], nums, width))
-    if finisher is not None:
-        finisher.launch((listed, call.cu_seqlens_q, call.cu_seqlens_k), (args, nums, width))
+    if sorter is not None:
+        sorter.launch((listed,), (width,))  # which depends on lengths that no key has
     return listed, (heads * slots if batches > 1 else 0), (slots if heads > 1 else 0), width
 
 
