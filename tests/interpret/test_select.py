@@ -67,7 +67,7 @@ ALIKE = RowsCase("mass", (0.5,) * 4, True)
 TWINS = [
     (triton_tile_means, ("tile_means_fwd",), "1.0 / tl.maximum(count, 1)", "1.0 / (count * 0 + BLOCK)", "halves"),
     (triton_tile_means, ("tile_means_fwd",), "tl.where(inside, x - mean[None, :], 0.0)", "x - mean[None, :]", "halves"),
-    (triton_tile_means, ("tile_means_fwd",), "1.0 / tl.sqrt_rn(size)", "1.0", "halves"),
+    (triton_tile_means, ("tile_means_fwd",), "tl.math.rsqrt(size)", "1.0", "halves"),
     (triton_tile_means, ("tile_means_fwd", "tile_means_bwd"), "tl.load(CU + sequence + 1) - first", "BLOCK + 0 * first",
      "packed"),
     (triton_tile_means, ("tile_means_bwd",), "2.0 * inv", "inv", "halves"),

@@ -211,15 +211,14 @@ def pooled(call: Call, classes: torch.Tensor, block: tuple[int, int], alike: boo
 def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
     """The tiles that a call, dense or packed, takes by a selection; `impl` is of the prediction."""
     classes = classes_of(call, select.block)
-    seen = classes != EMPTY
-    taken = [seen & (_classes(part.bound, call, select.block) != EMPTY) for part in select.masks]
+    taken = [(classes != EMPTY) & (_classes(part.bound, call, select.block) != EMPTY) for part in select.masks]
     if select.predictions and classes.numel():
         alike = any(max(_values(part.theta)) >= 0.0 for part in select.predictions)
         found = pooled(call, classes, select.block, alike)
         taken += [found.take(part, call, impl) for part in select.predictions]
     if select.far != "drop":
         taken.append(classes == PARTIAL)
-    kept = taken[0] if taken else torch.zeros_like(seen)
+    kept = taken[0] if taken else torch.zeros_like(classes, dtype=torch.bool)
     for more in taken[1:]:
         kept = kept | more
     if select.share_group and kept.shape[1] > call.num_heads_kv:
@@ -322,9 +321,10 @@ def _tiles(call: Call, block: tuple[int, int]) -> tuple[Tiles, Tiles]:
 def _scores(call: Call, of_q: torch.Tensor, of_k: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """(batch, heads, tiles_q, tiles_k) of means of queries and keys."""
     batch = of_q.shape[0]
-    grouped = of_q.reshape(batch, call.num_heads_kv, -1, call.head_dim)
+    grouped = of_q.reshape(batch * call.num_heads_kv, -1, call.head_dim)
     with torch.autocast(call.q.device.type, enabled=False):
-        s = torch.matmul(grouped * call.scale, of_k.transpose(-1, -2))
+        nothing = grouped.new_empty((1, 1, 1))  # times 0, which makes the factor part of the product
+        s = torch.baddbmm(nothing, grouped, of_k.flatten(0, 1).transpose(-1, -2), beta=0, alpha=call.scale)
     s = s.view(*of_q.shape[:3], of_k.shape[2])
     if call.score is None:
         return s

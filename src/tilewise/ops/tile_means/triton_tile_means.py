@@ -11,6 +11,7 @@ from tilewise.ops.tile_means.problem import Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.visit import locate
 
+NORMAL = tl.constexpr(2.0**-126)  # squares below are 0 to the GPU's root
 _EACH = 64  # elements of a thread in a step through a tile
 _WARPS = 4
 _PLANS = Plans()
@@ -64,7 +65,7 @@ def tile_means_fwd(
         total += tl.sum(x.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
         if SIMILARITY is not None:
             size = tl.sum(x * x, 1)
-            units = x * tl.where(size == 0.0, 0.0, 1.0 / tl.sqrt_rn(size))[:, None]
+            units = x * tl.where(size < NORMAL, 0.0, tl.math.rsqrt(size))[:, None]
             of_units += tl.sum(units.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
 
     # epilogue: a slot that no tile has gives 0
