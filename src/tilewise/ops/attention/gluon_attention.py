@@ -67,7 +67,6 @@ _FEW_TILES = 24  # of a sequence, up to which those of unequal length are divide
 _HELD = 24 * 2**20  # bytes of sums of dQ that L2 holds beside what else is used
 _IN_ORDER = (2, 64)  # pairs that take turns where sums are added to in order, at least and at most
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
-_OF_O = 19  # where the backward is given O
 _NARROW = 16  # of such pairs where queries see few of the keys: more short items are left for the end
 _APART = 2**23  # elements of such pairs, beyond which fewer take turns where any tile may be visited
 
@@ -326,9 +325,9 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
             return triton_attention.on_padded(backward, reached, call, o, lse, do, dlse)
         plans = _PLANS.put(key, backward_plans(call, o, do))
     prepare, keys, queries = plans
-    *_, slots_q, heads, places = prepare.sizes
-    shift, centre = lse.new_empty((2, heads * slots_q, keys.extra[0].block_m))
+    shift, centre = lse.new_empty((2, prepare.grid, keys.extra[0].block_m))
     counts = lse.new_empty(dq_sums.TAKEN.value + 2 * call.num_heads_q * batches_of(call), dtype=torch.int32)
+    *_, slots_q, places = prepare.sizes
     share = (dq_sums.ROWS.value, dq_sums.COLUMNS.value)
     sums = lse.new_empty((places * slots_q * 2 * share[0], share[1])) if queries is None else None
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
@@ -344,8 +343,7 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         lists = triton_attention.lists_of(call, keys, True, key, tables, by_length=True)
         if keys.kernel is attention_bwd_sm90:
             pointers = (*inputs, dk, dv, counts, sums, sums, dq, _order(call, keys), *cu_seqlens, *lists)
-            pointers = (*pointers, o, lse, dlse, shift, centre)
-            keys.launch(pointers, (*formula, accumulators(captured)), (*scalars, unit))
+            keys.launch(pointers, (*formula, accumulators(captured)), scalars)
         else:
             keys.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
         if queries is not None:
@@ -363,13 +361,11 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
     cfg, of_queries = config_of("hopper backward", call), config_of("hopper queries", call)
     d, block = _columns(call), cfg.block_m
     slots_q = slots_of(call, cfg, False)
-    heads = call.num_heads_q * batches_of(call)
-    places = _places(call) if _sums(call) else heads
     prepare = Plan(
         dq_sums.prepare,
-        -(-places // call.num_heads_q) * call.num_heads_q * slots_q,
+        call.num_heads_q * batches_of(call) * slots_q,
         (*strides_of(o), *strides_of(do)),
-        (call.batch, call.rows_q, slots_q, heads, places),
+        (call.batch, call.rows_q, slots_q, _places(call)),
         (call.num_heads_q, call.head_dim_v, d, block, call.packed),
         4,
         1,
@@ -379,8 +375,6 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
     # q, k, v, do, shift, centre, dk, dv
     boxes = {0: (block, d), 1: rows, 2: rows, 3: (block, d), 4: numbers, 5: numbers, 6: rows, 7: rows}
     kernel = attention_bwd_sm90 if d <= 128 else attention_bwd_wide_sm90
-    if kernel is attention_bwd_sm90:
-        boxes[_OF_O] = (block, d)
     if _sums(call):
         boxes |= {10: (dq_sums.ROWS.value, dq_sums.COLUMNS.value), 11: (64, 64)}  # shares of the sums, and of dq
         return prepare, _gradient_plan(kernel, call, cfg, block, slots_q, boxes), None

@@ -64,7 +64,6 @@ from tilewise.tiles.hopper import (
     post_last,
     posted,
     product_layout,
-    read_by_tma,
     ring_turn,
     take,
     tile_bytes,
@@ -130,7 +129,6 @@ def fetch(inputs, sums, memory, bars, grid, fixed):
     item, g, run = find_run(take(COUNTS), 0 * done, sums, grid, fixed, BLOCK_M)
     if not place_is_free(run, sums, grid, fixed):
         wait_for_place(run, sums, grid, fixed)
-    read_by_tma(1)  # what its queries begin with
     while run[7] > 0:
         h, start, count = run[1], run[3], run[7]
         _queries, keys, _lengths, row0, _tiles = where_of(run, grid, fixed, BLOCK_M)
@@ -165,7 +163,6 @@ def fetch(inputs, sums, memory, bars, grid, fixed):
         fetch_tiles(inputs, run, near, count, done, memory, bars, grid, fixed)
         if not free:
             wait_for_place(coming, sums, grid, fixed)
-        read_by_tma(1)
         done += count
         at += 1
         run = coming
@@ -438,13 +435,13 @@ def compute(sums, memory, bars, grid, scalars, fixed, C: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "batch", "seqlen_q", "seqlen_k", "slots_q", "slots", "together", "items", "places", "list_stride_b",
-        "list_stride_h", "list_stride_r", "mask_nums", "score_nums", "scale", "unit",
+        "list_stride_h", "list_stride_r", "mask_nums", "score_nums", "scale",
     ]
 )  # fmt: skip
 def attention_bwd_sm90(
     Q, K, V, DO, SHIFT, CENTRE, DK, DV, COUNTS, SUM, SHARES, DQ, ORDER, CU_Q, CU_K, LISTED, list_stride_b,
-    list_stride_h, list_stride_r, O, LSE, DLSE, SHIFTS, CENTRES, mask_args, mask_nums, score_args, score_nums, grads,
-    batch, seqlen_q, seqlen_k, slots_q, slots, together, items, places, scale, unit, fixed,
+    list_stride_h, list_stride_r, mask_args, mask_nums, score_args, score_nums, grads,
+    batch, seqlen_q, seqlen_k, slots_q, slots, together, items, places, scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
     tl.extra.cuda.gdc_wait()  # for `prepare`
@@ -513,7 +510,6 @@ def attention_bwd_sm90(
     )
     inputs = (K, V, Q, DO, SHIFT, CENTRE)
     sums = (SUM, SHARES, DQ, COUNTS, places, ORDER)
-    gradients = (O, DO, LSE, DLSE, SHIFTS, CENTRES, unit)
     scalars = (scale, scale * LOG2E)
     gl.warp_specialize(
         [
@@ -521,7 +517,7 @@ def attention_bwd_sm90(
             (compute, (sums, memory, bars, grid, scalars, fixed, 1)),
             (fetch, (inputs, sums, memory, bars, grid, fixed)),
             (send, ((DK, DV), sums, memory, bars, grid, fixed)),
-            (convert, (sums, gradients, shares, grid, scale, fixed)),
+            (convert, (sums, shares, grid, scale, fixed)),
         ],
         [4, 1, 1, CONVERTERS],
         [fixed.registers, 24, 24, 24],

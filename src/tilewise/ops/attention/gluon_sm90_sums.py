@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tilewise.tiles.gluon_api import async_load, async_store, barrier, reinterpret
-from tilewise.tiles.hopper import LAST_ROW, at_row, matrix, read_by_tma, sequence, take, tile_bytes, wait_for_count
+from tilewise.tiles.hopper import at_row, matrix, read_by_tma, sequence, take, wait_for_count
 from tilewise.tiles.load import POINTER, load_rows, rows_of
 from tilewise.tiles.visit import locate, visit_any
 
@@ -19,30 +19,21 @@ ROWS = gl.constexpr(128)  # of a share, which is one warpgroup's 64 x 64 of a ti
 COLUMNS = gl.constexpr(32)
 
 
-@triton.jit(do_not_specialize=["batch", "rows_q", "slots", "heads", "places", "unit"])
+@triton.jit(do_not_specialize=["batch", "rows_q", "slots", "places", "unit"])
 def prepare(
     O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
-    stride_dh, batch, rows_q, slots, heads, places, unit,
+    stride_dh, batch, rows_q, slots, places, unit,
     HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and what begins at
-    0: sums of dQ, and what is counted: what has been taken, and for each head runs that have added to its sums, and
-    tiles of them that are converted. Where there are sums, of the first heads only, as many as have `places`: those
-    leave them to others, and `convert` does for those what this does.
+    0: sums of dQ, of the first heads only, which leave their places to others (`convert`), and what is counted: what
+    has been taken, and for each head runs that have added to its sums, and tiles of them that are converted.
     """
     tl.extra.cuda.gdc_launch_dependents()
     h = tl.program_id(0) % HEADS  # heads of a row lie beside each other
     slot = tl.program_id(0) // HEADS % slots
     b = tl.program_id(0) // HEADS // slots
     head = b * HEADS + h
-    for other in range(tl.program_id(0), heads, tl.num_programs(0)):
-        tl.store(COUNTS + TAKEN + 2 * other, 0)
-        tl.store(COUNTS + TAKEN + 2 * other + 1, 0)
-    if tl.program_id(0) == 0:
-        tl.store(COUNTS, 0)
-        tl.store(COUNTS + 1, 0)
-    if head >= places:
-        return
     tile = (head * slots + slot).to(tl.int64)
     m = slot
     row0 = b * 0
@@ -71,8 +62,14 @@ def prepare(
     if SUM is not None:
         within = tl.arange(0, BLOCK_M * D)
         at = tile * (BLOCK_M * D) + within
-        seen = start + 0 * within < seqlen_q  # packed sequences have tiles to spare
+        seen = (start + 0 * within < seqlen_q) & (head < places)  # packed sequences have tiles to spare
         tl.store(SUM + at, tl.zeros([BLOCK_M * D], tl.float32), mask=seen)
+        if slot == 0:
+            tl.store(COUNTS + TAKEN + 2 * head, 0)
+            tl.store(COUNTS + TAKEN + 2 * head + 1, 0)
+    if tl.program_id(0) == 0:
+        tl.store(COUNTS, 0)
+        tl.store(COUNTS + 1, 0)
 
 
 @gluon.jit
@@ -225,16 +222,16 @@ def share_ring(SHARES, fixed):
     full = 0
     if fixed.sums:
         ring = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLUMNS], SHARES.layout)
-        full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-        for n in gl.static_range(3):
+        full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for n in gl.static_range(2):
             mbarrier.init(full.index(n), count=1)
     return ring, full
 
 
 @gluon.jit
-def convert(sums, gradients, memory, grid, scale, fixed):
-    """The warps that make dQ of its sums, tile by tile as they come to them, once all runs of a head are counted. For
-    the head that has the place next they leave zeros, and what its queries begin with.
+def convert(sums, memory, grid, scale, fixed):
+    """The warps that make dQ of its sums, tile by tile as they come to them, once all runs of a head are counted. They
+    leave zeros for the head that has the place next.
     """
     if fixed.sums:
         SUM, SHARES, DQ, COUNTS, places = sums[0], sums[1], sums[2], sums[3], sums[4]
@@ -243,7 +240,6 @@ def convert(sums, gradients, memory, grid, scale, fixed):
         batch, seqlen_q, _seqlen_k, slots_q, slots, _together, _items = grid[0]
         heads = fixed.heads * (1 if fixed.packed else batch)
         done = 0
-        at = 0
         tile = take(COUNTS + 1)
         while tile < heads * slots_q:
             head = tile // slots_q
@@ -251,7 +247,7 @@ def convert(sums, gradients, memory, grid, scale, fixed):
             m = tile % slots_q
             if fixed.packed:
                 b, m = locate(m, CU_Q, batch, fixed.block_m)
-            queries, row0, rows = sequence(b, CU_Q, seqlen_q, fixed.packed)
+            queries, _row0, rows = sequence(b, CU_Q, seqlen_q, fixed.packed)
             start = m * fixed.block_m
             if start < rows:
                 wait_for_count(runs_of(head, sums), slots, CONVERTERS)
@@ -273,13 +269,6 @@ def convert(sums, gradients, memory, grid, scale, fixed):
                         leave_zeros(SUM + (share + c).to(gl.int64) * (ROWS * COLUMNS))
                 tma.store_wait(0)
                 barrier()  # zeros are on their way
-                if head + places < heads:
-                    tile0 = (head + places) * slots_q + tile % slots_q
-                    prepare_tile(
-                        gradients, head + places, tile0, start, row0, rows, ring, full.index(2), at, grid, fixed
-                    )
-                    at += 1
-                    barrier()
                 done += 1
             gl.atomic_add(converted_of(head, sums), 1, sem="release")
             tile = take(COUNTS + 1)
@@ -301,38 +290,3 @@ def leave_zeros(SHARE):
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [CONVERTERS], [0])
     zeros = gl.zeros([ROWS * COLUMNS], gl.float32, layout=LAYOUT)
     gl.store(SHARE + gl.arange(0, ROWS * COLUMNS, layout=LAYOUT), zeros)
-
-
-@gluon.jit
-def prepare_tile(gradients, head, tile, start, row0, length, ring, bar, at, grid, fixed):
-    """What the queries of a head's tile begin with, as `prepare` has it: its rows of O and dO come to the places of
-    shares, as the `at`-th.
-    """
-    O, DO, LSE, DLSE, SHIFTS, CENTRES, unit = gradients
-    BLOCK_M: gl.constexpr = fixed.block_m
-    D: gl.constexpr = DO.block_shape[4]
-    LANES: gl.constexpr = D // 8  # of a row, which have 16 bytes of it each
-    SOME: gl.constexpr = 8  # rows at a time
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [CONVERTERS, 1], [1, 0])
-    rows_q = grid[0][1]
-    b = 0 * head if fixed.packed else head // fixed.heads
-    h = head if fixed.packed else head % fixed.heads
-    here = (LAST_ROW + row0 * 0, row0 + length, LAST_ROW - length) if fixed.packed else (b, row0, row0)
-    tiles = reinterpret(ring, 2, DO)
-    mbarrier.expect(bar, 2 * tile_bytes(tiles))
-    async_load(O, at_row(here, h, start), bar, tiles.index(0))
-    async_load(DO, at_row(here, h, start), bar, tiles.index(1))
-    first_row = head.to(gl.int64) * rows_q + row0 + start
-    first = tile.to(gl.int64) * BLOCK_M
-    mbarrier.wait(bar, at & 1)
-    for n in gl.static_range(BLOCK_M // SOME):
-        r = n * SOME + gl.arange(0, SOME, layout=gl.SliceLayout(1, LAYOUT))
-        inside = start + r < length
-        o = matrix(tiles.index(0)).slice(n * SOME, SOME).load(LAYOUT)
-        do = matrix(tiles.index(1)).slice(n * SOME, SOME).load(LAYOUT)
-        delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
-        lse = gl.load(LSE + first_row + r, mask=inside, other=float("inf"))
-        if DLSE is not None:
-            delta -= gl.load(DLSE + first_row + r, mask=inside, other=0.0)
-        gl.store(SHIFTS + first + r, gl.where(lse == float("-inf"), 0.0, -lse * unit))
-        gl.store(CENTRES + first + r, -delta)
