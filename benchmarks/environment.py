@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+PLACES = ("--out", "--resume")  # options that name places of one machine
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,12 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line of this process, as one types it in the repository's root; --out, a place, is left out."""
+    """The command line of this process, as one types it in the repository's root, without PLACES."""
     arguments = sys.argv[1:]
-    if "--out" in arguments:
-        place = arguments.index("--out")
-        arguments = arguments[:place] + arguments[place + 2 :]
+    for option in PLACES:
+        if option in arguments:
+            place = arguments.index(option)
+            arguments = arguments[:place] + arguments[place + 2 :]
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     if module is None:
         return shlex.join([Path(sys.argv[0]).name, *arguments])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import records
+from benchmarks import environment, records
 from benchmarks.environment import Environment
 from benchmarks.records import RecordError, Writer
 from tests.tools.samples import sample
@@ -121,3 +121,10 @@ def test_committed_records_are_valid_and_say_nothing_of_private_places() -> None
     found = list(records.read_all())
     assert all(json.dumps(asdict(record)).find("/root/") == -1 for _, record in found)
     assert all(records.device_slug(record.device) == folder for folder, record in found)
+
+
+def test_a_command_names_no_place_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["x", "--workers", "2", "--resume", "/somewhere/a", "--families", "b", "--out", "/c"]
+    )
+    assert environment.command().endswith(" --workers 2 --families b")
