@@ -13,7 +13,7 @@ from tilewise.tiles.visit import locate
 
 NORMAL = tl.constexpr(2.0**-126)  # squares below are 0 to the GPU's root
 _EACH = 64  # elements of a thread in a step through a tile
-_WARPS = 4
+_WARPS = 1
 _PLANS = Plans()
 
 
