@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import tilewise as tw
 from tilewise.core.philox import keep_mask
 from tilewise.ops import triton_launch
 from tilewise.ops.attention import triton_attention, triton_plans
+from tilewise.ops.attention.configs import Config
 from tilewise.ops.attention.problem import Call, make_call, sequences
 from tilewise.ops.attention.triton_lists import block_extrema, sort_lists
 from tilewise.schedule.rule import Extremum, TileRule, build_tables, tile_rule
@@ -78,15 +80,53 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
                 full = (row_classes == FULL) & whole
                 partial = (row_classes != EMPTY) & ~full
                 num_partial, num_full, *tiles = listed[row].tolist()
-                assert tiles[num_partial] == (row % slots if for_keys else slots - 1 - row % slots)
+                assert tiles[num_partial or num_full == 0] == (row % slots if for_keys else slots - 1 - row % slots)
                 assert tiles[:num_partial] == partial.nonzero()[:, 0].tolist()
                 assert tiles[::-1][:num_full] == full.nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("for_keys", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("case", [*LISTED, *UNEQUAL], ids=name_of)
+def test_lists_say_what_parts_of_rows_see(case: Case, for_keys: bool, parts: int) -> None:
+    """Of each tile that is not FULL, whether anything."""
+    call = call_of(case)
+    other = 32
+    block_m, block_n = (other, 16 * parts) if for_keys else (16 * parts, other)
+    cfg = Config(block_m, block_n, 4, 2, False)
+    plan = SimpleNamespace(extra=(cfg, triton_plans.functions(call)[0]))
+    listed, by_batch, by_head, width = triton_attention.lists_of(call, plan, for_keys, None, {}, part=16)
+    for b, start_q, start_k, seqlen_q, seqlen_k in _tile_ranges(call):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        blocks = {"block_m": other, "block_n": 16} if for_keys else {"block_m": 16, "block_n": other}
+        classes = classify(call.mask, batch=1, heads=call.num_heads_q, first_batch=b, **sizes, **blocks)
+        classes = classes.expand(1, call.num_heads_q, *classes.shape[2:])[0]
+        classes = classes.transpose(-1, -2) if for_keys else classes
+        whole = (torch.arange(classes.shape[-1]) + 1) * other <= (seqlen_q if for_keys else seqlen_k)
+        first_slot = (start_k if for_keys else start_q) // (16 * parts) + b if call.packed else 0
+        for h in range(call.num_heads_q):
+            for tile, of_row in enumerate(classes[h].split(parts)):
+                seen = (of_row != EMPTY).cpu()
+                clear = (of_row == FULL) & whole
+                row = (0 if call.packed else b * by_batch) + h * by_head + first_slot + tile
+                num_partial, num_full, *entries = listed[row].tolist()
+                full, visited = clear.all(0), seen.any(0)
+                assert entries[::-1][:num_full] == full.nonzero()[:, 0].tolist()
+                partial = (visited & ~full).nonzero()[:, 0].tolist()
+                assert [n & 2**24 - 1 for n in entries[:num_partial]] == partial
+                for part in range(parts):
+                    passed_over = [entry >> 24 + part & 1 for entry in entries[:num_partial]]
+                    assert passed_over == [not (part < len(of_row) and seen[part, n]) for n in partial]
+                if not visited.any():
+                    assert entries[0] == (1 << parts) - 1 << 24, "hidden from all"
+    assert listed.numel() % width == 0
+    assert listed[-1, 0] == 0, "to count with"
 
 
 def test_lists_of_other_packed_lengths_are_sorted_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan is kept for all lengths of as many rows, and how wide a list is depends on the longest."""
     case = CASES["packed_document"].with_(heads_q=2, heads_kv=1)
-    calls = [call_of(case.with_(packed=tuple((n, n) for n in lengths))) for lengths in ((150, 10), (40, 120))]
+    calls = [call_of(case.with_(packed=tuple((n, n) for n in lengths))) for lengths in ((500, 10), (250, 260))]
     monkeypatch.setattr(triton_launch, "remember", True)
     found = []
     for key in (None, "of as many rows"):
@@ -96,7 +136,7 @@ def test_lists_of_other_packed_lengths_are_sorted_as_they_lie(monkeypatch: pytes
     widths = [width for *_, width in found]
     assert widths[0] != widths[1]
     for (want, *_), (got, *_) in zip(found[:2], found[2:], strict=True):
-        turns = [[rows[n, 2 + rows[n, 0]] for n in range(len(rows))] for rows in (want, got)]
+        turns = [[row[2 + max(row[0], 1 - row[1])] for row in rows[:-1].tolist()] for rows in (want, got)]
         assert turns[0] == turns[1]
 
 
@@ -105,9 +145,9 @@ def test_rows_that_visit_most_have_the_first_turn(sets: int, slots: int) -> None
     """Rows that visit as many keep their order."""
     listed = torch.randint(0, 4, (sets, slots, 9), dtype=torch.int32)
     before = listed.clone()
-    sort_lists[(sets,)](listed, 9, slots, triton.next_power_of_2(slots), 4)
+    sort_lists[(sets,)](listed, 9, slots, triton.next_power_of_2(slots), 4, False)
     want = torch.argsort(before[..., 0] + before[..., 1], dim=1, descending=True, stable=True)
-    place = 2 + before[..., :1].long()
+    place = 2 + torch.maximum(before[..., :1], 1 - before[..., 1:2]).long()
     assert torch.equal(listed.gather(2, place)[..., 0].long(), want)
     assert torch.equal(listed.scatter(2, place, before.gather(2, place)), before)
 
@@ -118,7 +158,7 @@ def test_block_extrema_are_pytorchs(shape: tuple[int, ...], dtype: torch.dtype) 
     x = torch.randint(-1000, 1000, shape, dtype=dtype)
     blocks = -(-shape[-1] // 32)
     low, high = (torch.empty(*shape[:-1], blocks, dtype=dtype) for _ in range(2))
-    block_extrema[(low.numel(),)](x, low, high, shape[-1], blocks, 32)
+    block_extrema[(low.numel(),)](x, low, high, shape[-1], blocks, 32, False)
     dims = ("keep",) * (len(shape) - 1) + ("j",)
     want = build_tables([Extremum(0, "min", dims), Extremum(0, "max", dims)], [x], 16, 32)
     assert torch.equal(low, want[0])
@@ -132,7 +172,7 @@ def test_extrema_of_a_call_are_pytorchs() -> None:
         assert call.mask is not None
         rule: TileRule = tile_rule(call.mask.text)
         cfg, _ = triton_plans.forward_plan(call).extra
-        got = triton_attention._tables(rule, call.mask.tensors, cfg)
+        got = triton_attention._tables(rule, call.mask.tensors, cfg.block_m, cfg.block_n, False)
         for table, want in zip(
             got, build_tables(rule.tables, call.mask.tensors, cfg.block_m, cfg.block_n), strict=True
         ):

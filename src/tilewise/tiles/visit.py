@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+TILE_BITS = tl.constexpr(24)  # of an entry of a list; those above say which parts of the row see nothing of the tile
+TILE = tl.constexpr(2**24 - 1)
+
 
 @triton.jit
 def take_turns(pid, slots, pairs, together):
@@ -105,15 +108,33 @@ def visit(t, begin, full_begin, num_full, listed, width, LISTS: tl.constexpr, MA
 
 @triton.jit
 def visit_any(t, tiles, LISTS: tl.constexpr):
-    """The t-th of all visited tiles, those that are not FULL first; never beyond the `last` one."""
-    begin, full_begin, num_full, num_partial, last, listed, width = tiles
+    """The t-th of all visited tiles, those that are not FULL first."""
+    return tile_of_entry(entry_of(t, tiles, LISTS), tiles, LISTS)
+
+
+@triton.jit
+def entry_of(t, tiles, LISTS: tl.constexpr):
+    """The t-th of all visited tiles, as a list has it."""
+    begin, full_begin, num_full, num_partial, _last, listed, width = tiles
     if LISTS:
-        tile = tl.load(listed + tl.where(t < num_partial, 2 + t, width - 1 - (t - num_partial)))
+        entry = tl.load(listed + tl.where(t < num_partial, 2 + t, width - 1 - (t - num_partial)))
     else:
-        tile = begin + t
-        tile = tl.where(tile < full_begin, tile, tile + num_full)
-        tile = tl.where(t < num_partial, tile, full_begin + (t - num_partial))
-    return tl.maximum(tl.minimum(tile, last), 0)  # where nothing is, the first tile has nothing in it
+        entry = begin + t
+        entry = tl.where(entry < full_begin, entry, entry + num_full)
+        entry = tl.where(t < num_partial, entry, full_begin + (t - num_partial))
+    return entry
+
+
+@triton.jit
+def tile_of_entry(entry, tiles, LISTS: tl.constexpr):
+    """The number of a visited tile; where nothing is, the first tile has nothing in it."""
+    return entry & TILE if LISTS else tl.maximum(tl.minimum(entry, tiles[4]), 0)
+
+
+@triton.jit
+def is_passed_over(entry, part):
+    """Whether a part of a row sees nothing of a listed tile."""
+    return (entry >> (TILE_BITS + part)) & 1 != 0
 
 
 @triton.jit

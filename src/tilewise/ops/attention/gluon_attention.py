@@ -124,6 +124,7 @@ class Fixed(NamedTuple):
     slope: Any = None  # the score's derivative
     accumulate: Any = None  # adds the gradients of captured tensors
     block_m: int | None = None  # queries of a tile
+    parts: bool | None = None  # lists say of which tiles a warpgroup's keys are seen by nothing
     sums: bool | None = None  # programs add to dQ in memory,
     ordered: bool | None = None  # each when those with later keys have
 
@@ -167,12 +168,17 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return triton_attention.forward(call, _MAKE_PLAN[is_limited(call)], reached, _more, by_length=True)
 
 
-def _more(call: Call, plan: Plan) -> tuple[Any, ...]:
+def _more(call: Call, plan: Plan, lists: triton_attention.Lists) -> tuple[Any, ...]:
     """What the kernel is given beside: how many items have been dealt out, where they are, and the pages."""
-    counter = None
-    if plan.constants[0].dealt.value:
-        counter = torch.zeros(1, dtype=torch.int32, device=call.q.device)
-    return (counter, *pages_of(call))
+    return (counter_of(call, plan, lists), *pages_of(call))
+
+
+def counter_of(call: Call, plan: Plan, lists: triton_attention.Lists) -> torch.Tensor | None:
+    """How many items have been dealt out, none yet: what stands behind lists, else a number of its own."""
+    if not plan.constants[0].dealt.value:
+        return None
+    listed: torch.Tensor | None = lists[0]
+    return torch.zeros(1, dtype=torch.int32, device=call.q.device) if listed is None else listed[-1]
 
 
 def pages_of(call: Call) -> tuple[Any, ...]:
@@ -340,7 +346,8 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         unit = LOG2E if prepare.extra else 1.0 / call.scale
         prepare.launch((o, do, lse, dlse, shift, centre, sums, counts, call.cu_seqlens_q), (), (unit,))
         tables: dict[Any, Any] = {}
-        lists = triton_attention.lists_of(call, keys, True, key, tables, by_length=True)
+        part = 64 if keys.constants[0].parts.value else None
+        lists = triton_attention.lists_of(call, keys, True, key, tables, by_length=True, part=part)
         if keys.kernel is attention_bwd_sm90:
             pointers = (*inputs, dk, dv, counts, sums, sums, dq, _order(call, keys), *cu_seqlens, *lists)
             keys.launch(pointers, (*formula, accumulators(captured)), scalars)
@@ -404,6 +411,7 @@ def _gradient_plan(
                 **common(call, mask, score, side, cfg, of_keys),
                 block_m=block,
                 block_n=cfg.block_n,
+                parts=mask is not None and mask.classify is not None and kernel is attention_bwd_sm90 and block == 64,
                 slope=side and side.slope if linear_of(call, score) is None else None,
                 accumulate=side and side.accumulate,
                 sums=_sums(call),

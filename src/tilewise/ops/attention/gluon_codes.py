@@ -11,6 +11,7 @@ from tilewise.ops.attention.gluon_attention import (
     SHARED,
     common,
     constants,
+    counter_of,
     dealt,
     describe,
     equal,
@@ -54,13 +55,12 @@ def of_codes(x: Quantized, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if plan is None:
         plan = _PLANS.put(key, forward_plan(x, call))
     o, lse = call.new_output(), call.new_lse()
-    counter = torch.zeros(1, dtype=torch.int32, device=o.device) if plan.constants[0].dealt.value else None
     channels = x.v.transpose(1, 2) if x.v.ndim == 4 else x.v.transpose(0, 1)[None]
     tensors = (x.q, x.k, channels, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.skip)
     scales = (x.q_scale, x.k_scale, x.v_scale, x.v_mean, x.q_bias)
     with on_device(o):
         lists = lists_of(call, plan, False, key, {}, by_length=True)
-        plan.launch((*tensors, *scales, *lists, counter), formula_arguments(call), (call.scale,))
+        plan.launch((*tensors, *scales, *lists, counter_of(call, plan, lists)), formula_arguments(call), (call.scale,))
     return o, lse
 
 

@@ -69,7 +69,7 @@ from tilewise.tiles.hopper import (
     tile_bytes,
     wait_for_both,
 )
-from tilewise.tiles.visit import visit_any
+from tilewise.tiles.visit import entry_of, is_passed_over, tile_of_entry, visit_any
 
 KEYS = gl.constexpr(128)  # of a program
 STAGES = gl.constexpr(2)  # tiles of queries, and of dO, in shared memory
@@ -333,16 +333,20 @@ def pass_over(done, turn, sum_and_order, before, memory, bars, fixed, C: gl.cons
 
 @gluon.jit
 def masked_step(
-    dk, dv, done, m, turn, own, reach, sum_and_order, before, memory, bars, formula, scalars, fixed, C: gl.constexpr,
-    FIRST: gl.constexpr,
+    dk, dv, done, entry, m, turn, own, reach, sum_and_order, before, memory, bars, formula, scalars, fixed,
+    C: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """A `step` over a tile that the mask cuts, unless its queries are known to see none of a warpgroup's keys, which
-    happens where tiles are short.
+    """A `step` over a tile that the mask cuts, unless its queries see none of a warpgroup's keys, which happens where
+    tiles are short.
     """
     BLOCK_M: gl.constexpr = memory[2].shape[4]
-    KNOWN: gl.constexpr = BLOCK_M == 64 and not fixed.lists
+    KNOWN: gl.constexpr = BLOCK_M == 64 and (fixed.parts or not fixed.lists)
     if KNOWN:
-        if (m * BLOCK_M <= reach[1]) & (m * BLOCK_M + BLOCK_M > reach[0]):
+        if fixed.parts:
+            seen = not is_passed_over(entry, C)
+        else:
+            seen = (m * BLOCK_M <= reach[1]) & (m * BLOCK_M + BLOCK_M > reach[0])
+        if seen:
             dk, dv = step(
                 dk, dv, done, m, turn, own, sum_and_order, before, memory, bars, formula, scalars, fixed, C, FIRST, True
             )
@@ -383,20 +387,23 @@ def compute(sums, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         dv = gl.where(g == 0, 0.0, dv)
         spot, phase = ring_turn(turn, AHEAD)
         mbarrier.wait(k_full.index(spot), phase)
-        m = visit_any(0, tiles, fixed.lists)
+        entry = entry_of(0, tiles, fixed.lists)
+        m = tile_of_entry(entry, tiles, fixed.lists)
         full = 1
         if fixed.guard:
             reach = reach_of(run, start + 64 * C, lengths, grid, fixed)
             dk, dv = masked_step(
-                dk, dv, done, m, turn, own, reach, (SUM, order), 0, memory, bars, formula, scalars, fixed, C, True
-            )
+                dk, dv, done, entry, m, turn, own, reach, (SUM, order), 0, memory, bars, formula, scalars, fixed, C,
+                True,
+            )  # fmt: skip
             before = first_sums + m
             # worked out here: MLIR takes a variable that only bounds loops for one that never changes
             cut = gl.where(start + KEYS > lengths[1], count, num_partial)
             for t in range(1, cut):
-                m = visit_any(t, tiles, fixed.lists)
+                entry = entry_of(t, tiles, fixed.lists)
+                m = tile_of_entry(entry, tiles, fixed.lists)
                 dk, dv = masked_step(
-                    dk, dv, done + t, m, turn, own, reach, (SUM, order), before, memory, bars, formula, scalars,
+                    dk, dv, done + t, entry, m, turn, own, reach, (SUM, order), before, memory, bars, formula, scalars,
                     fixed, C, False,
                 )  # fmt: skip
                 before = first_sums + m

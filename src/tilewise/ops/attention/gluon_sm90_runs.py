@@ -108,7 +108,7 @@ def reach_of(run, first, lengths, grid, fixed):
 @gluon.jit
 def turn_of_list(listed):
     """The row whose turn it is when that of this one comes: those that visit most go first, where they are sorted."""
-    return gl.load(listed + 2 + gl.load(listed))
+    return gl.load(listed + 2 + gl.maximum(gl.load(listed), 1 - gl.load(listed + 1)))
 
 
 @gluon.jit

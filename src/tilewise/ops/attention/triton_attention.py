@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import triton
 
+from tilewise.core.dispatch import capability
 from tilewise.formula.emit import tensor_arguments
-from tilewise.ops.attention.configs import Config
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call, signature_of
 from tilewise.ops.attention.triton_keys import call_key
@@ -36,7 +36,8 @@ LOG2E = math.log2(math.e)
 _PLANS = Plans()
 _SORTED = 512  # rows of lists that programs take by length; with more of them the last ones matter less
 Reached = Callable[..., bool]  # whether a kernel's loads reach these tensors
-More = Callable[[Call, Plan], tuple[Any, ...]]  # what a kernel is given beside what all are
+Lists = tuple[Any, ...]  # the lists themselves, and their strides by batch, head and row
+More = Callable[[Call, Plan, Lists], tuple[Any, ...]]  # what a kernel is given beside what all are
 
 
 def fetchable(*tensors: torch.Tensor) -> bool:
@@ -51,7 +52,7 @@ def fetchable(*tensors: torch.Tensor) -> bool:
     )
 
 
-def _nothing(call: Call, plan: Plan) -> tuple[Any, ...]:
+def _nothing(call: Call, plan: Plan, lists: Lists) -> tuple[Any, ...]:
     return ()
 
 
@@ -75,12 +76,13 @@ def forward(
         plan = _PLANS.put(key and (make_plan, key), make_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
-        launch_forward(call, plan, lists_of(call, plan, False, key, {}, by_length), o, lse, more(call, plan))
+        lists = lists_of(call, plan, False, key, {}, by_length)
+        launch_forward(call, plan, lists, o, lse, more(call, plan, lists))
     return o, lse
 
 
 def launch_forward(
-    call: Call, plan: Plan, lists: tuple[Any, ...], o: torch.Tensor, lse: torch.Tensor, more: tuple[Any, ...]
+    call: Call, plan: Plan, lists: Lists, o: torch.Tensor, lse: torch.Tensor, more: tuple[Any, ...]
 ) -> None:
     """Launch a forward of a plan whose `lists` of tiles are known; `more` stand behind all other pointers."""
     keys = call.cu_seqlens_k if call.pages is None else call.pages.seqlens
@@ -162,44 +164,51 @@ def _padded_rows(x: torch.Tensor, reached: Reached) -> torch.Tensor:
 
 
 def lists_of(
-    call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any], by_length: bool = False
-) -> tuple[Any, ...]:
+    call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any], by_length: bool = False,
+    part: int | None = None,
+) -> Lists:  # fmt: skip
     """The tile lists and their strides by batch, head and row, or nothing where loop bounds do.
 
-    A row is laid out as `tile_lists` says; with `by_length` the longest have the first turns. `tables` keeps block
-    extrema that several lists of one call share.
+    A row is laid out as `tile_lists` says; with `by_length` the longest have the first turns, and with `part` tiles are
+    classified for so many positions of a row at a time. `tables` keeps block extrema that several lists of one call
+    share.
     """
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
         return NO_LISTS
+    early = by_length and capability(call.q.device) >= 90
     slots = slots_of(call, cfg, for_keys)
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch
     rows = batches * heads * slots
-    width = 3 + -(-max(1, longest(call, not for_keys)) // (cfg.block_m if for_keys else cfg.block_n))
-    listed = torch.empty((rows, width), dtype=torch.int32, device=call.q.device)
-    list_key = key and ("lists", key, for_keys, cfg, by_length)
+    own, other = (cfg.block_n, cfg.block_m) if for_keys else (cfg.block_m, cfg.block_n)
+    parts = own // (part or own)
+    width = triton.cdiv(3 + triton.cdiv(max(1, longest(call, not for_keys)), other), 4) * 4  # rows of 16 bytes
+    listed = torch.empty((rows + 1, width), dtype=torch.int32, device=call.q.device)
+    list_key = key and ("lists", key, for_keys, cfg, by_length, parts)
     plans = _PLANS.get(list_key)
     if plans is None:
-        constants = (heads, cfg.block_m, cfg.block_n, 128, mask.classify, call.packed, for_keys)
-        lister = Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1)
+        constants = (heads, cfg.block_m, cfg.block_n, 128, parts, mask.classify, call.packed, for_keys, early)
+        lister = Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1, early=early)
         sorter = None
         if by_length and 1 < slots <= _SORTED:
-            constants = (triton.next_power_of_2(slots), 32)
-            sorter = Plan(sort_lists, batches * heads, (), (slots,), constants, 8, 1)
+            constants = (triton.next_power_of_2(slots), 32, early)
+            sorter = Plan(sort_lists, batches * heads, (), (slots,), constants, 8, 1, early=early)
         plans = _PLANS.put(list_key, (lister, sorter))
     lister, sorter = plans
     args, nums = bound_arguments(call.mask)
-    blocks = (cfg.block_m, cfg.block_n)
+    blocks = (cfg.block_m, own // parts) if for_keys else (own // parts, cfg.block_n)
     if blocks not in tables:
-        tables[blocks] = tensor_arguments(_tables(tile_rule(call.mask.text), call.mask.tensors, cfg))
+        tables[blocks] = tensor_arguments(_tables(tile_rule(call.mask.text), call.mask.tensors, *blocks, early))
     lister.launch((listed, call.cu_seqlens_q, call.cu_seqlens_k), (args + tables[blocks], nums, width))
     if sorter is not None:
         sorter.launch((listed,), (width,))  # which depends on lengths that no key has
     return listed, (heads * slots if batches > 1 else 0), (slots if heads > 1 else 0), width
 
 
-def _tables(rule: TileRule, tensors: Sequence[torch.Tensor], cfg: Config) -> tuple[torch.Tensor, ...]:
+def _tables(
+    rule: TileRule, tensors: Sequence[torch.Tensor], block_i: int, block_j: int, early: bool
+) -> tuple[torch.Tensor, ...]:
     """The rule's block extrema: tensors as they are where nothing is blocked, by one kernel where only the last
     dimension is, else by PyTorch.
     """
@@ -210,10 +219,10 @@ def _tables(rule: TileRule, tensors: Sequence[torch.Tensor], cfg: Config) -> tup
         if set(table.dims) <= {"keep"}:
             result.append(tensor.contiguous())
             continue
-        block = {"i": cfg.block_m, "j": cfg.block_n}.get(table.dims[-1] if table.dims else "")
+        block = {"i": block_i, "j": block_j}.get(table.dims[-1] if table.dims else "")
         simple = set(table.dims[:-1]) <= {"keep"} and tensor.is_contiguous()
         if block is None or not simple or tensor.dtype not in (torch.int32, torch.int64):
-            return tuple(t.contiguous() for t in build_tables(rule.tables, tensors, cfg.block_m, cfg.block_n))
+            return tuple(t.contiguous() for t in build_tables(rule.tables, tensors, block_i, block_j))
         extrema = done.get((table.slot, block))
         if extrema is None:
             size = tensor.shape[-1]
@@ -226,11 +235,14 @@ def _tables(rule: TileRule, tensors: Sequence[torch.Tensor], cfg: Config) -> tup
                 block,
                 tensor.data_ptr() % 16,
                 extrema[1].data_ptr() % 16,
+                early,
             )
             plan = _PLANS.get(extrema_key)
             if plan is None:
                 grid = extrema[0].numel()
-                plan = _PLANS.put(extrema_key, Plan(block_extrema, grid, (), (size, blocks), (block,), 1, 1))
+                plan = _PLANS.put(
+                    extrema_key, Plan(block_extrema, grid, (), (size, blocks), (block, early), 1, 1, early=early)
+                )
             plan.launch((tensor, *extrema), ())
         result.append(extrema[0 if table.kind == "min" else 1])
     return tuple(result)

@@ -5,14 +5,23 @@ a host sync.
 import triton
 import triton.language as tl
 
-from tilewise.tiles.visit import locate
+from tilewise.tiles.visit import TILE_BITS, locate
+
+
+@triton.jit
+def begin_early(EARLY: tl.constexpr):
+    """Of a kernel that is launched early: the next one may be, too, and what was before this one is waited for."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["size", "blocks"])
-def block_extrema(X, LOW, HIGH, size, blocks, BLOCK: tl.constexpr):
+def block_extrema(X, LOW, HIGH, size, blocks, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Smallest and largest of each run of BLOCK elements along the last dimension of a contiguous tensor; NaN of a run
     that holds one.
     """
+    begin_early(EARLY)
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
     offs = tl.minimum((pid % blocks) * BLOCK + tl.arange(0, BLOCK), size - 1)
@@ -30,16 +39,23 @@ def block_extrema(X, LOW, HIGH, size, blocks, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "slots", "width", "nums"])
 def tile_lists(
     LISTED, CU_Q, CU_K, args, nums, width, batch, seqlen_q, seqlen_k, slots,
-    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per row: a tile of queries lists its tiles of keys, or with FOR_KEYS a tile of keys its tiles of
-    queries. A row is laid out as `tiles.visit.visit` says, and has one more number behind the tiles that are not FULL:
-    the row whose turn it is when this one's comes. The first keys and the last queries have the first turn.
+    queries. A row is laid out as `tiles.visit.visit` says, and has one more number behind the tiles that are not FULL
+    (a row that sees nothing has the first): the row whose turn it is when this one's comes. The first keys and the last
+    queries have the first turn.
 
-    Rows are (batch, head, slot), or (head, slot) when packed; a tile that reaches beyond the other side's end is
-    PARTIAL.
+    With PARTS, a power of two, the positions of a row are in as many parts, each of which is classified. Tiles that are
+    not FULL have a bit for each above their number, 1 if the part sees nothing of it.
+
+    Rows are (batch, head, slot), or (head, slot) when packed, and behind the last is a 0, to count with; a tile that
+    reaches beyond the other side's end is PARTIAL.
     """
+    begin_early(EARLY)
+    OWN: tl.constexpr = BLOCK_N if FOR_KEYS else BLOCK_M
+    PART: tl.constexpr = OWN // PARTS
     pid = tl.program_id(0)
     slot = pid % slots
     h = (pid // slots) % HEADS
@@ -55,50 +71,64 @@ def tile_lists(
         seqlen_k = tl.load(CU_K + b + 1) - tl.load(CU_K + b)
     shift = seqlen_k - seqlen_q
     if FOR_KEYS:
-        others = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-        mine = tile * BLOCK_N < seqlen_k
+        size, others = seqlen_k, (seqlen_q + BLOCK_M - 1) // BLOCK_M
     else:
-        others = (seqlen_k + BLOCK_N - 1) // BLOCK_N
-        mine = tile * BLOCK_M < seqlen_q
-    others = tl.where(mine, others, 0)
-    block_i = tl.full([], BLOCK_M, tl.int64)
-    block_j = tl.full([], BLOCK_N, tl.int64)
+        size, others = seqlen_q, (seqlen_k + BLOCK_N - 1) // BLOCK_N
+    others = tl.where(tile * OWN < size, others, 0)
+    block_i = tl.full([], BLOCK_M if FOR_KEYS else PART, tl.int64)
+    block_j = tl.full([], PART if FOR_KEYS else BLOCK_N, tl.int64)
+    part = tl.arange(0, PARTS)
+    own0 = tile * OWN + part * PART
+    has_rows = (own0 < size)[:, None]
+    own1 = tl.minimum(own0 + PART, size).to(tl.int64)[:, None] - 1
+    own0 = tl.minimum(own0, size - 1).to(tl.int64)[:, None]
+    bit = tl.full([PARTS], 1, tl.int32) << (part + TILE_BITS)
     num_partial = 0
     num_full = 0
     for start in range(0, others, CHUNK):
         other = start + tl.arange(0, CHUNK)
         exists = other < others
+        n = tl.where(exists, other, 0)
         if FOR_KEYS:
-            m = tl.where(exists, other, 0)
-            n = tile
+            i0 = (n * BLOCK_M).to(tl.int64)[None, :] + shift
+            i1 = tl.minimum(n * BLOCK_M + BLOCK_M, seqlen_q).to(tl.int64)[None, :] - 1 + shift
+            sure, maybe = CLASSIFY(b, h, i0, i1, own0, own1, block_i, block_j, args, nums)
+            whole = n * BLOCK_M + BLOCK_M <= seqlen_q
         else:
-            m = tile
-            n = tl.where(exists, other, 0)
-        i0 = (m * BLOCK_M).to(tl.int64) + shift
-        i1 = tl.minimum(m * BLOCK_M + BLOCK_M, seqlen_q).to(tl.int64) - 1 + shift
-        j0 = (n * BLOCK_N).to(tl.int64)
-        j1 = tl.minimum(n * BLOCK_N + BLOCK_N, seqlen_k).to(tl.int64) - 1
-        sure, maybe = CLASSIFY(b, h, i0, i1, j0, j1, block_i, block_j, args, nums)
-        whole = m * BLOCK_M + BLOCK_M <= seqlen_q if FOR_KEYS else n * BLOCK_N + BLOCK_N <= seqlen_k
-        visited = exists & maybe
-        full = visited & sure & whole
+            j0 = (n * BLOCK_N).to(tl.int64)[None, :]
+            j1 = tl.minimum(n * BLOCK_N + BLOCK_N, seqlen_k).to(tl.int64)[None, :] - 1
+            sure, maybe = CLASSIFY(b, h, own0 + shift, own1 + shift, j0, j1, block_i, block_j, args, nums)
+            whole = n * BLOCK_N + BLOCK_N <= seqlen_k
+        seen = exists[None, :] & has_rows & maybe
+        clear = (seen & sure & whole[None, :]) | (has_rows == 0)
+        visited = tl.max(seen.to(tl.int32), 0) > 0
+        full = visited & (tl.min(clear.to(tl.int32), 0) > 0)
         partial = visited & (full == 0)
         full_at = num_full + tl.cumsum(full.to(tl.int32), 0) - 1
         partial_at = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
+        entry = other
+        if PARTS > 1:
+            entry += tl.sum(tl.where(seen, 0, bit[:, None]), 0)
         tl.store(listed + width - 1 - full_at, other, mask=full)
-        tl.store(listed + 2 + partial_at, other, mask=partial)
+        tl.store(listed + 2 + partial_at, entry, mask=partial)
         num_full += tl.sum(full.to(tl.int32), 0)
         num_partial += tl.sum(partial.to(tl.int32), 0)
     tl.store(listed, num_partial)
     tl.store(listed + 1, num_full)
-    tl.store(listed + 2 + num_partial, slot if FOR_KEYS else slots - 1 - slot)
+    if num_partial + num_full == 0:
+        tl.store(listed + 2, tl.sum(bit, 0))  # visited nevertheless, all of it hidden
+    turn = 2 + tl.maximum(num_partial, 1 - num_full)
+    tl.store(listed + turn, slot if FOR_KEYS else slots - 1 - slot)
+    if pid == 0:
+        tl.store(LISTED + tl.num_programs(0).to(tl.int64) * width, 0)
 
 
 @triton.jit(do_not_specialize=["width", "slots"])
-def sort_lists(LISTED, width, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
+def sort_lists(LISTED, width, slots, SLOTS: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr):
     """One program for the rows of a batch element and head, SLOTS at the most: the rows that visit most have the first
     turn, and those that visit as many go in order.
     """
+    begin_early(EARLY)
     listed = LISTED + tl.program_id(0).to(tl.int64) * slots * width
     row = tl.arange(0, SLOTS)
     there = row < slots
@@ -113,5 +143,7 @@ def sort_lists(LISTED, width, slots, SLOTS: tl.constexpr, SOME: tl.constexpr):
         alike = (theirs[None, :] == visits[:, None]) & (other[None, :] < row[:, None])
         before = (theirs[None, :] > visits[:, None]) | alike
         turn += tl.sum(before.to(tl.int32), 1)
-    place = turn * width + 2 + tl.load(listed + turn * width, mask=there, other=0)
+    num_partial = tl.load(listed + turn * width, mask=there, other=0)
+    num_full = tl.load(listed + turn * width + 1, mask=there, other=0)
+    place = turn * width + 2 + tl.maximum(num_partial, 1 - num_full)
     tl.store(listed + place, row, mask=there)
