@@ -108,8 +108,8 @@ TWINS = [
          "triton_decode"),
     # lists
     Twin(triton_lists, ("tile_lists",), *SHIFT, FORWARD, ONE["document_window"].with_(seqlen_q=20)),
-    Twin(triton_lists, ("tile_lists",), "visited & sure & whole", "visited & whole", FORWARD, GRID),
-    Twin(triton_lists, ("tile_lists",), "exists & maybe", "exists & maybe & (other > 0)", FORWARD,
+    Twin(triton_lists, ("tile_lists",), "seen & sure & whole", "seen & whole", FORWARD, GRID),
+    Twin(triton_lists, ("tile_lists",), "has_rows & maybe", "has_rows & maybe & (other > 0)[None, :]", FORWARD,
          ONE["dilated_window"]),
     Twin(triton_lists, ("block_extrema",), "tl.max(x, 0)", "tl.min(x, 0)", FORWARD, ONE["document_window"]),
 ]  # fmt: skip
