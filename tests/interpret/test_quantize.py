@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tests.interpret.test_twins import broken_copy
-from tests.ops.quantize.shapes import any_case
+from tests.ops.quantize.shapes import SAMPLED, any_case
 from tilewise.ops import triton_launch
 from tilewise.ops.quantize import triton_quantize
 from tilewise.ops.quantize.problem import Call
@@ -41,7 +41,7 @@ def _unwritten_memory_shows() -> Iterator[None]:
     object.__setattr__(QUANTIZE, "results", plain)
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("case", [*CASES, *SAMPLED], ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_are_those_of_the_cpu(case: QuantizeCase, dtype: torch.dtype) -> None:
     cases.check(case, dtype, "triton")
@@ -114,7 +114,10 @@ TWINS = [
     ("encode_columns", "if block == 0:", "if block == 1:", "odd_head"),
     ("encode_columns", "line * DIM * ROWS", "line * ROWS", "sage2_packed"),
     ("join_chunks", "mean - tl.min(low, 0)", "tl.min(low, 0) - mean", "all_centred"),
-    ("join_chunks", "tl.maximum(length, 1)", "(parts * ROWS)", "sage2"),
+    ("join_chunks", "tl.maximum(summed, 1)", "(parts * ROWS)", "sage2"),
+    ("join_chunks", "length - first_row, count", "length - first_row, ROWS", "sampled"),
+    ("sum_chunks", "(5 * chunk + 3)", "(5 * chunk + 2)", "sampled"),
+    ("sum_chunks", "length >= MANY, (5", "length > MANY, (5", "sampled_exactly"),
     ("join_chunks", "tl.where(parts > 0, size_of(size), 0.0)", "size_of(size)", "all_centred_packed"),
 ]  # fmt: skip
 # a slot between two of one sequence's that no block has
@@ -125,7 +128,7 @@ BLANK = QuantizeCase("blank_slot", tw.FA3FP8(), ((64, 128), (3, 3)), packed=True
 def test_a_broken_twin_is_caught(
     kernel: str, old: str, new: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = (BY_NAME | {BLANK.name: BLANK})[name]
+    case = (BY_NAME | {case.name: case for case in (BLANK, *SAMPLED)})[name]
     cases.check(case, torch.float32, "triton")  # whole, it passes
     copy = broken_copy(triton_quantize, old, new, tmp_path)
     monkeypatch.setattr(triton_quantize, kernel, getattr(copy, kernel))

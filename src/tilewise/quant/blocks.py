@@ -15,7 +15,7 @@ import torch
 from tilewise.core.readback import host_values
 from tilewise.layouts import Dense, Packed
 from tilewise.quant.rotation import matrix
-from tilewise.quant.schemes import KEYS, QUERIES, WARP, Scheme
+from tilewise.quant.schemes import KEYS, QUERIES, SAMPLE, SAMPLED_FROM, SAMPLED_OF, WARP, Scheme
 
 # where keys of 16 stand in a row of codes of values: four of a thread's weights are then four bytes of an operand
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
@@ -47,7 +47,8 @@ class Quantized:
         v_scale: float32 (batch, num_heads_kv, head_dim_v) for "channel" and "head", (batch, num_heads_kv, blocks, 1)
             for "block", None where v is no codes.
         q_mean: (batch, num_heads_q, blocks, head_dim) of the dtype that q had, where queries are centred.
-        k_mean: float32 (batch, num_heads_kv, head_dim), where keys are centred; packed likewise, by sequence.
+        k_mean: float32 (batch, num_heads_kv, head_dim), where keys are centred, the mean of `rows_of_mean`; packed
+            likewise, by sequence.
         v_mean: float32 (batch, num_heads_kv, head_dim_v), where values are; packed likewise.
         q_bias: float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), where keys are centred: the
             product of a query, centred if queries are, with k_mean.
@@ -159,6 +160,19 @@ class Quantized:
 def rows_of_block(side: str) -> int:
     """Queries or keys of a block."""
     return QUERIES if side == "q" else KEYS
+
+
+def rows_of_mean(length: int, device: torch.device | None = None) -> torch.Tensor:
+    """Which of a sequence's keys have the mean that is taken off all of them: any number may be, since it moves all
+    scores of a query alike. Of many keys 64 of each 512 do, at an offset that takes turns, so that no pattern of the
+    sequence goes along with it; the first keys, which often are far from the others, are not among them.
+    """
+    if length < SAMPLED_FROM:
+        return torch.arange(length, device=device)
+    start = torch.arange(0, length, SAMPLED_OF, device=device)
+    first = start + (5 * (start // SAMPLED_OF) + 3) % (SAMPLED_OF // SAMPLE) * SAMPLE
+    rows = (first[:, None] + torch.arange(SAMPLE, device=device)).flatten()
+    return rows[rows < length]
 
 
 def row_groups(side: str, shared: str) -> list[int]:

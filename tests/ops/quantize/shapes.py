@@ -44,3 +44,11 @@ def any_case(draw: st.DrawFn) -> QuantizeCase:
         memory=draw(st.sampled_from(["", "joint", "HND"])),
         turns=(2 * draw(st.integers(0, dim // 2)), draw(st.booleans())),
     )
+
+
+# keys of which the centre is the mean of some
+SAMPLED = [
+    QuantizeCase("sampled", tw.Sage(smooth=("k", "v")), ((1, 4096 + 200),), (1, 1), 4, 4),
+    QuantizeCase("sampled_exactly", tw.Sage2(), ((1, 4096),), (1, 1), 4, 4),
+    QuantizeCase("sampled_packed", tw.Sage(rotate="hadamard"), ((1, 4095), (2, 4097)), (1, 1), 4, 4, packed=True),
+]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tests.ops.quantize.shapes import any_case
+from tests.ops.quantize.shapes import SAMPLED, any_case
 from tilewise.ops.quantize import cpu
 from tilewise.quant import encode, rotate
 from tilewise.quant.blocks import KEY_ORDER, row_groups
@@ -22,7 +22,7 @@ from tilewise.testing.quantize import BY_NAME, CASES, QuantizeCase
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("case", [*CASES, *SAMPLED], ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_are_those_of_the_specification(case: QuantizeCase, dtype: torch.dtype) -> None:
     cases.check(case, dtype, "cpu", like="reference")

@@ -1,10 +1,11 @@
 """Codes on a GPU: a program has a block of rows of one head.
 
 Where a mean or a scale spans a sequence, a kernel before has sums, in float64, and largest and least numbers of chunks
-of rows, and a second one puts them together; the scale of a whole head of queries or keys needs what its blocks have at
-most, by the kernel that encodes, which then writes nothing else. The rotation is a product with signs, which numbers of
-16 bits take as they are, and float32 in two parts that tensor cores of 10 bits do not change; the mean is rotated, too,
-and taken off behind. Whatever is multiplied by a stride is 64 bits wide.
+of rows (of long sequences' keys, sums of some), and a second one puts them together; the scale of a whole head of
+queries or keys needs what its blocks have at most, by the kernel that encodes, which then writes nothing else. The
+rotation is a product with signs, which numbers of 16 bits take as they are, and float32 in two parts that tensor cores
+of 10 bits do not change; the mean is rotated, too, and taken off behind. Whatever is multiplied by a stride is 64 bits
+wide.
 """
 
 import functools
@@ -19,6 +20,7 @@ from tilewise.ops.quantize.problem import NUMBERS, Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
+from tilewise.quant.schemes import SAMPLE, SAMPLED_FROM, SAMPLED_OF
 from tilewise.tiles.codes import MIDDLE, SMALLEST, codes_of
 from tilewise.tiles.rotary import angles_of, turned
 from tilewise.tiles.visit import locate
@@ -33,6 +35,8 @@ _ROTATED = (
     16,
 )  # columns of a product's step, and where registers are few: of float32, in two parts, or wide heads
 TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
+SOME = tl.constexpr(SAMPLE)  # rows of a chunk that a mean is of,
+MANY = tl.constexpr(SAMPLED_FROM)  # in sequences of so many
 _ROUND_TWICE = {"enable_fp_fusion": False}  # a product, and then its sum with what makes it whole, as the CPU does
 _PLANS = Plans()
 
@@ -87,6 +91,17 @@ def begin_early(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def rows_of_chunk(chunk, length, ROWS: tl.constexpr, SAMPLED: tl.constexpr):
+    """(first row, how many) of a chunk of a sequence that sums are of (as `quant.blocks.rows_of_mean`)."""
+    first = chunk * ROWS
+    count = chunk * 0 + ROWS
+    if SAMPLED:
+        first += tl.where(length >= MANY, (5 * chunk + 3) % (ROWS // SOME) * SOME, 0)
+        count = tl.where(length >= MANY, SOME, count)
+    return first, count
 
 
 @triton.jit
@@ -181,9 +196,11 @@ def most_of_blocks(MOST, first, blocks, PARTS: tl.constexpr):
 def sum_chunks(
     X, CU, ROPE, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sums, least and largest numbers, or sizes of the largest, of the columns of ROWS rows of a head."""
+    """Sums, least and largest numbers, or sizes of the largest, of the columns of ROWS rows of a head, or of a sample
+    of them.
+    """
     begin_early(EARLY)
     # who am I
     h = tl.program_id(0) % HEADS
@@ -197,8 +214,9 @@ def sum_chunks(
     low = tl.full([AT_ONCE, BLOCK_D], float("inf"), tl.float32)
     high = tl.full([AT_ONCE, BLOCK_D], float("-inf"), tl.float32)
     size = tl.zeros([AT_ONCE, BLOCK_D], tl.int32)  # as bits, among which those of no number are the largest
-    for start in tl.range(0, ROWS, STEP, num_stages=STAGES):
-        row = block * ROWS + start + offs
+    first_row, count = rows_of_chunk(block, length, ROWS, SAMPLED)
+    for start in tl.range(0, count, STEP, num_stages=STAGES):
+        row = first_row + start + offs
         in_x = row < length
         inside = in_x[:, None] & (d < DIM)[None, :]
         token = first + row if CU is not None else b * seqlen + row
@@ -230,7 +248,7 @@ def sum_chunks(
 def join_chunks(
     SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SIZE, CU, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
+    SAMPLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A head's means of columns in a sequence, as they are and rotated, and how far from them (or from 0) a column's
     numbers are at most.
@@ -253,8 +271,11 @@ def join_chunks(
     low = tl.full([PARTS, BLOCK_D], float("inf"), tl.float32)
     high = tl.full([PARTS, BLOCK_D], float("-inf"), tl.float32)
     most = tl.zeros([PARTS, BLOCK_D], tl.float32)
+    summed = length * 0
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
+        first_row, count = rows_of_chunk(part, length, ROWS, SAMPLED)
+        summed += tl.sum(tl.maximum(tl.minimum(length - first_row, count), 0), 0)  # 0 of parts that are not there
         inside = (part < parts)[:, None] & (d < DIM)[None, :]
         if SUMS is not None:
             total += tl.load(SUMS + ((first + part) * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
@@ -270,7 +291,7 @@ def join_chunks(
     mean = tl.zeros([BLOCK_D], tl.float32)
     place = ((b * HEADS + h) * DIM) + d
     if SUMS is not None:
-        mean = (tl.sum(total, 0) / tl.maximum(length, 1)).to(tl.float32)
+        mean = (tl.sum(total, 0) / tl.maximum(summed, 1)).to(tl.float32)
         tl.store(MEAN + place, mean, mask=d < DIM)
     if TURNED is not None:
         at = ROTATION + (d * DIM)[:, None] + d[None, :]
@@ -514,18 +535,20 @@ class _Plans:
         return call.batch, call.x.shape[-3], call.slots(rows)
 
     def _statistics(self, call: Call) -> None:
-        programs, early = self._programs(call, _CHUNK), _early(call)
+        sampled = self.summed and call.side == "k"
+        chunk = SAMPLED_OF if sampled else _CHUNK
+        programs, early = self._programs(call, chunk), _early(call)
         self.parts, self.by_head = programs * call.dim, call.batch * call.heads * call.dim
-        sizes = self._sizes(call, _CHUNK)
+        sizes = self._sizes(call, chunk)
         # where rows are turned, angles and the other numbers of pairs want registers, too
         step, stages = (_STEP, _STAGES) if call.cos is None else (_STEP // 2, 1)
         warps = max(1, _STEP * self.block_d // (32 * _EACH))
         at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
-        constants = (call.heads, call.dim, _CHUNK, step, stages, at_once, self.block_d, _turns(call), early)
+        constants = (call.heads, call.dim, chunk, step, stages, at_once, self.block_d, sampled, _turns(call), early)
         self.sums = Plan(
             sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early, options=_ROUND_TWICE
         )
-        constants = (call.heads, call.dim, _CHUNK, _PARTS, self.block_d, early)
+        constants = (call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, early)
         warps = max(warps, self.block_d**2 // (32 * _EACH)) if self.turned else warps
         self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1, early=early)
 
