@@ -30,10 +30,8 @@ _STEP = 64  # of them at a time
 _STAGES = 3  # steps whose rows are on their way
 _PARTS = 16  # sums, or largest numbers of blocks, put together at a time
 _EACH = 64  # elements of a thread
-_ROTATED = (
-    128,
-    16,
-)  # columns of a product's step, and where registers are few: of float32, in two parts, or wide heads
+# columns of a product's step, and where registers are few: of float32, in two parts, or wide heads
+_ROTATED = (128, 16)
 TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
 SOME = tl.constexpr(SAMPLE)  # rows of a chunk that a mean is of,
 MANY = tl.constexpr(SAMPLED_FROM)  # in sequences of so many
@@ -198,9 +196,7 @@ def sum_chunks(
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sums, least and largest numbers, or sizes of the largest, of the columns of ROWS rows of a head, or of a sample
-    of them.
-    """
+    """Sums, least and largest numbers, or sizes of the largest, of the columns of a head's ROWS rows or some of these."""
     begin_early(EARLY)
     # who am I
     h = tl.program_id(0) % HEADS
