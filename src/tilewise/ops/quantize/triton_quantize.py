@@ -196,7 +196,7 @@ def sum_chunks(
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sums, least and largest numbers, or sizes of the largest, of the columns of a head's ROWS rows or some of these."""
+    """Sums, extremes or sizes of the largest of the columns of a head's ROWS rows, or of some of them."""
     begin_early(EARLY)
     # who am I
     h = tl.program_id(0) % HEADS
