@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.interpret.test_twins import broken_copy
 from tilewise.ops import triton_launch
 from tilewise.ops.select import triton_select
+from tilewise.ops.tile_means import tile_means as means_of_tiles
 from tilewise.ops.tile_means import triton_tile_means
 from tilewise.testing import select, tile_means
 from tilewise.testing.select import RowsCase
@@ -27,6 +28,12 @@ ROWS = [case for case in select.CASES if case.shape[-1] <= 37]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_means_of_tiles(case: MeansCase, dtype: torch.dtype) -> None:
     tile_means.check(case, dtype, "triton")
+
+
+def test_rows_of_nearly_nothing_have_no_direction() -> None:
+    x = torch.full((1, 4, 1, 1), 2.0**-64)
+    assert means_of_tiles(x, 4, similarity=True, impl="triton")[1].item() == 0.0
+    assert means_of_tiles(4.0 * x, 4, similarity=True, impl="triton")[1].item() == 1.0
 
 
 def test_tiles_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,13 @@ def test_similarity_of_equal_and_of_opposite_rows() -> None:
     torch.testing.assert_close(similarity, torch.tensor([[[1.0, 0.0]]]))
 
 
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize(("length", "similarity"), [(2.0**-62, 1.0), (2.0**-64, 0.0), (0.0, 0.0)])
+def test_rows_of_nearly_nothing_have_no_direction(impl: str, length: float, similarity: float) -> None:
+    x = torch.full((1, 4, 1, 1), length)
+    assert tile_means(x, 4, similarity=True, impl=impl)[1].item() == similarity
+
+
 def test_nan_stays_in_its_tile() -> None:
     x, _ = cases.make_input(cases.BY_NAME["halves"], torch.float32)
     with torch.no_grad():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewise.ops.tile_means.problem import Call, parts
+from tilewise.ops.tile_means.problem import SHORTEST, Call, parts
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,7 +25,7 @@ def forward(call: Call, results: Tensors) -> None:
         found["mean"].copy_(mean.transpose(0, 1))
         if call.similarity:
             length = x.norm(dim=-1, keepdim=True)
-            unit = _tiles(x / length.masked_fill_(length == 0, 1.0), call.block).sum(1) / count
+            unit = _tiles(x / length.masked_fill_(length < SHORTEST, torch.inf), call.block).sum(1) / count
             found["similarity"].copy_(unit.square_().sum(-1).T)
         if call.variance:
             away = x - mean.repeat_interleave(call.block, 0)[: x.shape[0]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewise.ops.tile_means.problem import Call, parts
+from tilewise.ops.tile_means.problem import SHORTEST, Call, parts
 
 Tensors = dict[str, torch.Tensor]
 
@@ -23,7 +23,7 @@ def forward(call: Call, results: Tensors) -> None:
             found["mean"][:, tile] = mean
             if call.similarity:
                 length = rows.norm(dim=-1, keepdim=True)
-                cosines = torch.einsum("ihd,jhd->hij", *[rows / torch.where(length == 0, 1.0, length)] * 2)
+                cosines = torch.einsum("ihd,jhd->hij", *[rows / torch.where(length < SHORTEST, torch.inf, length)] * 2)
                 found["similarity"][:, tile] = cosines.mean((1, 2))
             if call.variance:
                 found["variance"][:, tile] = ((rows - mean) ** 2).mean(0)

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops.tile_means.problem import Call
+from tilewise.ops.tile_means.problem import SHORTEST, Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.visit import locate
 
-NORMAL = tl.constexpr(2.0**-126)  # squares below are 0 to the GPU's root
+NORMAL = tl.constexpr(SHORTEST**2)
 _EACH = 64  # elements of a thread in a step through a tile
 _WARPS = 1
 _PLANS = Plans()
