@@ -6,19 +6,19 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.quant.blocks import rows_of_mean
+from tilewise.quant.blocks import keys_of_mean
 from tilewise.quant.schemes import SAMPLE, SAMPLED_FROM, SAMPLED_OF
 
 
 @pytest.mark.parametrize("length", [0, 1, 129, SAMPLED_FROM - 1])
 def test_of_few_keys_all(length: int) -> None:
-    assert rows_of_mean(length).tolist() == list(range(length))
+    assert keys_of_mean(torch.arange(length)).tolist() == list(range(length))
 
 
 @pytest.mark.parametrize("length", [SAMPLED_FROM, SAMPLED_FROM + 1, SAMPLED_FROM + 330, 3 * SAMPLED_FROM])
 def test_of_many_an_eighth(length: int) -> None:
     """64 of each 512, as often at each of the eight offsets, and not the first keys."""
-    rows = rows_of_mean(length)
+    rows = keys_of_mean(torch.arange(length))
     assert rows.unique().tolist() == rows.tolist()
     assert rows.min() >= SAMPLE
     assert rows.max() < length
@@ -31,7 +31,7 @@ def test_of_many_an_eighth(length: int) -> None:
 
 @pytest.mark.parametrize("period", [0, 64, 80, 128, 4096])
 def test_it_is_as_good_a_centre(period: int) -> None:
-    """Channels far from 0, also by rows of an image: scales and errors of scores are those of the exact mean."""
+    """Channels far from 0, also by rows of an image: scales are those of the exact mean."""
     generator = torch.Generator().manual_seed(0)
     length, dim = 2 * SAMPLED_FROM, 32
     k = torch.randn(1, length, 1, dim, generator=generator) + 8.0 * torch.randn(dim, generator=generator)

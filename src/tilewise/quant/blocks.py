@@ -47,7 +47,7 @@ class Quantized:
         v_scale: float32 (batch, num_heads_kv, head_dim_v) for "channel" and "head", (batch, num_heads_kv, blocks, 1)
             for "block", None where v is no codes.
         q_mean: (batch, num_heads_q, blocks, head_dim) of the dtype that q had, where queries are centred.
-        k_mean: float32 (batch, num_heads_kv, head_dim), where keys are centred, the mean of `rows_of_mean`; packed
+        k_mean: float32 (batch, num_heads_kv, head_dim), where keys are centred, the mean of `keys_of_mean`; packed
             likewise, by sequence.
         v_mean: float32 (batch, num_heads_kv, head_dim_v), where values are; packed likewise.
         q_bias: float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), where keys are centred: the
@@ -162,17 +162,18 @@ def rows_of_block(side: str) -> int:
     return QUERIES if side == "q" else KEYS
 
 
-def rows_of_mean(length: int, device: torch.device | None = None) -> torch.Tensor:
-    """Which of a sequence's keys have the mean that is taken off all of them: any number may be, since it moves all
-    scores of a query alike. Of many keys 64 of each 512 do, at an offset that takes turns, so that no pattern of the
-    sequence goes along with it; the first keys, which often are far from the others, are not among them.
+def keys_of_mean(k: torch.Tensor) -> torch.Tensor:
+    """Of a sequence's keys (seqlen, ...) those whose mean is taken off all of them: any number may be, since it moves
+    all scores of a query alike. Of many keys they are 64 of each 512, at an offset that takes turns, so that no pattern
+    of the sequence goes along with it; the first keys, which often are far from the others, are not among them.
     """
+    length = k.shape[0]
     if length < SAMPLED_FROM:
-        return torch.arange(length, device=device)
-    start = torch.arange(0, length, SAMPLED_OF, device=device)
+        return k
+    start = torch.arange(0, length, SAMPLED_OF, device=k.device)
     first = start + (5 * (start // SAMPLED_OF) + 3) % (SAMPLED_OF // SAMPLE) * SAMPLE
-    rows = (first[:, None] + torch.arange(SAMPLE, device=device)).flatten()
-    return rows[rows < length]
+    rows = (first[:, None] + torch.arange(SAMPLE, device=k.device)).flatten()
+    return k[rows[rows < length]]
 
 
 def row_groups(side: str, shared: str) -> list[int]:

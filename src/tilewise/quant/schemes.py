@@ -39,7 +39,7 @@ class Sage:
         k_scale: likewise, inside a block of 128 keys: "token", "thread" 32 keys, those 8 n + 2 t and 8 n + 2 t + 1 for
             the t-th of four scales, "block".
         smooth: what is centred, in any order: "q" by the mean of a block of queries, "k" and "v" by that of a
-            sequence, of 4,096 keys or more by that of an eighth of them (`quant.blocks.rows_of_mean`). What that
+            sequence, "k" of 4,096 keys or more by that of an eighth of them (`quant.blocks.keys_of_mean`). What that
             changes is made up for, so attention means the same.
         rotate: "hadamard" rotates queries and keys after centring (`tilewise.quant.rotate`), which spreads outliers;
             head_dim is then a power of 2.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.ops.quantize.problem import NUMBERS, Call, parts
-from tilewise.quant.blocks import KEY_ORDER, row_groups, rows_of_block, rows_of_mean
+from tilewise.quant.blocks import KEY_ORDER, keys_of_mean, row_groups, rows_of_block
 from tilewise.quant.codes import SMALLEST
 from tilewise.quant.rotation import rotate
 
@@ -35,7 +35,7 @@ def _encode(call: Call, x: torch.Tensor, other: torch.Tensor | None, into: Tenso
         into["mean"].copy_(means.transpose(0, 1))
         x = x - means.float().repeat_interleave(rows, 0)[: x.shape[0]]
     elif call.smooth:
-        into["mean"].copy_((x[rows_of_mean(len(x), x.device)] if call.side == "k" else x).double().mean(0))
+        into["mean"].copy_((keys_of_mean(x) if call.side == "k" else x).double().mean(0))
         x = x - into["mean"]
     if other is not None:
         into["bias"].copy_((x * other).sum(-1).T)

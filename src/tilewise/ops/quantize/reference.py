@@ -7,7 +7,7 @@ import math
 import torch
 
 from tilewise.ops.quantize.problem import NUMBERS, Call, parts
-from tilewise.quant.blocks import KEY_ORDER, row_groups, rows_of_block, rows_of_mean
+from tilewise.quant.blocks import KEY_ORDER, keys_of_mean, row_groups, rows_of_block
 from tilewise.quant.codes import SMALLEST
 from tilewise.quant.rotation import matrix
 
@@ -42,7 +42,7 @@ def _prepared(call: Call, x: torch.Tensor, other: torch.Tensor | None, head: int
             into["mean"][head, block] = part.double().mean(0).float().to(call.x.dtype)
         x = torch.cat([part - into["mean"][head, block].float() for block, part in enumerate(blocks)])
     elif call.smooth:
-        into["mean"][head] = (x[rows_of_mean(len(x))] if call.side == "k" else x).double().mean(0)
+        into["mean"][head] = (keys_of_mean(x) if call.side == "k" else x).double().mean(0)
         x = x - into["mean"][head]
     if other is not None:
         into["bias"][head] = x.double() @ other.double()

@@ -93,7 +93,7 @@ def begin_early(EARLY: tl.constexpr):
 
 @triton.jit
 def rows_of_chunk(chunk, length, ROWS: tl.constexpr, SAMPLED: tl.constexpr):
-    """(first row, how many) of a chunk of a sequence that sums are of (as `quant.blocks.rows_of_mean`)."""
+    """(first row, how many) of a chunk of a sequence that sums are of (as `quant.blocks.keys_of_mean`)."""
     first = chunk * ROWS
     count = chunk * 0 + ROWS
     if SAMPLED:

@@ -26,8 +26,8 @@ def tile_means(
         cu_seqlens: int32 (batch + 1,) of packed sequences. Sequence b's tiles stand in slots from
             cu_seqlens[b] // block + b on; slots that no tile has hold 0.
         similarity: also how alike a tile's rows are: the mean of all their cosines, itself the squared length of the
-            mean of rows of length 1 (Zhang et al., "SpargeAttention", 2025). A row shorter than 2**-63
-            has no direction, and counts as zeros.
+            mean of rows of length 1 (Zhang et al., "SpargeAttention", 2025). A row shorter than 2**-63 has no
+            direction, and counts as zeros.
         variance: also the mean squared distance from the mean, in each dimension.
         impl: "triton", "cpu" or "reference"; None picks the first that can.
 
