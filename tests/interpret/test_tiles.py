@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,28 @@ def _tile_ranges(call: Call) -> Iterator[tuple[int, int, int, int, int]]:
         yield b, rows.start, keys.start, rows.stop - rows.start, keys.stop - keys.start
 
 
+def _rows(
+    call: Call, lists: tuple[Any, ...], cfg: Config, for_keys: bool, parts: int = 1
+) -> Iterator[tuple[int, list[int], torch.Tensor, torch.Tensor]]:
+    """(number of a row, what its list has, classes of the other side's tiles for each of its parts, whether those tiles
+    end before the sequence does) for each tile of one side.
+    """
+    listed, by_batch, by_head, _ = lists
+    own, other = (cfg.block_n, cfg.block_m) if for_keys else (cfg.block_m, cfg.block_n)
+    blocks = (other, own // parts) if for_keys else (own // parts, other)
+    for b, start_q, start_k, seqlen_q, seqlen_k in _tile_ranges(call):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": blocks[0], "block_n": blocks[1]}
+        classes = classify(call.mask, batch=1, heads=call.num_heads_q, first_batch=b, **sizes)
+        classes = classes.expand(1, call.num_heads_q, *classes.shape[2:])[0]
+        classes = classes.transpose(-1, -2) if for_keys else classes
+        whole = (torch.arange(classes.shape[-1]) + 1) * other <= (seqlen_q if for_keys else seqlen_k)
+        first_slot = (start_k if for_keys else start_q) // own + b if call.packed else 0
+        for h in range(call.num_heads_q):
+            for first in range(0, classes.shape[1], parts):
+                row = (0 if call.packed else b * by_batch) + h * by_head + first_slot + first // parts
+                yield row, listed[row].tolist(), classes[h, first : first + parts], whole
+
+
 @pytest.mark.parametrize("for_keys", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("case", [*LISTED, *UNEQUAL], ids=name_of)
 def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
@@ -61,28 +84,15 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
         plan = triton_plans.backward_plans(call, o, do)[1]
     cfg, mask = plan.extra
     assert mask.classify is not None, "this mask has loop bounds and needs no lists"
-    listed, by_batch, by_head, _ = triton_attention.lists_of(call, plan, for_keys, None, {})
-    block = cfg.block_n if for_keys else cfg.block_m
+    lists = triton_attention.lists_of(call, plan, for_keys, None, {})
     slots = triton_plans.slots_of(call, cfg, for_keys)
-    for b, start_q, start_k, seqlen_q, seqlen_k in _tile_ranges(call):
-        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": cfg.block_m, "block_n": cfg.block_n}
-        classes = classify(call.mask, batch=1, heads=call.num_heads_q, first_batch=b, **sizes)
-        classes = classes.expand(1, call.num_heads_q, *classes.shape[2:])[0]
-        ends = (torch.arange(1, classes.shape[-1 if not for_keys else -2] + 1)) * (
-            cfg.block_m if for_keys else cfg.block_n
-        )
-        whole = ends <= (seqlen_q if for_keys else seqlen_k)
-        classes = classes.transpose(-1, -2) if for_keys else classes
-        first_slot = (start_k if for_keys else start_q) // block + b if call.packed else 0
-        for h in range(call.num_heads_q):
-            for tile, row_classes in enumerate(classes[h]):
-                row = (0 if call.packed else b * by_batch) + h * by_head + first_slot + tile
-                full = (row_classes == FULL) & whole
-                partial = (row_classes != EMPTY) & ~full
-                num_partial, num_full, *tiles = listed[row].tolist()
-                assert tiles[num_partial or num_full == 0] == (row % slots if for_keys else slots - 1 - row % slots)
-                assert tiles[:num_partial] == partial.nonzero()[:, 0].tolist()
-                assert tiles[::-1][:num_full] == full.nonzero()[:, 0].tolist()
+    for row, (num_partial, num_full, *tiles), classes, whole in _rows(call, lists, cfg, for_keys):
+        full = (classes[0] == FULL) & whole
+        partial = (classes[0] != EMPTY) & ~full
+        turn = max(num_partial, 1 - num_full)  # behind the tiles that are not FULL, or the one of who sees nothing
+        assert tiles[turn] == (row % slots if for_keys else slots - 1 - row % slots)
+        assert tiles[:num_partial] == partial.nonzero()[:, 0].tolist()
+        assert tiles[::-1][:num_full] == full.nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -91,34 +101,22 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
 def test_lists_say_what_parts_of_rows_see(case: Case, for_keys: bool, parts: int) -> None:
     """Of each tile that is not FULL, whether anything."""
     call = call_of(case)
-    other = 32
-    block_m, block_n = (other, 16 * parts) if for_keys else (16 * parts, other)
-    cfg = Config(block_m, block_n, 4, 2, False)
+    blocks = (32, 16 * parts) if for_keys else (16 * parts, 32)
+    cfg = Config(*blocks, 4, 2, False)
     plan = SimpleNamespace(extra=(cfg, triton_plans.functions(call)[0]))
-    listed, by_batch, by_head, width = triton_attention.lists_of(call, plan, for_keys, None, {}, part=16)
-    for b, start_q, start_k, seqlen_q, seqlen_k in _tile_ranges(call):
-        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        blocks = {"block_m": other, "block_n": 16} if for_keys else {"block_m": 16, "block_n": other}
-        classes = classify(call.mask, batch=1, heads=call.num_heads_q, first_batch=b, **sizes, **blocks)
-        classes = classes.expand(1, call.num_heads_q, *classes.shape[2:])[0]
-        classes = classes.transpose(-1, -2) if for_keys else classes
-        whole = (torch.arange(classes.shape[-1]) + 1) * other <= (seqlen_q if for_keys else seqlen_k)
-        first_slot = (start_k if for_keys else start_q) // (16 * parts) + b if call.packed else 0
-        for h in range(call.num_heads_q):
-            for tile, of_row in enumerate(classes[h].split(parts)):
-                seen = (of_row != EMPTY).cpu()
-                clear = (of_row == FULL) & whole
-                row = (0 if call.packed else b * by_batch) + h * by_head + first_slot + tile
-                num_partial, num_full, *entries = listed[row].tolist()
-                full, visited = clear.all(0), seen.any(0)
-                assert entries[::-1][:num_full] == full.nonzero()[:, 0].tolist()
-                partial = (visited & ~full).nonzero()[:, 0].tolist()
-                assert [n & 2**24 - 1 for n in entries[:num_partial]] == partial
-                for part in range(parts):
-                    passed_over = [entry >> 24 + part & 1 for entry in entries[:num_partial]]
-                    assert passed_over == [not (part < len(of_row) and seen[part, n]) for n in partial]
-                if not visited.any():
-                    assert entries[0] == (1 << parts) - 1 << 24, "hidden from all"
+    lists = triton_attention.lists_of(call, plan, for_keys, None, {}, part=16)
+    for _, (num_partial, num_full, *entries), classes, whole in _rows(call, lists, cfg, for_keys, parts):
+        seen, clear = classes != EMPTY, (classes == FULL) & whole
+        full, visited = clear.all(0), seen.any(0)
+        assert entries[::-1][:num_full] == full.nonzero()[:, 0].tolist()
+        partial = (visited & ~full).nonzero()[:, 0].tolist()
+        assert [n & 2**24 - 1 for n in entries[:num_partial]] == partial
+        for part in range(parts):
+            passed_over = [entry >> 24 + part & 1 for entry in entries[:num_partial]]
+            assert passed_over == [not (part < len(classes) and seen[part, n]) for n in partial]
+        if not visited.any():
+            assert entries[0] == (1 << parts) - 1 << 24, "hidden from all"
+    listed, _, _, width = lists
     assert listed.numel() % width == 0
     assert listed[-1, 0] == 0, "to count with"
 
