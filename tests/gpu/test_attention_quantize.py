@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
+from tilewise.quant.schemes import Scheme
 from tilewise.testing import attention_codes as cases
 from tilewise.testing.attention_codes import CASES, FP8_VALUES, CodedCase
 from tilewise.testing.attention_select import check_left_out
@@ -152,3 +154,52 @@ def test_rows_behind_a_block_may_be_anything(row: str) -> None:
 @pytest.mark.parametrize("scheme", [tw.Sage2(), tw.FA3FP8(), tw.Sage("fp8", rotate="hadamard")], ids=repr)
 def test_small_weights_are_left_out(row: str, scheme: tw.Sage | tw.FP8) -> None:
     check_left_out(torch.bfloat16, row, DEVICE, scheme)
+
+
+def _one_head(keys: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(1, n, 1, dim, generator=generator).to(DEVICE, dtype) for n in (192, keys, keys)]
+
+
+@pytest.mark.parametrize("first", [0.0, 14.0, 300.0], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.Sage2pp(), tw.Sage(smooth=("k", "v"), rotate="hadamard")], ids=repr)
+def test_weights_are_codes_of_their_exponents(scheme: tw.Sage, dim: int, first: float) -> None:
+    """But for rounding of outputs, for bits that sums of products lose, and for scores of float32 (those of integers
+    are exact): rounded to the nearest in place of a code, weights would be 4 % apart. The first key's score is `first`.
+    """
+    q, k, v = _one_head(3000, dim, torch.float16)
+    q[..., 0] = 8.0
+    k[0, 0, 0, 0] = first * dim**0.5 / 8.0
+    o, lse = tw.attention_with_lse(q, k, v, quantize=scheme, impl=ROW)
+    x = tw.quantize_qkv(q, k, v, scheme=scheme)
+    rows, columns, _ = x.numbers()
+    s = torch.einsum("bihd,bjhd->bhij", rows, columns) * (dim**-0.5 * math.log2(math.e))
+    w = cases.exponent_codes(s, scheme.p_largest)
+    want = torch.einsum("bhij,bjhd->bihd", w / w.sum(-1, keepdim=True), x.values(torch.float64))
+    if x.v_mean is not None:
+        want = want + x.v_mean.double()[:, None]
+    off = float((o.double() - want).norm() / want.norm())
+    assert off <= cases.OUTPUTS[torch.float16] + 2 * cases.KEPT + 2.0**-9, off
+    apart = (lse.double() - math.log(2.0) * w.sum(-1).log2()).abs().max()
+    assert float(apart) <= 2.0**-9 + 2.0**-20 * float(lse.abs().max())
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("side", [0, 1, 2], ids=["q", "k", "v"])
+@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.FA3FP8(), tw.Sage(q_scale="token", k_scale="token")], ids=repr)
+def test_what_is_not_a_number_shows(scheme: Scheme, side: int, row: str) -> None:
+    """In all that shares a scale with it: of a query some rows, of a key all that see it, of a value its channel."""
+    tensors = _one_head(700, 64, torch.bfloat16)
+    tensors[side][0, 150, 0, 5] = torch.nan
+    o, lse = tw.attention_with_lse(*tensors, quantize=scheme, impl=row)
+    bad = o[0, :, 0].isnan()
+    if side == 0:
+        assert bool(bad[150].all())
+        assert bool(lse[0, 0, 150].isnan())
+        assert scheme == tw.FA3FP8() or not bool(bad[:128].any())
+    elif side == 1:
+        assert bool(bad.all())
+        assert bool(lse.isnan().all())
+    else:
+        assert bool(bad[:, 5].all())

@@ -9,6 +9,8 @@ little.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,6 +21,7 @@ from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.quant import Quantized
 from tilewise.quant.schemes import Scheme
 from tilewise.testing import kinds
+from tilewise.testing.attention_codes import LINE, LINE_LEAST, exponent_codes
 from tilewise.testing.kinds import KINDS
 
 DIM, ROWS, HEADS = 128, 512, 4
@@ -81,6 +84,15 @@ def with_weights_of_8_bits(x: Quantized) -> torch.Tensor:
     return o if x.v_mean is None else o + x.v_mean.double()[:, None]
 
 
+def with_exponent_codes(x: Quantized) -> torch.Tensor:
+    """o where weights are codes of their exponents, and so is what divides them."""
+    q, k, v = replace(x, v_mean=None).numbers()
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * (DIM**-0.5 * math.log2(math.e))
+    w = exponent_codes(s, x.scheme.p_largest)
+    o = torch.einsum("bhij,bjhd->bihd", w / w.sum(-1, keepdim=True), v)
+    return o if x.v_mean is None else o + x.v_mean.double()[:, None]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scheme", TABLE, ids=str)
 def test_queries_and_keys(scheme: tw.Sage, kind: str) -> None:
@@ -94,9 +106,10 @@ def test_queries_and_keys(scheme: tw.Sage, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scheme", WHOLE, ids=str)
-def test_all_of_it(scheme: Scheme, kind: str) -> None:
+@pytest.mark.parametrize("output", [with_weights_of_8_bits, with_exponent_codes], ids=["rounded", "exponents"])
+def test_all_of_it(output: Callable[[Quantized], torch.Tensor], scheme: Scheme, kind: str) -> None:
     q, k, v, want = heads(kind, False)
-    found = error(with_weights_of_8_bits(tw.quantize_qkv(q, k, v, scheme=scheme)), want)
+    found = error(output(tw.quantize_qkv(q, k, v, scheme=scheme)), want)
     table = WHOLE[scheme][KINDS.index(kind)]
     assert float(found[0]) <= ON_AVERAGE * table
     assert float(found.mean()) <= ON_AVERAGE * table
@@ -106,6 +119,34 @@ def test_all_of_it(scheme: Scheme, kind: str) -> None:
         assert bool((found <= ON_AVERAGE * modelled(q, k, v, want)).all())
     else:
         assert float(found.max()) <= AT_MOST * table
+
+
+def test_a_code_of_an_exponent_is_off_by_no_more_than_is_said() -> None:
+    """`LINE` of a weight where FP8's numbers are normal, `LINE_LEAST` of 1 below, and nothing on average."""
+    x = torch.linspace(-20.0, 0.0, 400_001, dtype=torch.float64)
+    for largest in (224.0, 256.0, 448.0):
+        w = exponent_codes(x, largest, keys=len(x)) * largest
+        off = (w - torch.exp2(x) * largest).abs()
+        normal = torch.exp2(x) * largest >= 2.0**-6
+        assert 0.9 * LINE <= float((off / (torch.exp2(x) * largest))[normal].max()) <= LINE
+        assert 0.9 * LINE_LEAST <= float(off[~normal].max()) <= LINE_LEAST
+        octave = (x > -8) & (x <= -4)
+        assert abs(float((w / torch.exp2(x) / largest)[octave].mean()) - 1) <= 5e-4
+
+
+def test_small_weights_beside_a_large_one_are_kept() -> None:
+    """One key has eight ninths of the weight, as the first of a text often does, and 131,072 others the rest: each less
+    than FP8 holds beside it, but not beside the others of its tile.
+    """
+    generator = torch.Generator().manual_seed(5)
+    keys = 131_072
+    s = torch.cat([torch.tensor([3 + math.log2(keys)]), 0.5 * torch.randn(keys, generator=generator)]).double()
+    v = torch.cat([torch.zeros(1), 1.0 + torch.rand(keys, generator=generator)]).double()
+    exact = torch.exp2(s) / torch.exp2(s).sum() @ v
+    w = exponent_codes(s, 448.0)
+    assert abs(float(w / w.sum() @ v / exact) - 1) <= 2.0**-8
+    rounded = (torch.exp2(s - s.amax()) * 448.0).float().to(torch.float8_e4m3fn).double()
+    assert abs(float(rounded / rounded.sum() @ v / exact) - 1) > 0.5, "no better than by the row's largest"
 
 
 def modelled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, want: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +15,14 @@ from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.reference import attention_reference
 from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.quant import Quantized
-from tilewise.quant.schemes import Scheme
+from tilewise.quant.schemes import KEYS, Scheme
 
 WEIGHTS = {"fp8": 2.0**-4, "fp16": 2.0**-11, "bf16": 2.0**-8}  # what rounding changes a weight by, relatively, at most
 OUTPUTS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
 LEAST = 2.0**-10  # half a step of FP8 below its normal numbers
+LINE = 0.081  # what an exponent's code changes a weight by, relatively, at most
+LINE_LEAST = 0.0086  # and below FP8's normal numbers, where the line falls faster than the weight
+CENTRE, LARGEST_CODE, FALL = 0.4566, 126, 32.0  # of `gluon_sm90_weight_codes` and `gluon_sm90_codes`
 KEPT = 2.0**-13  # what Hopper's tensor cores cut off a sum of products of FP8, relatively, every 32 columns
 
 
@@ -154,11 +158,35 @@ def lost(x: Quantized, scale: float) -> torch.Tensor:
     return most * abs(scale) * KEPT * -(-q.shape[-1] // 32)
 
 
+def exponent_codes(scores: torch.Tensor, largest: float, keys: int = KEYS) -> torch.Tensor:
+    """The weights 2 ** scores that `gluon_sm90_codes` multiplies values by where no gradient is wanted, but for
+    roundings of float32: a model of `gluon_sm90_weight_codes` in float64.
+
+    Args:
+        scores: (..., keys) in base 2; -inf is hidden.
+        largest: what the largest weight of a tile becomes.
+        keys: of a tile.
+    """
+    parts, most = [], torch.full_like(scores[..., :1], -torch.inf)
+    for part in torch.split(scores, keys, -1):
+        of_tile = part.amax(-1, keepdim=True)
+        most = torch.maximum(most, of_tile)
+        level = torch.maximum(of_tile, most - FALL)
+        level = torch.where(level == -torch.inf, 0.0, level)
+        code = 8 * (part - level + math.log2(largest) + 7) - CENTRE
+        code = torch.round((code / LARGEST_CODE).clamp(0, 1).half().double() * LARGEST_CODE)
+        power, rest = code // 8, code % 8
+        of_code = torch.where(power == 0, rest / 8 * 2.0**-6, (1 + rest / 8) * torch.exp2(power - 7))
+        parts.append(of_code / largest * torch.exp2(level))
+    return torch.cat(parts, -1)
+
+
 def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = "cpu", exact_sums: bool = True) -> None:
     """Results are those of the codes, but for the rounding of weights, outputs and float32 sums.
 
     Scores of FP8 lose bits on a GPU (`lost`). A weight is off by at most `WEIGHTS` of itself, or below FP8's normal
-    numbers by `LEAST` of the largest one's code. Of many weights these errors have no direction, so the sum of their
+    numbers by `LEAST` of the largest one's code; where weights are summed as codes, these are `exponent_codes`, off by
+    `LINE` and `LINE_LEAST`. Of many weights these errors have no direction, so the sum of their
     squares bounds the square of a sum: not in each number, but in all of them together. Sums of rounded weights are off
     likewise.
     """
@@ -178,8 +206,10 @@ def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = 
     group = case.heads[0] // case.heads[1]
     values = x.values(torch.float64).repeat_interleave(group, -2)
     most = p.amax(-1, keepdim=True)
-    step = LEAST / case.scheme.p_largest if case.scheme.pv == "fp8" else 0.0
-    bit = WEIGHTS[case.scheme.pv]
+    bit, step = WEIGHTS[case.scheme.pv], LEAST if case.scheme.pv == "fp8" else 0.0
+    if not exact_sums:
+        bit, step = LINE, LINE_LEAST
+    step /= case.scheme.p_largest
     wrong = p * bit + torch.where(p > 0, most * step, 0.0)  # of a weight
     if dtype == torch.bfloat16 or device != "cpu":
         wrong = wrong + p * 2.0**-18  # scores in float32, exponentials of the GPU

@@ -181,11 +181,12 @@ def _inspected(kernel: Any, tool: str, option: str) -> str:
         return subprocess.run([path, option, binary], capture_output=True, text=True, check=True).stdout
 
 
-def exponentials_in_flight(kernel: Any) -> list[int]:
-    """How many exponentials each warpgroup takes between its wait that leaves products running and its wait for
-    them, from the disassembly of a Hopper kernel: none would mean that the two do not overlap.
+def exponentials_in_flight(kernel: Any, instruction: str = "MUFU.EX2") -> list[int]:
+    """How many exponentials, by the `instruction` that makes one, each warpgroup takes between its wait that leaves
+    products running and its wait for them, from the disassembly of a Hopper kernel: none would mean that the two do not
+    overlap.
     """
-    events = re.findall(r"DEPBAR\.LE gsb0, 0x([0-2])|(MUFU\.EX2)", _inspected(kernel, "nvdisasm", "-c"))
+    events = re.findall(rf"DEPBAR\.LE gsb0, 0x([0-2])|({re.escape(instruction)})", _inspected(kernel, "nvdisasm", "-c"))
     found: list[int] = []
     counting = False
     for wait, _ in events:

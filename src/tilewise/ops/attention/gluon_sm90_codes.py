@@ -1,7 +1,8 @@
 """Attention over codes for Hopper, in Gluon: `gluon_sm90_fwd` with INT8 or FP8 scores and FP8 outputs (Zhang et al.,
 "SageAttention2"; Shah et al., "FlashAttention-3"). Values come by channel, their keys in the order in which a thread
 has weights, so weights become an operand where they are. The tensor cores keep 13 bits of a sum of such products: each
-tile's output begins anew and is added in float32.
+tile's output begins anew and is added in float32. So each tile's weights can be counted from its own largest: FP8 then
+holds small ones, too, whatever other tiles have.
 """
 
 import math
@@ -27,6 +28,13 @@ from tilewise.ops.attention.gluon_sm90_products import (
     scores_of,
 )
 from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
+from tilewise.ops.attention.gluon_sm90_weight_codes import (
+    codes_of_exponents,
+    larger,
+    largest_of,
+    largest_of_thread,
+    packed_codes,
+)
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_store, barrier
 from tilewise.tiles.hopper import (
@@ -46,7 +54,6 @@ from tilewise.tiles.hopper import (
     product_layout,
     ring_turn,
     thread_bits,
-    thread_max,
     thread_sums,
     tilt_of,
     tilted,
@@ -55,6 +62,7 @@ from tilewise.tiles.hopper import (
 )
 from tilewise.tiles.visit import call_once, row_ends, visit_any
 
+FALL = gl.constexpr(32.0)  # how far below the largest of all its exponents a row may be counted from
 SMALLEST_FACTOR = gl.constexpr(1e-20)  # of codes that a mask may hide: HIDDEN times it is far below any score
 
 
@@ -106,16 +114,20 @@ def scales_of_keys(codes, first, n, fixed, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None):
+def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None, CUT: gl.constexpr = True):
     """(what the softmax sees of the products with key tile n, up to a factor; that factor [64, 4], for base 2; the
     largest of each row [64] in base 2, up to the tilt at the tile's first key; that tilt). `bits` say what a formula
-    sees, where that was known before.
+    sees, where that was known before; no mask cuts a tile that is not CUT.
     """
     LAYOUT: gl.constexpr = s.type.layout
     PLAIN: gl.constexpr = fixed.linear is None and not fixed.scale_first  # scores are as their products are ordered
     GUARD: gl.constexpr = fixed.guard or fixed.score is not None
     offs_i, tilt, bias = rows[2], rows[7], rows[8]
     of_queries, of_keys = scales
+    NUMBERS: gl.constexpr = PLAIN and fixed.k_groups != fixed.block_n  # codes have no NaN, only their scales
+    INTEGERS: gl.constexpr = NUMBERS and not CUT and s.dtype == gl.int32
+    if INTEGERS:
+        raw = largest_of_thread(s, True).to(gl.float32)
     s = s.to(gl.float32)
     none = gl.zeros([64, 4], gl.float32, layout=of_threads(parts_of(s)))
     if fixed.k_groups == fixed.block_n:
@@ -140,11 +152,12 @@ def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None):
         s = only_bits(s, bits)
     elif fixed.guard and masked:
         s = with_hidden(s, n, rows, formula, fixed)
-    raw = thread_max(s)
+    if not INTEGERS:
+        raw = largest_of_thread(s, NUMBERS)
     largest = raw * factor
     if GUARD:
         largest = gl.where(raw < HIDDEN / 2, float("-inf"), largest)
-    of_row = gl.max(largest, 1)
+    of_row = largest_of(largest, 1)
     more = 0.0
     if fixed.linear is not None:
         of_tile = tilted(tilt, offs_i, n * fixed.block_n, 0)
@@ -161,21 +174,37 @@ def bits_of(n, rows, formula, fixed, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(final, m_old, fixed):
-    """(weights [64, N / 8, 4, 2] of the running maximum's, that maximum [64] in base 2, the factor [64] for what came
-    before) of `final_scores`. The largest weight becomes `p_largest`, of which FP8 holds small parts.
+def weights_of(final, level, most, fixed):
+    """(weights of `final_scores`, numbers [64, N / 8, 4, 2] or `codes_of_exponents`; the exponents [64] that they are
+    counted from, where what came before was counted from `level`; the largest [64] so far, of which `most` is what came
+    before; the factor [64] for what came before).
+
+    A tile's largest weight in a row becomes `p_largest`, unless it is so far below the row's that sums, counted from
+    there, would leave float32.
     """
     s, factor, of_row, more = final
     SHIFT: gl.constexpr = _log2(fixed.p_largest)
-    m_new = gl.maximum(m_old, of_row + more)
-    m_use = m_new
+    largest = of_row + more
+    most = larger(most, largest)
+    after = larger(largest, most - FALL)
+    here = after
     if fixed.guard or fixed.score is not None:
-        m_use = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-    alpha = gl.exp2(m_old - m_use)
+        here = gl.where(after == float("-inf"), 0.0, after)  # a row that has seen nothing yet
+    before = gl.exp2(level - here)
     parts = parts_of(s)
     none = gl.zeros([64, 4], gl.float32, layout=of_threads(parts))
-    w = gl.exp2(parts * over_parts(factor, parts) + over_parts((SHIFT + more - m_use)[:, None] + none, parts))
-    return w, m_new, alpha
+    offset = (SHIFT + more - here)[:, None] + none
+    if fixed.exact_sums:
+        w = gl.exp2(parts * over_parts(factor, parts) + over_parts(offset, parts))
+    else:
+        w = codes_of_exponents(parts, factor, offset)
+    return w, after, most, before
+
+
+@gluon.jit
+def as_bytes(w, fixed):
+    """Weights as `packed_weights` has them."""
+    return packed_weights(w) if fixed.exact_sums else packed_codes(w)
 
 
 @gluon.jit
@@ -194,7 +223,8 @@ def over_tiles(q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKI
     l_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES))
     QUADS: gl.constexpr = l_i.type.layout
     OF_KEYS: gl.constexpr = gl.SliceLayout(0, SCORES if fixed.k_groups == fixed.block_n else QUADS)
-    m_i = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, QUADS))
+    level = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, QUADS))
+    most = level
     acc = gl.zeros([64, WIDTH], gl.float32, layout=OUT)
     behind = acc if WIDE else 0
     lowest = float("-inf")
@@ -215,35 +245,35 @@ def over_tiles(q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKI
         stage_v, v = filled(done + t, v_ring, v_full)
         worth = True
         if fixed.skips:
-            worth = gl.max(final[2] + final[3] - m_i, 0) >= lowest
+            worth = gl.max(final[2] + final[3] - most, 0) >= lowest
         if worth:
-            w, m_i, alpha = weights_of(final, m_i, fixed)
-            p = packed_weights(w)
+            w, level, most, before = weights_of(final, level, most, fixed)
+            p = as_bytes(w, fixed)
             added = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else 0
             r, sums = finished(*output_of(p, v.slice(0, WIDTH, 0), ones, fixed), 0, fixed)
-            l_i = l_i * alpha[:, None] + (added if fixed.exact_sums else of_thread(sums, l_i))
-            before = gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
-            acc = acc * before + r
+            l_i = l_i * before[:, None] + (added if fixed.exact_sums else of_thread(sums, l_i))
+            earlier = gl.convert_layout(before, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+            acc = acc * earlier + r
             if WIDE:
                 r = warpgroup_mma_wait(0, deps=(product_of(p, v.slice(WIDTH, WIDTH, 0)),))
-                behind = behind * before + r
+                behind = behind * earlier + r
         mbarrier.arrive(v_empty.index(stage_v))
-    return acc, behind, l_i, m_i
+    return acc, behind, l_i, level
 
 
 @gluon.jit
-def with_output(acc, l_i, r, sums, beta, fixed):
-    """(output, sums of weights) with those of a tile, of which what came before is worth `beta`."""
-    acc = acc * gl.convert_layout(beta, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None] + r
+def with_output(acc, l_i, r, sums, before, fixed):
+    """(output, sums of weights) with those of a tile, by which what came before is worth `before`."""
+    acc = acc * gl.convert_layout(before, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None] + r
     if not fixed.exact_sums:
-        l_i = l_i * beta[:, None] + of_thread(sums, l_i)
+        l_i = l_i * before[:, None] + of_thread(sums, l_i)
     return acc, l_i
 
 
 @gluon.jit
 def cut_tile(t, count, q, so_far, around, fixed):
     """The output of an item's tile t - 1, and then the scores of tile t, which a mask cuts."""
-    p, acc, l_i, m_i, beta, n = so_far
+    p, acc, l_i, level, most, before, n = so_far
     done, tiles, rows, first_k, of_queries, memory, bars, formula, codes = around
     _, k_ring, v_ring, _, _, ones = memory
     _, _, k_full, k_empty, v_full, v_empty = bars
@@ -257,21 +287,21 @@ def cut_tile(t, count, q, so_far, around, fixed):
     stage_v, v = filled(done + t - 1, v_ring, v_full)
     r, sums = finished(*output_of(p, v, ones, fixed), 0, fixed)
     mbarrier.arrive(v_empty.index(stage_v))
-    acc, l_i = with_output(acc, l_i, r, sums, beta, fixed)
+    acc, l_i = with_output(acc, l_i, r, sums, before, fixed)
     stage, k = filled(done + t, k_ring, k_full)
     s = warpgroup_mma_wait(0, deps=(scores_of(q, k),))
     mbarrier.arrive(k_empty.index(stage))
     final = final_scores(s, n, True, rows, (of_queries, of_keys), formula, fixed, bits)
-    w, m_i, beta = weights_of(final, m_i, fixed)
+    w, level, most, before = weights_of(final, level, most, fixed)
     if fixed.exact_sums:
-        l_i = l_i * beta[:, None] + gl.sum(gl.sum(w, 3), 1)
-    return packed_weights(w), acc, l_i, m_i, beta, ahead
+        l_i = l_i * before[:, None] + gl.sum(gl.sum(w, 3), 1)
+    return as_bytes(w, fixed), acc, l_i, level, most, before, ahead
 
 
 @gluon.jit
 def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr):
     """The output of an item's tile t - 1 and the scores of tile t, which no mask cuts, at the same time."""
-    p, acc, l_i, m_i, beta, n = so_far
+    p, acc, l_i, level, most, before, n = so_far
     done, tiles, rows, first_k, of_queries, memory, bars, formula, codes = around
     _, k_ring, v_ring, _, _, ones = memory
     _, _, k_full, k_empty, v_full, v_empty = bars
@@ -287,19 +317,19 @@ def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr):
     give_turn((C + 1) % fixed.consumers)
     s = warpgroup_mma_wait(1 if fixed.exact_sums else 2, deps=(coming,))
     mbarrier.arrive(k_empty.index(stage))
-    final = final_scores(s, n, False, rows, (of_queries, of_keys), formula, fixed)
-    w, m_i, alpha = weights_of(final, m_i, fixed)
+    final = final_scores(s, n, False, rows, (of_queries, of_keys), formula, fixed, CUT=False)
+    w, level, most, after = weights_of(final, level, most, fixed)
     if fixed.exact_sums:
         added = gl.sum(gl.sum(w, 3), 1)
-        l_i = l_i * alpha[:, None] + added
+        l_i = l_i * after[:, None] + added
         keep_before_wait(added)
     else:
-        keep_last_before_wait(w)
+        keep_last_before_wait(w.to(gl.float32, bitcast=True))
     r, sums = finished(r, sums, 0, fixed)
     mbarrier.arrive(v_empty.index(stage_v))
-    p = packed_weights(w)
-    acc, l_i = with_output(acc, l_i, r, sums, beta, fixed)
-    return p, acc, l_i, m_i, alpha, ahead
+    p = as_bytes(w, fixed)
+    acc, l_i = with_output(acc, l_i, r, sums, before, fixed)
+    return p, acc, l_i, level, most, after, ahead
 
 
 @gluon.jit
@@ -386,7 +416,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         behind = 0
         if ONE_BY_ONE:
             mbarrier.wait(q_full.index(spot), ring_turn(at, fixed.ahead)[1])
-            acc, behind, l_i, m_i = over_tiles(
+            acc, behind, l_i, level = over_tiles(
                 q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKIP, formula, codes, fixed
             )
             done += count
@@ -397,17 +427,16 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
             if not EARLY:
                 s = warpgroup_mma_wait(0, deps=(first_scores(done, at, memory, bars, fixed, C, True),))
             mbarrier.arrive(k_empty.index(done % fixed.stages))
-            m_i = gl.full([64], float("-inf"), gl.float32, layout=ROW_OF_QUADS)
+            level = gl.full([64], float("-inf"), gl.float32, layout=ROW_OF_QUADS)
             final = final_scores(s, n, num_partial > 0, rows, (of_queries, of_keys), formula, fixed)
-            w, m_i, _alpha = weights_of(final, m_i, fixed)
+            w, level, most, before = weights_of(final, level, level, fixed)
             l_i = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else quads
-            p = packed_weights(w)
+            p = as_bytes(w, fixed)
             acc = gl.zeros([64, WIDTH], gl.float32, layout=OUT)
-            beta = gl.full([64], 1.0, gl.float32, layout=ROW_OF_QUADS)
 
             # the others: first those that are cut, in a loop of their own, for whose formula the other has no registers
             around = (done, tiles, rows, first_k, of_queries, memory, bars, formula, codes)
-            so_far = (p, acc, l_i, m_i, beta, visit_any(gl.minimum(1, count - 1), tiles, fixed.lists))
+            so_far = (p, acc, l_i, level, most, before, visit_any(gl.minimum(1, count - 1), tiles, fixed.lists))
             cut = 1
             if fixed.guard:
                 # an own address: the assembler would compute the other loop's on the way into this one, run or not
@@ -417,7 +446,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
                     so_far = cut_tile(t, count, q_of_cut, so_far, around, fixed)
             for t in range(cut, count):
                 so_far = full_tile(t, count, q, so_far, around, fixed, C)
-            p, acc, l_i, m_i, beta, _n = so_far
+            p, acc, l_i, level, most, before, _n = so_far
             done += count
 
         # the last output; the next item, and its first scores, meanwhile
@@ -432,12 +461,12 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         if not ONE_BY_ONE:
             r, sums = finished(r, sums, 1 if EARLY else 0, fixed)
             mbarrier.arrive(v_empty.index(stage_v))
-            acc, l_i = with_output(acc, l_i, r, sums, beta, fixed)
+            acc, l_i = with_output(acc, l_i, r, sums, before, fixed)
 
         # the end
         l_all = gl.sum(l_i, 1) if fixed.exact_sums else gl.max(l_i, 1)  # four of a quad are alike
         l_row = gl.convert_layout(l_all, ROW, assert_trivial=True)
-        m2 = gl.convert_layout(m_i, ROW, assert_trivial=True) - SHIFT
+        m2 = gl.convert_layout(level, ROW, assert_trivial=True) - SHIFT
         if fixed.biased and fixed.score is None:
             m2 += gl.convert_layout(bias, ROW, assert_trivial=True) * (scale * LOG2E)
         share = l_row
