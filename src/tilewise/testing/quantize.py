@@ -155,7 +155,7 @@ def alike(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rotated: 
 def _of_biases(x: dict[str, torch.Tensor]) -> float:
     """How far two float32 sums of products of queries and means of keys may be from each other, in any order."""
     dim = x["q"].shape[-1]
-    largest = float(x["q"].float().nan_to_num().abs().max() * x["q_scale"].nan_to_num().max())
+    largest = float(x["q"].float().abs().max() * x["q_scale"].nan_to_num().max())
     means = float(x["k_mean"].nan_to_num().abs().sum(-1).max())
     return float(dim * EPS * largest * dim**0.5 * means)  # a number may be larger before it is rotated
 
@@ -169,7 +169,7 @@ def _of_sums(x: dict[str, torch.Tensor], name: str) -> float:
     side = name[0]
     if not x[side].numel():
         return 0.0
-    largest = float(x[side].float().nan_to_num().abs().max() * x[f"{side}_scale"].nan_to_num().max())
+    largest = float(x[side].float().abs().max() * x[f"{side}_scale"].nan_to_num().max())
     means = float(x[f"{side}_mean"].float().nan_to_num().abs().max()) if f"{side}_mean" in x else 0.0
     return 128 * EPS * 128 * (largest + means)
 

@@ -55,7 +55,7 @@ def quantize_qkv(
     Returns:
         `tilewise.quant.Quantized`: codes, scales, and what makes up for means. A group of zeros has the scale 0, and so
         has one whose scale would be below the smallest normal float32. A group that holds NaN or an infinity has the
-        scale NaN, so that what meets it is NaN, whatever its codes; what shares a mean with it, too. Values as numbers
+        scale NaN and codes 0, so that what meets it is NaN; what shares a mean with it, too. Values as numbers
         (pv="fp16", "bf16") are rounded, in float16 to an infinity beyond 65,504; v itself where nothing changes it.
         Without gradients.
 

@@ -56,22 +56,23 @@ def _encode(call: Call, x: torch.Tensor, other: torch.Tensor | None, into: Tenso
     by_group = empty.scatter_reduce(1, group[None, :, None].expand_as(largest), largest, "amax")
     scale = _scale(by_group, call.largest)
     into["scale"].copy_(scale.permute(2, 0, 1))
-    by_row = by_group[:, group].flatten(0, 1)[: x.shape[0], :, None]
-    into["codes"].copy_(_codes(x, by_row, call.largest, call.kind))
+    by_row = scale[:, group].flatten(0, 1)[: x.shape[0], :, None]
+    into["codes"].copy_(_codes(x, by_row, call.kind))
 
 
 def _columns(call: Call, x: torch.Tensor, size: torch.Tensor, into: Tensors) -> None:
     """Values, keys side by side."""
     keys = rows_of_block("v")
     if call.shared == "block":
-        most = _blocks(size, keys).amax((1, 3))  # (blocks, heads)
-        into["scale"].copy_(_scale(most, call.largest).T[..., None])
-        most = most.repeat_interleave(keys, 0)[: x.shape[0], :, None]
+        scale = _scale(_blocks(size, keys).amax((1, 3)), call.largest)  # (blocks, heads)
+        into["scale"].copy_(scale.T[..., None])
+        by_row = scale.repeat_interleave(keys, 0)[: x.shape[0], :, None]
     else:
-        most = size.amax((0, 2) if call.shared == "head" else 0)
-        most = most[:, None].expand(size.shape[1:]) if call.shared == "head" else most
-        into["scale"].copy_(_scale(most, call.largest))
-    codes = _blocks(_codes(x, most, call.largest, "fp8"), keys)
+        largest = size.amax((0, 2) if call.shared == "head" else 0)
+        scale = _scale(largest[:, None].expand(size.shape[1:]) if call.shared == "head" else largest, call.largest)
+        into["scale"].copy_(scale)
+        by_row = scale
+    codes = _blocks(_codes(x, by_row, "fp8"), keys)
     codes = codes.view(codes.shape[0], -1, 16, *codes.shape[2:])[:, :, list(KEY_ORDER)]
     into["codes"].copy_(codes.permute(3, 4, 0, 1, 2).flatten(2))
 
@@ -85,16 +86,11 @@ def _blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _scale(largest: torch.Tensor, code: float) -> torch.Tensor:
     scale = largest / largest.new_full((), code)
-    scale = torch.where(largest < code * SMALLEST, 0.0, scale)
+    scale = torch.where(scale < SMALLEST, 0.0, scale)
     return torch.where(largest.isfinite(), scale, torch.nan)
 
 
-def _codes(x: torch.Tensor, largest: torch.Tensor, code: float, kind: str) -> torch.Tensor:
-    """The nearest codes, as float32: in FP8 of the rounded product, in whole numbers of the exact one. What is no
-    number becomes none, or -1.
-    """
-    some = _scale(largest, code) > 0
-    by = torch.where(some, code, 0.0) / torch.where(some, largest, 1.0)
-    if kind == "fp8":
-        return (x * by).to(torch.float8_e4m3fn).float()
-    return (x.double() * by.double()).round().nan_to_num(nan=-1.0).float()
+def _codes(x: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
+    """The nearest codes, as float32."""
+    x = torch.where(scale > 0, x * (1.0 / scale), 0.0)
+    return x.to(torch.float8_e4m3fn).float() if kind == "fp8" else x.round()

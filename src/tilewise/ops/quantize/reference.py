@@ -56,10 +56,9 @@ def _rows(call: Call, y: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
         tile = y[start : start + rows]
         for group in sorted(set(groups)):
             members = [r for r in range(len(tile)) if groups[r] == group]
-            most = _most_of(y if call.shared == "head" else tile[members])
-            scales[block, group] = _scale_of(most, call.largest)
-            found = _nearest(tile[members], most, call.largest, call.kind)
-            codes[[start + r for r in members]] = found.to(codes.dtype)
+            scale = _scale_of(y if call.shared == "head" else tile[members], call.largest)
+            scales[block, group] = scale
+            codes[[start + r for r in members]] = _nearest(tile[members], scale, call.kind).to(codes.dtype)
 
 
 def _values(call: Call, y: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -71,27 +70,22 @@ def _values(call: Call, y: torch.Tensor, codes: torch.Tensor, scales: torch.Tens
         place = torch.tensor([start + r // 16 * 16 + KEY_ORDER.index(r % 16) for r in range(len(tile))])
         for channel in range(y.shape[1]):
             among = {"block": tile, "head": y, "channel": y[:, channel]}[call.shared]
-            most = _most_of(among)
-            scales[(block, 0) if call.shared == "block" else channel] = _scale_of(most, call.largest)
-            codes[channel, place] = _nearest(tile[:, channel], most, call.largest, "fp8").to(codes.dtype)
+            scale = _scale_of(among, call.largest)
+            scales[(block, 0) if call.shared == "block" else channel] = scale
+            codes[channel, place] = _nearest(tile[:, channel], scale, "fp8").to(codes.dtype)
 
 
-def _most_of(among: torch.Tensor) -> torch.Tensor:
-    """How large the numbers that share a scale are at most; infinite where one is not finite."""
+def _scale_of(among: torch.Tensor, largest: float) -> torch.Tensor:
+    """Of the numbers that share it."""
     if not among.isfinite().all():
-        return torch.tensor(math.inf)
-    return among.abs().amax() if among.numel() else torch.tensor(0.0)
-
-
-def _scale_of(most: torch.Tensor, code: float) -> torch.Tensor:
-    if most.isinf():
         return torch.tensor(math.nan)
-    return most / torch.tensor(code) if most >= code * SMALLEST else torch.tensor(0.0)
+    scale = among.abs().amax() / torch.tensor(largest) if among.numel() else torch.tensor(0.0)
+    return scale if scale >= SMALLEST else torch.tensor(0.0)
 
 
-def _nearest(y: torch.Tensor, most: torch.Tensor, code: float, kind: str) -> torch.Tensor:
-    """Codes as float32; 0 where the scale is 0 or NaN, but for what is no number, or infinite: that is none, or -1."""
-    by = torch.tensor(code) / most if _scale_of(most, code) > 0 else torch.tensor(0.0)
-    if kind == "fp8":
-        return (y * by).to(torch.float8_e4m3fn).float()
-    return torch.where((y * by).isnan(), -1.0, (y.double() * by.double()).round()).float()
+def _nearest(y: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
+    """Codes as float32; 0 where the scale is 0 or NaN."""
+    if not scale > 0:
+        return torch.zeros_like(y)
+    y = y * (1.0 / scale)
+    return y.to(torch.float8_e4m3fn).float() if kind == "fp8" else y.round()

@@ -15,22 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.core.dispatch import capability, interpreting
+from tilewise.core.dispatch import capability
 from tilewise.ops.quantize.problem import NUMBERS, Call
-from tilewise.ops.quantize.triton_numbers import (
-    TF32,
-    bytes_of,
-    factor_of,
-    in_float32,
-    larger_bits,
-    rotated_means,
-    scale_of,
-    size_of,
-)
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
 from tilewise.quant.schemes import SAMPLE, SAMPLED_FROM, SAMPLED_OF
+from tilewise.tiles.codes import MIDDLE, SMALLEST, codes_of
 from tilewise.tiles.rotary import angles_of, turned
 from tilewise.tiles.visit import locate
 
@@ -41,9 +32,10 @@ _PARTS = 16  # sums, or largest numbers of blocks, put together at a time
 _EACH = 64  # elements of a thread
 # columns of a product's step, and where registers are few: of float32, in two parts, or wide heads
 _ROTATED = (128, 16)
+TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
 SOME = tl.constexpr(SAMPLE)  # rows of a chunk that a mean is of,
 MANY = tl.constexpr(SAMPLED_FROM)  # in sequences of so many
-_ROUND_TWICE = {"enable_fp_fusion": False}  # products, and then their sums, as the CPU does
+_ROUND_TWICE = {"enable_fp_fusion": False}  # a product, and then its sum with what makes it whole, as the CPU does
 _PLANS = Plans()
 
 
@@ -111,6 +103,13 @@ def rows_of_chunk(chunk, length, ROWS: tl.constexpr, SAMPLED: tl.constexpr):
 
 
 @triton.jit
+def size_of(x):
+    """How large numbers are, what is no number infinitely."""
+    x = tl.abs(x)
+    return tl.where(x < float("inf"), x, float("inf"))
+
+
+@triton.jit
 def size_of_rows(x, inside, HALVINGS: tl.constexpr):
     """How large the numbers of rows are at most, 0 of those that are not there; neighbours are compared first, so often
     as a thread has them  # [ROWS, COLS], [ROWS]
@@ -120,6 +119,40 @@ def size_of_rows(x, inside, HALVINGS: tl.constexpr):
         a, b = x.reshape(x.shape[0], x.shape[1] // 2, 2).split()
         x = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(inside, tl.max(size_of(x), 1), 0.0)
+
+
+@triton.jit
+def scale_of(largest, CODE: tl.constexpr):
+    """The scale of groups whose largest numbers become CODE"""
+    scale = tl.div_rn(largest, tl.full(largest.shape, CODE, tl.float32))
+    scale = tl.where(scale < SMALLEST, 0.0, scale)
+    return tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def bytes_of(x, scale, ENCODING: tl.constexpr, CONVERTS: tl.constexpr):
+    """The bytes of the codes nearest to x; CONVERTS where the GPU makes FP8 of float32  # [ROWS, COLS], [ROWS]"""
+    some = scale > 0  # neither 0 nor NaN
+    by = tl.div_rn(some.to(tl.float32), tl.where(some, scale, 1.0))
+    x = tl.where(some[:, None], x, 0.0) * by[:, None]
+    if ENCODING == "int8":
+        return (x + MIDDLE).to(tl.int32, bitcast=True).to(tl.uint8)
+    elif CONVERTS:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return codes_of(x, some.to(tl.float32), "fp8").to(tl.uint8)
+
+
+@triton.jit
+def rotated_means(mean, turn, before, STEP: tl.constexpr):
+    """`before` and the rotation of some columns' means, in three parts that tensor cores of 10 bits take as they are
+    # [16, COLS]
+    """
+    high = (mean.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+    middle = ((mean - high).to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+    part = tl.arange(0, 16)[:, None]
+    parts = tl.where(part == 0, high[None, :], tl.where(part == 1, middle[None, :], (mean - high - middle)[None, :]))
+    return tl.dot(tl.where(part < 3, parts, 0.0), turn.to(tl.float32), before, input_precision="tf32")
 
 
 @triton.jit
@@ -162,7 +195,6 @@ def sum_chunks(
     X, CU, ROPE, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
-    FUSED: tl.constexpr,
 ):  # fmt: skip
     """Sums, extremes or sizes of the largest of the columns of a head's ROWS rows, or of some of them."""
     begin_early(EARLY)
@@ -179,17 +211,7 @@ def sum_chunks(
     high = tl.full([AT_ONCE, BLOCK_D], float("-inf"), tl.float32)
     size = tl.zeros([AT_ONCE, BLOCK_D], tl.int32)  # as bits, among which those of no number are the largest
     first_row, count = rows_of_chunk(block, length, ROWS, SAMPLED)
-    ALONE: tl.constexpr = SUMS is None and SPANS is None and X.dtype.element_ty.primitive_bitwidth == 16
-    if ALONE:  # sizes of 16 bits, two an instruction
-        most = tl.zeros([AT_ONCE, BLOCK_D], tl.int16)
-        for start in range(0, count, STEP):
-            for part in tl.static_range(STEP // AT_ONCE):
-                row = first_row + start + part * AT_ONCE + tl.arange(0, AT_ONCE)
-                inside = (row < length)[:, None] & (d < DIM)[None, :]
-                at = x_rows + ((first + row) * stride_t)[:, None]
-                most = larger_bits(most, tl.load(at + d[None, :], mask=inside, other=0.0), FUSED)
-        size = most.to(X.dtype.element_ty, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    for start in tl.range(0, 0 if ALONE else count, STEP, num_stages=STAGES):
+    for start in tl.range(0, count, STEP, num_stages=STAGES):
         row = first_row + start + offs
         in_x = row < length
         inside = in_x[:, None] & (d < DIM)[None, :]
@@ -283,9 +305,9 @@ def encode_rows(
     X, CU, ROPE, ROTATION, MEAN, TURNED, OTHER, MOST, CODES, SCALE, BIAS, SUM, UNIT_SUM, stride_b, stride_t, stride_h,
     batch, seqlen, total, blocks,
     HEADS: tl.constexpr, HEADS_K: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SMOOTH: tl.constexpr,
-    SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, FUSED: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr,
-    EARLY: tl.constexpr, BACK: tl.constexpr,
+    SHARED: tl.constexpr, ENCODING: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
+    BACK: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of queries or keys, or centred values; with MOST and no CODES, the block's largest number."""
     begin_early(EARLY)
@@ -308,7 +330,7 @@ def encode_rows(
         d = start + tl.arange(0, STEP)
         there = inside[:, None] & (d < DIM)[None, :]
         given = rows_given(x_rows, token, d, inside, there, ROPE, STEP, TURNS)
-        x = in_float32(given, FUSED and SMOOTH)  # what is used twice as it is, the assembler would make twice
+        x = given.to(tl.float32)
         if SUM is not None:
             square = tl.sum(x * x, 1)
             units = x * tl.where(square == 0.0, 0.0, 1.0 / tl.sqrt_rn(square))[:, None]
@@ -374,16 +396,16 @@ def encode_rows(
                 by_group, by_row = largest_of_groups(size_of_rows(y, inside, HALVINGS), SHARED, QUERIES, ROWS)
             GROUPS: tl.constexpr = by_group.shape[0]
             # a slot that no block has gets 0, though its head may have more
-            scale = tl.where(block * ROWS < length, scale_of(by_group, CODE, FUSED), 0.0)
+            scale = tl.where(block * ROWS < length, scale_of(by_group, CODE), 0.0)
             tl.store(SCALE + cell * GROUPS + tl.arange(0, GROUPS), scale)
-            tl.store(codes, bytes_of(y, factor_of(by_row, CODE), ENCODING, CONVERTS, FUSED), mask=used)
+            tl.store(codes, bytes_of(y, scale_of(by_row, CODE), ENCODING, CONVERTS), mask=used)
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
 def encode_columns(
     X, CU, MEAN, SIZE, CODES, SCALE, stride_b, stride_t, stride_h, batch, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr,
-    FUSED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr, BACK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes of a block of values, keys side by side in the order of `quant.blocks.KEY_ORDER`."""
     begin_early(EARLY)
@@ -407,19 +429,19 @@ def encode_columns(
 
     if SHARED == "block":
         most = tl.max(tl.max(size_of(x), 1), 0) + tl.zeros([1], tl.float32)
-        tl.store(SCALE + cell + tl.arange(0, 1), scale_of(most, CODE, FUSED))
+        tl.store(SCALE + cell + tl.arange(0, 1), scale_of(most, CODE))
         largest = tl.broadcast_to(most, BLOCK_D)
     else:
         largest = tl.load(SIZE + by_head + d, mask=in_dim, other=0.0)
         if SHARED == "head":
             largest = tl.broadcast_to(tl.max(largest, 0) + tl.zeros([1], tl.float32), BLOCK_D)
         if block == 0:
-            tl.store(SCALE + by_head + d, scale_of(largest, CODE, FUSED), mask=in_dim)
+            tl.store(SCALE + by_head + d, scale_of(largest, CODE), mask=in_dim)
 
     # epilogue
     line = cell - (block if CU is None else slot)  # where the head's blocks begin
     at = CODES + (line * DIM * ROWS + (cell - line) * ROWS) + (d.to(tl.int64) * blocks * ROWS)[:, None] + place[None, :]
-    tl.store(at, bytes_of(x, factor_of(largest, CODE), "fp8", CONVERTS, False), mask=in_dim[:, None])
+    tl.store(at, bytes_of(x, scale_of(largest, CODE), "fp8", CONVERTS), mask=in_dim[:, None])
 
 
 # launches ------------------------------------------------------------------------------------------------------------
@@ -518,10 +540,7 @@ class _Plans:
         step, stages = (_STEP, _STAGES) if call.cos is None else (_STEP // 2, 1)
         warps = max(1, _STEP * self.block_d // (32 * _EACH))
         at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
-        constants = (
-            call.heads, call.dim, chunk, step, stages, at_once, self.block_d, sampled, _turns(call), early,
-            early and not interpreting(),
-        )  # fmt: skip
+        constants = (call.heads, call.dim, chunk, step, stages, at_once, self.block_d, sampled, _turns(call), early)
         self.sums = Plan(
             sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early, options=_ROUND_TWICE
         )
@@ -541,8 +560,7 @@ class _Plans:
         step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
-            _converts(call), not interpreting(), self.rows, step, _PARTS, self.block_d, _turns(call), _early(call),
-            back,
+            _converts(call), self.rows, step, _PARTS, self.block_d, _turns(call), _early(call), back,
         )  # fmt: skip
         sizes = (batch, seqlen, seqlen, blocks)
         warps = self._warps(call.rotate and call.x.dtype == torch.float32)
@@ -553,8 +571,7 @@ class _Plans:
     def _columns(self, call: Call, back: bool) -> Plan:
         early = _early(call)
         constants = (
-            call.heads, call.dim, call.shared, call.largest, _converts(call), not interpreting(), self.rows,
-            self.block_d, early, back,
+            call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d, early, back,
         )  # fmt: skip
         sizes, warps = self._sizes(call, self.rows), self._warps()
         return Plan(
