@@ -16,6 +16,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "support matrix": support_matrix.matrix,
         "exact speed": speed_table.exact,
         "speed": speed_table.table,
+        "speed in few bits": speed_table.fewer,
         "speed of serving": serving_table.table,
         "speed beside attention": speed_table.beside,
     },

@@ -15,6 +15,9 @@ DEVICE = "h200"
 PASSES = ("attention_forward", "attention_backward")
 EXACT = ("exact_forward", "exact_backward")
 BESIDE = ("neighbours_forward", "neighbours_backward")
+FEWER = ("few_bits_forward", "sliding_tile", "sparse_whole")
+SELECTED = "hopper_codes.selected"
+SCHEMES = {"sage2": "`Sage2()`", "fp8": '`Sage("fp8")`'}
 PEERS = {"flex": "FlexAttention, compiled", "cudnn": "cuDNN"}
 
 
@@ -107,6 +110,49 @@ def beside(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n\n" + caption + earlier
 
 
+def fewer(results: Path = RESULTS) -> str:
+    """Attention in few bits: one row a scheme, head dimension and mask, one column a length, how many times as fast as
+    the exact kernel with codes that the call makes, and with codes that are there; over fewer tiles, in 16 bits and in
+    few, in the caption.
+    """
+    tables = latest(read_all(results))
+    bits, sliding, chosen = ([row for _, row in tables.get((DEVICE, question), [])] for question in FEWER)
+    if not bits:
+        return "No records yet."
+    cells: dict[str, dict[int, str]] = {}
+    for key, scheme in SCHEMES.items():
+        for row in bits:
+            exact_one, whole, kernel = (
+                row[f"tilewise.{impl}"] for impl in ("hopper", f"hopper_codes.{key}", f"hopper_codes.{key}.kernel")
+            )
+            size = exact_one.problem
+            name = f"{scheme}, head dimension {size['head_dim']}, {size['formula']}"
+            cells.setdefault(name, {})[size["seqlen_q"]] = f"{_times(exact_one, whole)} / {_times(exact_one, kernel)}"
+    lengths = sorted({length for row in cells.values() for length in row})
+    lines = [
+        "| times as fast as exact, codes made in the call / before | "
+        + " | ".join(f"{n:,} tokens" for n in lengths)
+        + " |",
+        "|---" * (1 + len(lengths)) + "|",
+        *(f"| {name} | " + " | ".join(row.get(n, "") for n in lengths) + " |" for name, row in cells.items()),
+    ]
+    caption = [f"{exact_one.device}, {size['dtype']}, {exact_one.date[:10]}"]
+    for row in sliding:
+        ours, coded, peer = row["tilewise.hopper.sliding"], row["tilewise.hopper_codes.sliding"], row["cudnn"]
+        mask, share = ours.problem["formula"].rsplit(", ", 1)
+        caption.append(
+            f"`{mask}`, {share}: {_times(peer, ours)} / {_times(peer, coded)} times as fast as cuDNN over all"
+        )
+    for row in chosen[-1:]:
+        dense, ours, coded = (row[f"tilewise.{impl}"] for impl in ("hopper.dense", "hopper.selected", SELECTED))
+        where = f"{ours.problem['seqlen_q']:,} tokens, {ours.problem['formula']}"
+        caption.append(
+            f"`Sparge`, {where}: {_times(dense, ours)} / {_times(dense, coded)} times as fast as exact over all"
+        )
+    records = (record for row in (*bits, *sliding, *chosen) for record in row.values())
+    return "\n".join(lines) + "\n\n" + "; ".join(caption) + "." + of_earlier(records)
+
+
 def of_earlier(records: Iterable[Record]) -> str:
     """What a caption says of records that were made with other sources than today's."""
     found = list(records)
@@ -116,6 +162,11 @@ def of_earlier(records: Iterable[Record]) -> str:
     return (
         f" Measured at {', '.join(commits)}: sources have changed since, and records of today's are still to be made."
     )
+
+
+def _times(of: Record, one: Record) -> str:
+    """How many times as fast as `of` one is."""
+    return f"{of.p50_ms / one.p50_ms:.2f}" if of.p50_ms and one.p50_ms else ""
 
 
 def _without_variants(row: dict[str, Record]) -> dict[str, Record]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import triton
 
-from tilewise.ops.attention import gluon_codes, triton_codes
+from tilewise.ops.attention import gluon_codes, gluon_sm90_codes, triton_codes
+from tilewise.ops.attention import gluon_sm90_weight_codes as weights
+from tilewise.testing import attention_codes as model
 from tilewise.testing.offline import compiling_for, exponentials_in_flight, spilled_in_loops
 from tools.kernel_resources import Variant, read_table, variants
 
@@ -20,6 +22,11 @@ A_PAIR = 2  # that one beside tiles that a formula cuts may
 A_THREADS = 64  # weights of a tile that each thread has
 PINNED = 16  # of them, where nothing sums them: two of every eight
 SAME_TRITON = read_table()["triton"] == triton.__version__
+
+
+def test_the_model_of_weights_has_the_kernels_numbers() -> None:
+    kernel = (weights.CENTRE, weights.LARGEST_CODE, gluon_sm90_codes.FALL.value)
+    assert kernel == (model.CENTRE, model.LARGEST_CODE, model.FALL)
 
 
 @pytest.mark.parametrize("variant", OVERLAPPED, ids=str)

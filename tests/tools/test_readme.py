@@ -111,6 +111,36 @@ def test_the_table_beside_attention_has_the_first_shape_of_each_operation(tmp_pa
     assert lines[-1].startswith("NVIDIA H200, bfloat16, 2026-02-01.")
 
 
+def test_the_table_of_few_bits_has_times_over_the_exact_kernels(tmp_path: Path) -> None:
+    def fill(question: str, problem: dict[str, object], times: dict[str, float]) -> None:
+        for impl, time in times.items():
+            append(sample(question=question, problem={"dtype": "bfloat16", **problem}, impl=impl, device="NVIDIA H200",
+                          p20_ms=time, p50_ms=time, p80_ms=time, date="2026-02-01T00:00:00Z",
+                          sources=TODAY if impl.startswith("tilewise") else None), tmp_path)  # fmt: skip
+
+    assert speed_table.fewer(tmp_path) == "No records yet."
+    for length, exact in ((4096, 6.0), (512, 3.0)):
+        codes = {f"tilewise.hopper_codes.{name}": time for name, time in (("sage2", 2.0), ("fp8", 1.0))}
+        kernels = {f"{impl}.kernel": time / 2 for impl, time in codes.items()}
+        fill("few_bits_forward", {"head_dim": 64, "formula": "full", "seqlen_q": length},
+             {"tilewise.hopper": exact, **codes, **kernels})  # fmt: skip
+    fill("sliding_tile", {"formula": "sliding_tile((2, 2), (1, 1)), 9% of the pairs", "seqlen_q": 4},
+         {"tilewise.hopper.sliding": 2.0, "tilewise.hopper_codes.sliding": 1.0, "cudnn": 9.0})  # fmt: skip
+    for length, dense in ((1024, 1.0), (2048, 8.0)):
+        fill("sparse_whole", {"formula": "15% of the tiles", "seqlen_q": length},
+             {"tilewise.hopper.dense": dense, "tilewise.hopper.selected": 2.0,
+              "tilewise.hopper_codes.selected": 1.0})  # fmt: skip
+    lines = speed_table.fewer(tmp_path).splitlines()
+    assert lines[0].endswith("| 512 tokens | 4,096 tokens |")
+    assert lines[2:4] == [
+        "| `Sage2()`, head dimension 64, full | 1.50 / 3.00 | 3.00 / 6.00 |",
+        '| `Sage("fp8")`, head dimension 64, full | 3.00 / 6.00 | 6.00 / 12.00 |',
+    ]
+    assert "`sliding_tile((2, 2), (1, 1))`, 9% of the pairs: 4.50 / 9.00 times as fast as cuDNN" in lines[-1]
+    assert lines[-1].count("Sparge") == 1
+    assert "`Sparge`, 2,048 tokens, 15% of the tiles: 4.00 / 8.00 times as fast as exact" in lines[-1]
+
+
 def test_the_table_of_serving_has_rates_beside_peers_and_what_is_gained(tmp_path: Path) -> None:
     today = FAMILIES["attention_decode_hopper"].hash()
     base = {"num_heads_q": 8, "num_heads_kv": 2, "head_dim": 64, "dtype": "bfloat16", "batch": 4, "tokens": 400}
