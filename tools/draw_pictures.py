@@ -31,6 +31,7 @@ from tilewise.kv.allocator import PageAllocator
 from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.schedule.worklist import WorkList
 from tilewise.testing import kinds
+from tilewise.testing.attention_codes import exponent_codes
 from tilewise.testing.scenes import scene
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
@@ -241,6 +242,18 @@ def windows() -> Any:
     return draw.tiles([_panel("neighborhood", near), _panel("sliding_tile", tiles)], BLOCK, BLOCK)
 
 
+def exponents() -> Any:
+    """Weights in FP8 beside 2 ** x: the nearest, and the code that is a line in x."""
+    x = torch.linspace(-2.0, 0.0, 1601, dtype=torch.float64)
+    weight = torch.exp2(x)
+    found = {
+        "the nearest code": (256 * weight).to(torch.float8_e4m3fn).double() / 256,
+        "8 (x + 7) - 0.46, rounded": exponent_codes(x, 256.0, keys=len(x)),
+    }
+    series = {label: values.tolist() for label, values in found.items()}
+    return draw.steps(x.tolist(), weight.tolist(), series, xlabel="exponent x", ylabel="weight")
+
+
 DRAWN: dict[str, Callable[[], Any]] = {
     "masks.svg": masks,
     "query.svg": query,
@@ -254,6 +267,7 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "granularity.svg": granularity,
     "codes.svg": key_codes,
     "accumulators.svg": kept,
+    "exponents.svg": exponents,
     "weights.svg": weights,
     "rest.svg": rest,
     "windows.svg": windows,

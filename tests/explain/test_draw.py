@@ -192,6 +192,18 @@ def test_histograms_of_codes_say_how_many_are_used() -> None:
         draw.codes({"one": counts})
 
 
+def test_codes_stand_beside_their_function() -> None:
+    values, errors = draw.steps(
+        [0, 1], [2.0, 4.0], {"near": [2.0, 5.0], "far": [1.0, 4.0]}, xlabel="x", ylabel="y"
+    ).axes
+    assert [line.get_ydata().tolist() for line in values.lines] == [[2.0, 4.0], [2.0, 5.0], [1.0, 4.0]]
+    assert [line.get_ydata().tolist() for line in errors.lines[:2]] == [[0.0, 25.0], [-50.0, 0.0]]
+    with pytest.raises(InputError, match="far"):
+        draw.steps([0, 1], [2.0, 4.0], {"far": [1.0]}, xlabel="x", ylabel="y")
+    with pytest.raises(InputError, match="found"):
+        draw.steps([0, 1], [2.0, 4.0], {}, xlabel="x", ylabel="y")
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_files_are_deterministic(tmp_path: Path, suffix: str) -> None:
     first = draw.save(draw.tiles([causal_panel()], 4, 4), tmp_path / f"a.{suffix}").read_bytes()

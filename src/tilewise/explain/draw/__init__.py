@@ -1,12 +1,12 @@
 """Pictures through matplotlib (the extra `tilewise[draw]`), each a function that returns a figure for `save`.
 
 `mask`, `tiles` and `query` draw masks; `roofline`, `traffic`, `ladder` and `timeline` draw what attention costs;
-`shares` who does which tile, `pages` who holds which page; `errors`, `lengths` and `codes` what few bits cost;
+`shares` who does which tile, `pages` who holds which page; `errors`, `lengths`, `codes` and `steps` what few bits cost;
 `weights` where weights lie and which tiles are taken. Files are deterministic: the same figure saved twice gives the
 same bytes.
 """
 
-from tilewise.explain.draw.bits import codes, errors, lengths
+from tilewise.explain.draw.bits import codes, errors, lengths, steps
 from tilewise.explain.draw.formulas import mask, panel
 from tilewise.explain.draw.masks import EMPTY, FULL, PARTIAL, Panel, classify, query, tiles
 from tilewise.explain.draw.pages import pages
@@ -33,6 +33,7 @@ __all__ = [
     "roofline",
     "save",
     "shares",
+    "steps",
     "tiles",
     "timeline",
     "traffic",

@@ -1,4 +1,6 @@
-"""Pictures of few bits: errors by kind of numbers and who shares a scale, which codes are used, errors by length."""
+"""Pictures of few bits: errors by kind of numbers and who shares a scale, which codes are used, errors by length, and a
+function beside its codes.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +89,38 @@ def codes(panels: Mapping[str, Sequence[int]], *, largest: int = 127, columns: i
             ax.spines["left"].set_visible(False)
             ax.set_xticks([-largest, 0, largest])
             ax.set_ylim(0)
+    return figure
+
+
+def steps(
+    x: Sequence[float], exact: Sequence[float], found: Mapping[str, Sequence[float]], *, xlabel: str, ylabel: str
+) -> Any:
+    """A function and what codes make of it, beside each other: the values, and how far they are off, relatively.
+
+    Args:
+        x: places, in order.
+        exact: the function there, not 0.
+        found: label -> values of codes there.
+
+    Raises InputError for no series or one of another length, MissingExtraError without matplotlib.
+    """
+    _some("found", found)
+    for name, values in {"exact": exact, **found}.items():
+        if len(values) != len(x):
+            raise InputError(name, got=f"{len(values)} values", expected=f"{len(x)}, one a place", hint="drawn over x")
+    with style.look():
+        figure, (values_ax, errors_ax) = style.canvas(2, size=(7.2, 3.0))
+        values_ax.plot(x, exact, color=style.INK, linewidth=1.2, zorder=3)
+        for n, (label, values) in enumerate(found.items()):
+            values_ax.plot(x, values, color=_colour(n), linewidth=1.6, label=label)
+            off = np.asarray(values, dtype=float) / np.asarray(exact, dtype=float) - 1
+            errors_ax.plot(x, 100 * off, color=_colour(n), linewidth=1.4)
+        errors_ax.axhline(0.0, color=style.INK, linewidth=0.8)
+        values_ax.set_ylabel(ylabel)
+        errors_ax.set_ylabel("off by, %")
+        for ax in (values_ax, errors_ax):
+            ax.set_xlabel(xlabel)
+        figure.legend(loc="outside lower center", ncols=len(found), frameon=False, fontsize=8)
     return figure
 
 
