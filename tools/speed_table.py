@@ -69,12 +69,7 @@ def exact(results: Path = RESULTS) -> str:
     if first is None:
         return "No records yet."
     others = cells.pop("", {})
-    lengths = sorted({where for row in cells.values() for where in row if isinstance(where, int)})
-    lines = [
-        "| forward / backward, times as fast as the best peer | " + " | ".join(f"{n:,} tokens" for n in lengths) + " |",
-        "|---" * (1 + len(lengths)) + "|",
-        *(f"| {row} | " + " | ".join(found.get(n, "") for n in lengths) + " |" for row, found in cells.items()),
-    ]
+    lines = _by_length("forward / backward, times as fast as the best peer", cells)
     caption = [f"{first.device}, {first.problem['dtype']}, {first.date[:10]}"]
     caption += [f"{what} {value}" for what, value in others.items()]
     earlier = of_earlier(record for rows in passes for _, row in rows for record in row.values())
@@ -119,7 +114,7 @@ def fewer(results: Path = RESULTS) -> str:
     bits, sliding, chosen = ([row for _, row in tables.get((DEVICE, question), [])] for question in FEWER)
     if not bits:
         return "No records yet."
-    cells: dict[str, dict[int, str]] = {}
+    cells: dict[str, dict[int | str, str]] = {}
     for key, scheme in SCHEMES.items():
         for row in bits:
             exact_one, whole, kernel = (
@@ -128,14 +123,7 @@ def fewer(results: Path = RESULTS) -> str:
             size = exact_one.problem
             name = f"{scheme}, head dimension {size['head_dim']}, {size['formula']}"
             cells.setdefault(name, {})[size["seqlen_q"]] = f"{_times(exact_one, whole)} / {_times(exact_one, kernel)}"
-    lengths = sorted({length for row in cells.values() for length in row})
-    lines = [
-        "| times as fast as exact, codes made in the call / before | "
-        + " | ".join(f"{n:,} tokens" for n in lengths)
-        + " |",
-        "|---" * (1 + len(lengths)) + "|",
-        *(f"| {name} | " + " | ".join(row.get(n, "") for n in lengths) + " |" for name, row in cells.items()),
-    ]
+    lines = _by_length("times as fast as exact, codes made in the call / before", cells)
     caption = [f"{exact_one.device}, {size['dtype']}, {exact_one.date[:10]}"]
     for row in sliding:
         ours, coded, peer = row["tilewise.hopper.sliding"], row["tilewise.hopper_codes.sliding"], row["cudnn"]
@@ -162,6 +150,16 @@ def of_earlier(records: Iterable[Record]) -> str:
     return (
         f" Measured at {', '.join(commits)}: sources have changed since, and records of today's are still to be made."
     )
+
+
+def _by_length(title: str, cells: dict[str, dict[int | str, str]]) -> list[str]:
+    """The lines of a table with one column a length, in order."""
+    lengths = sorted({where for row in cells.values() for where in row if isinstance(where, int)})
+    return [
+        f"| {title} | " + " | ".join(f"{n:,} tokens" for n in lengths) + " |",
+        "|---" * (1 + len(lengths)) + "|",
+        *(f"| {name} | " + " | ".join(row.get(n, "") for n in lengths) + " |" for name, row in cells.items()),
+    ]
 
 
 def _times(of: Record, one: Record) -> str:

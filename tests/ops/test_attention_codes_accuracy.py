@@ -21,7 +21,7 @@ from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.quant import Quantized
 from tilewise.quant.schemes import Scheme
 from tilewise.testing import kinds
-from tilewise.testing.attention_codes import LINE, LINE_LEAST, exponent_codes
+from tilewise.testing.attention_codes import LINE, LINE_LEAST, by_exponents, exponent_codes
 from tilewise.testing.kinds import KINDS
 
 DIM, ROWS, HEADS = 128, 512, 4
@@ -85,12 +85,8 @@ def with_weights_of_8_bits(x: Quantized) -> torch.Tensor:
 
 
 def with_exponent_codes(x: Quantized) -> torch.Tensor:
-    """o where weights are codes of their exponents, and so is what divides them."""
-    q, k, v = replace(x, v_mean=None).numbers()
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * (DIM**-0.5 * math.log2(math.e))
-    w = exponent_codes(s, x.scheme.p_largest)
-    o = torch.einsum("bhij,bjhd->bihd", w / w.sum(-1, keepdim=True), v)
-    return o if x.v_mean is None else o + x.v_mean.double()[:, None]
+    """o where weights are codes of their exponents."""
+    return by_exponents(x)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -181,6 +181,19 @@ def exponent_codes(scores: torch.Tensor, largest: float, keys: int = KEYS) -> to
     return torch.cat(parts, -1)
 
 
+def by_exponents(x: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) in float64 where weights are `exponent_codes`, and so is what divides them: of every query to every key,
+    with as many heads of keys as of queries.
+    """
+    q, k, _ = x.numbers()
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * (x.q.shape[-1] ** -0.5 * math.log2(math.e))
+    w = exponent_codes(s, x.scheme.p_largest)
+    total = w.sum(-1, keepdim=True)
+    o = torch.einsum("bhij,bjhd->bihd", w / total, x.values(torch.float64))
+    o = o if x.v_mean is None else o + x.v_mean.double()[:, None]
+    return o, math.log(2.0) * total[..., 0].log2()
+
+
 def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = "cpu", exact_sums: bool = True) -> None:
     """Results are those of the codes, but for the rounding of weights, outputs and float32 sums.
 
