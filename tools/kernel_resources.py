@@ -50,6 +50,7 @@ CODED: dict[str, Callable[[], dict[str, Any]]] = {  # in few bits
     "sage2 causal": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},
     "sage2 softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0), "quantize": tw.Sage2()},
     "fp8 blocks": lambda: {"mask": tw.blocks(torch.ones(2, HEADS, 8, 8, dtype=torch.bool), 128), "quantize": FP8},
+    "fp8 value blocks": lambda: {"mask": tw.causal, "quantize": tw.FP8("block", "block", "block")},
     "sage2 packed": lambda: {"mask": tw.causal, "layout": _packed(), "quantize": tw.Sage2()},
     "fp8 scores": lambda: {"quantize": FP8},
     "fa3": lambda: {"mask": tw.causal, "quantize": tw.FP8(v_scale="channel")},

@@ -39,6 +39,7 @@ SCHEMES: dict[str, Scheme] = {
     "fp8": tw.Sage("fp8"),
     "fp8_rotated": tw.Sage("fp8", rotate="hadamard"),
     "fa3": tw.FP8(v_scale="channel"),
+    "blocks": tw.FP8("block", "block", "block"),
 }
 ROUNDS = 30
 

@@ -169,9 +169,13 @@ def test_a_sum_of_a_tile_is_added_once() -> None:
 @pytest.mark.parametrize(
     ("formula", "seqlen", "dealt"),
     [("plain", 8192, False), ("window", 3072, False), ("window", 8192, True), ("causal", 3072, False),
-     ("causal", 3200, True), ("document", 1024, True), ("packed", 256, True)],
+     ("causal", 3200, True), ("causal", 2816, False), ("causal", 2048, True), ("window", 1152, True),
+     ("causal", 1024, False), ("document", 1024, True), ("packed", 256, True)],
 )  # fmt: skip
-def test_items_are_dealt_out_where_they_are_many(formula: str, seqlen: int, dealt: bool) -> None:
+def test_items_are_dealt_out_where_they_are_many_or_uneven(
+    formula: str, seqlen: int, dealt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gluon_attention, "multiprocessors", lambda device: 132)
     call = Variant(90, "hopper", "bf16", 128, formula).call()
     if seqlen != 256:
         q, k, v = (torch.zeros(2, seqlen, x.shape[2], 128, dtype=x.dtype) for x in (call.q, call.k, call.v))

@@ -178,11 +178,20 @@ def test_weights_are_codes_of_their_exponents(scheme: tw.Sage, dim: int, first: 
     assert float(apart) <= 2.0**-9 + 2.0**-20 * float(lse.abs().max())
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("row", ROWS)
+def test_blocks_of_values_far_apart(row: str, dim: int) -> None:
+    cases.check_values_apart(torch.bfloat16, row, DEVICE, dim)
+
+
+APART = [tw.Sage2(), tw.FA3FP8(), tw.Sage(q_scale="token", k_scale="token"), tw.Sage("fp8", v_scale="block")]
+
+
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("side", [0, 1, 2], ids=["q", "k", "v"])
-@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.FA3FP8(), tw.Sage(q_scale="token", k_scale="token")], ids=repr)
+@pytest.mark.parametrize("scheme", APART, ids=repr)
 def test_what_is_not_a_number_shows(scheme: Scheme, side: int, row: str) -> None:
-    """In all that shares a scale with it: of a query some rows, of a key all that see it, of a value its channel."""
+    """In what shares its scale: of a query some rows, of a key all that see it, of a value its channel or block."""
     tensors = _one_head(700, 64, torch.bfloat16)
     tensors[side][0, 150, 0, 5] = torch.nan
     o, lse = tw.attention_with_lse(*tensors, quantize=scheme, impl=row)
@@ -194,5 +203,7 @@ def test_what_is_not_a_number_shows(scheme: Scheme, side: int, row: str) -> None
     elif side == 1:
         assert bool(bad.all())
         assert bool(lse.isnan().all())
+    elif scheme.v_scale == "block":
+        assert bool(bad.all())
     else:
         assert bool(bad[:, 5].all())

@@ -33,6 +33,10 @@ def test_results_are_those_of_the_codes(case: CodedCase, dtype: torch.dtype) -> 
     cases.check_forward(in_float16(case), dtype, ROW)
 
 
+def test_blocks_of_values_far_apart() -> None:
+    cases.check_values_apart(torch.float32, ROW)
+
+
 @pytest.mark.parametrize("name", ["sage2_causal", "sage2_int4", "packed", "sink"])
 def test_gradients_go_straight_through(name: str) -> None:
     cases.check_gradients(BY_NAME[name], torch.float32, ROW)
@@ -47,6 +51,7 @@ SCHEMES = st.one_of(
         k_scale=st.sampled_from(["token", "thread", "block"]),
         smooth=st.sets(st.sampled_from(["q", "k", "v"])).map(tuple),
     ),
+    st.builds(tw.Sage, smooth=st.sampled_from([(), ("v",)]), v_scale=st.just("block")),
     st.builds(
         tw.FP8,
         q_scale=st.sampled_from(["head", "block", "token"]),

@@ -12,6 +12,7 @@ import tilewise as tw
 from tilewise.core.errors import InputError, TilewiseError, UnsupportedError
 from tilewise.ops.attention import cpu_codes
 from tilewise.ops.attention.codes import encoded
+from tilewise.quant.blocks import Quantized
 from tilewise.testing import attention_codes as cases
 from tilewise.testing.attention_codes import CASES, CodedCase
 
@@ -155,6 +156,24 @@ def test_compiles_whole(name: str) -> None:
     want = step(q, k, v)
     assert torch.equal(o, want)
     assert torch.equal(*(torch.autograd.grad(x.sum(), q)[0] for x in (o, want)))
+
+
+def test_blocks_of_values_far_apart() -> None:
+    cases.check_values_apart(torch.float32, "cpu_codes")
+
+
+def test_a_lost_block_of_values_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Quantized.values
+    least = 2.0**-60  # of scales that count
+
+    def without_small(x: Quantized, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        assert x.v_scale is not None
+        kept = torch.where(x.v_scale > least * x.v_scale.max(), x.v_scale, 0.0)
+        return plain(replace(x, v_scale=kept) if dtype != torch.float64 else x, dtype)
+
+    monkeypatch.setattr(Quantized, "values", without_small)
+    with pytest.raises(AssertionError, match="a row lost its values"):
+        cases.check_values_apart(torch.float32, "cpu_codes")
 
 
 def test_a_wrong_weight_would_show(monkeypatch: pytest.MonkeyPatch) -> None:

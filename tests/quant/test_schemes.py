@@ -75,6 +75,8 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (tw.Sage, {"pv_flush": 1.0}, "Sage pv_flush: got 1.0"),
     (tw.Sage, {"pv_sum": "bf16"}, "Sage pv_sum: got 'bf16'"),
     (tw.Sage, {"pv": "fp16", "pv_sum": "fp16"}, "Sage pv_sum: got 'fp16'; expected one of 'fp32'"),
+    (tw.Sage, {"v_scale": "head"}, "Sage v_scale: got 'head'; expected one of 'channel', 'block'"),
+    (tw.Sage, {"pv": "fp16", "v_scale": "block"}, "Sage v_scale: got 'block'; expected one of 'channel'"),
     (tw.Sage2, {"qk": "fp4"}, "Sage qk: got 'fp4'"),
     (tw.FP8, {"q_scale": "thread"}, "FP8 q_scale: got 'thread'; expected one of 'head', 'block', 'token'"),
     (tw.FP8, {"k_scale": 1}, "FP8 k_scale: got 1"),

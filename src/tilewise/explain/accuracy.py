@@ -35,7 +35,9 @@ SCHEMES: tuple[Scheme, ...] = (
     tw.Sage(q_scale="token", k_scale="token", smooth=("q", "k", "v"), rotate="hadamard"),
     tw.Sage(qk="int4", smooth=("q", "k"), rotate="hadamard"),
     tw.Sage(pv="bf16", q_scale="token", k_scale="token", smooth=("q", "k")),
+    tw.Sage("fp8", v_scale="block"),
     tw.FP8(rotate="hadamard"),
+    tw.FP8("block", "block", "block"),
     tw.FP8(q_scale="token", k_scale="token", v_scale="channel", rotate="hadamard"),
 )
 

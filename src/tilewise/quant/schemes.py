@@ -47,6 +47,9 @@ class Sage:
             Ada keep 13 bits, so one for all keys would lose more the more keys there are.
         pv_sum: "fp32", or "fp16" where tensor cores are faster so: weights then reach 224 and values 4.5, so that the
             products of 64 keys fit.
+        v_scale: who shares a scale of values in fp8: "channel", a channel's of a head and sequence; "block", all of 128
+            keys, which are then encoded without a look at the others. FP8 has as many bits for small numbers as for
+            large ones, so errors are alike unless some channels are thousands of times larger than others.
 
     Raises:
         InputError: another value.
@@ -60,6 +63,7 @@ class Sage:
     rotate: str = "none"
     pv_flush: int = 1
     pv_sum: str = "fp32"
+    v_scale: str = "channel"
 
     def __post_init__(self) -> None:
         _one_of("Sage qk", self.qk, ("int8", "fp8", "int4"), "codes of queries and keys")
@@ -71,6 +75,8 @@ class Sage:
         _flush("Sage pv_flush", self.pv_flush)
         sums = ("fp32", "fp16") if self.pv == "fp8" else ("fp32",)
         _one_of("Sage pv_sum", self.pv_sum, sums, "fp16 is for products of 8 bits")
+        blocks = ("channel", "block") if self.pv == "fp8" else ("channel",)
+        _one_of("Sage v_scale", self.v_scale, blocks, "block is for codes of 8 bits")
 
     @property
     def text(self) -> str:
@@ -78,13 +84,8 @@ class Sage:
         smooth = "".join(f"{side}," for side in self.smooth)
         return (
             f"Sage(qk={self.qk}, pv={self.pv}, q_scale={self.q_scale}, k_scale={self.k_scale}, smooth=({smooth}), "
-            f"rotate={self.rotate}, pv_flush={self.pv_flush}, pv_sum={self.pv_sum})"
+            f"rotate={self.rotate}, pv_flush={self.pv_flush}, pv_sum={self.pv_sum}, v_scale={self.v_scale})"
         )
-
-    @property
-    def v_scale(self) -> str:
-        """Who shares a scale of values."""
-        return "channel"
 
     @property
     def v_largest(self) -> float:

@@ -99,6 +99,10 @@ FP8_VALUES = [  # that every kernel takes
     CodedCase("packed", tw.Sage2(), _causal, RAGGED, packed=True),
     CodedCase("packed_fp8", tw.FP8(v_scale="channel"), lambda device: {}, RAGGED, dim=128, dim_v=128, packed=True),
     CodedCase("packed_centred", _ROTATED, _sink, RAGGED, packed=True),
+    CodedCase("value_blocks", tw.FP8("token", "block", "block"), _sink),
+    CodedCase("value_blocks_causal", tw.Sage("fp8", smooth=("k", "v"), v_scale="block"), _causal, dim=128, dim_v=128),
+    CodedCase("value_blocks_packed", tw.Sage(v_scale="block"), _sink, RAGGED, packed=True),
+    CodedCase("value_blocks_wide", tw.FP8("block", "block", "block"), _documents, ((300, 300),), dim=192, dim_v=256),
     CodedCase("no_queries", tw.Sage2(), lengths=((0, 5),)),
     CodedCase("no_keys", tw.Sage2(), _sink, ((5, 0),)),
 ]
@@ -107,7 +111,6 @@ OTHERS = [  # that kernels may leave to others
     CodedCase("sage2_int4", tw.Sage2("int4"), _causal),
     CodedCase("all_centred_packed", tw.Sage("fp8", "bf16", "block", "thread", ("q", "k", "v")), _causal, RAGGED,
               packed=True),
-    CodedCase("value_blocks", tw.FP8("token", "block", "block"), _sink),
     CodedCase("centred_softcap", tw.Sage(smooth=("q", "k", "v"), rotate="hadamard"), _capped),
     CodedCase("odd_heads", tw.Sage2(), _causal, dim=7, dim_v=33),
 ]  # fmt: skip
@@ -242,6 +245,22 @@ def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = 
     apart = (lse.detach().double() - want_lse).abs()[seen]
     bound = scores.transpose(-1, -2)[seen] + 4 * sums.transpose(-1, -2)[seen] + 2.0**-16 * (8 + want_lse.abs()[seen])
     assert bool((apart <= bound).all()), f"lse off by {float(apart.max())}"
+
+
+def check_values_apart(dtype: torch.dtype, impl: str, device: str = "cpu", dim: int = 64) -> None:
+    """Blocks of values have scales that are 2**100 apart, some 0: who sees only small ones has these, not 0."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 600, 2, dim, generator=generator) for _ in range(3))
+    sizes = torch.tensor([2.0**20, 2.0**-80, 0.0, 2.0**-60, 2.0**-70])
+    v = v * sizes.repeat_interleave(KEYS)[:600, None, None]
+    q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    scheme = tw.FP8("block", "block", "block")
+    mask: Any = lambda b, h, i, j: (i % 2 == 0) | (j >= KEYS)  # noqa: E731
+    for given in (mask, mask & tw.causal):
+        o = tw.attention(q, k, v, mask=given, quantize=scheme, impl=impl)
+        want, _ = attention_of_codes(tw.quantize_qkv(q, k, v, scheme=scheme), mask=given)
+        off, norm = ((x.double() * 2.0**60).norm(dim=-1) for x in (o.double() - want, want))
+        assert bool((off <= 2 * LINE * norm).all()), "a row lost its values"
 
 
 def check_gradients(case: CodedCase, dtype: torch.dtype, impl: str, device: str = "cpu") -> None:

@@ -17,6 +17,7 @@ SCHEMES = st.one_of(
         smooth=st.sets(st.sampled_from("qkv")).map(tuple),
         rotate=st.sampled_from(["none", "hadamard"]),
     ),
+    st.builds(tw.Sage, smooth=st.sets(st.sampled_from("kv")).map(tuple), v_scale=st.just("block")),
     st.builds(
         tw.FP8,
         q_scale=st.sampled_from(["head", "block", "token"]),

@@ -63,7 +63,8 @@ _SHORT = 1536  # queries of a sequence up to which rows of unequal length take s
 _FEW_ROWS = 512  # queries and keys of a sequence, up to which two products more cost less than sums of dQ
 _FEW_KEYS = 2048  # of a paged request, up to which rows are gathered
 _MANY = 0x7FFF0000
-_FEW_TILES = 24  # of a sequence, up to which those of unequal length are divided beforehand
+_FEW_TILES = 24  # of a sequence, up to which those of unequal length may be divided beforehand,
+_FEWEST_TILES = 8  # and up to which they are, whether or not they come out even
 _HELD = 24 * 2**20  # bytes of sums of dQ that L2 holds beside what else is used
 _IN_ORDER = (2, 64)  # pairs that take turns where sums are added to in order, at least and at most
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
@@ -116,7 +117,8 @@ class Fixed(NamedTuple):
     q_groups: int | None = None  # scales of a block of queries,
     k_groups: int | None = None  # and of keys
     biased: bool | None = None  # whether centred keys left queries a bias,
-    centred: bool | None = None  # and values are centred
+    centred: bool | None = None  # and values are centred,
+    value_blocks: bool | None = None  # of which each block has a scale
     exact_sums: bool | None = None  # weights are summed before they are codes
     skips: bool | None = None  # tiles of small weights count for nothing
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
@@ -291,11 +293,13 @@ def equal(call: Call) -> bool:
 
 def dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
     """Whether programs take items as they come to them. Without a mask items are divided beforehand, and so are those
-    of sequences so short that two turns, one forth and one back, hold all lengths.
+    of sequences so short that two turns, one forth and one back, hold all lengths: if they hold whole sequences, or
+    the counter, which begins at 0, would take longer than what is uneven.
     """
     if call.mask is None and not call.packed and call.pages is None:
         return False
-    return slots > _FEW_TILES or call.packed or (mask is not None and mask.classify is not None)
+    even = slots <= _FEWEST_TILES or 2 * multiprocessors(call.q.device) % slots == 0
+    return slots > _FEW_TILES or not even or call.packed or (mask is not None and mask.classify is not None)
 
 
 def turns_of(call: Call, slots: int, pairs: int) -> int:

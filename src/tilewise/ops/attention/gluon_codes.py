@@ -102,6 +102,7 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
                 k_groups=x.k_scale.shape[-1],
                 biased=x.q_bias is not None,
                 centred=x.v_mean is not None,
+                value_blocks=x.scheme.v_scale == "block",
                 exact_sums=call.wants_grad,
                 skips=call.skip is not None,
             ),

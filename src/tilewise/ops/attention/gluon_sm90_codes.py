@@ -28,6 +28,13 @@ from tilewise.ops.attention.gluon_sm90_products import (
     scores_of,
 )
 from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
+from tilewise.ops.attention.gluon_sm90_value_codes import (
+    no_units,
+    plus_output,
+    put_output,
+    scale_of_values,
+    units_with,
+)
 from tilewise.ops.attention.gluon_sm90_weight_codes import (
     codes_of_exponents,
     larger,
@@ -36,7 +43,6 @@ from tilewise.ops.attention.gluon_sm90_weight_codes import (
     packed_codes,
 )
 from tilewise.tiles.arithmetic import LN2, LOG2E
-from tilewise.tiles.gluon_api import async_store, barrier
 from tilewise.tiles.hopper import (
     HIDDEN,
     at_row,
@@ -54,6 +60,7 @@ from tilewise.tiles.hopper import (
     product_layout,
     ring_turn,
     thread_bits,
+    thread_max,
     thread_sums,
     tilt_of,
     tilted,
@@ -127,7 +134,7 @@ def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None, CUT: gl.
     NUMBERS: gl.constexpr = PLAIN and fixed.k_groups != fixed.block_n  # codes have no NaN, only their scales
     INTEGERS: gl.constexpr = NUMBERS and not CUT and s.dtype == gl.int32
     if INTEGERS:
-        raw = largest_of_thread(s, True).to(gl.float32)
+        raw = thread_max(s).to(gl.float32)  # of two integers in one instruction
     s = s.to(gl.float32)
     none = gl.zeros([64, 4], gl.float32, layout=of_threads(parts_of(s)))
     if fixed.k_groups == fixed.block_n:
@@ -153,7 +160,7 @@ def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None, CUT: gl.
     elif fixed.guard and masked:
         s = with_hidden(s, n, rows, formula, fixed)
     if not INTEGERS:
-        raw = largest_of_thread(s, NUMBERS)
+        raw = thread_max(s) if NUMBERS else largest_of_thread(s)
     largest = raw * factor
     if GUARD:
         largest = gl.where(raw < HIDDEN / 2, float("-inf"), largest)
@@ -209,9 +216,10 @@ def as_bytes(w, fixed):
 
 @gluon.jit
 def over_tiles(q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKIP, formula, codes, fixed):
-    """(output before it is divided, that of the channels behind, sums, maxima) of an item's tiles, one after another:
-    where values have more channels than an output beside the next scores has registers for, and where what is more than
-    the head's `skip` below all maxima is neither exponentiated nor multiplied, as in `gluon_sm90_fwd.over_tiles`.
+    """(output before it is divided, that of the channels behind, sums, maxima, units of outputs) of an item's tiles,
+    one after another: where values have more channels than an output beside the next scores has registers for, and
+    where what is more than the head's `skip` below all maxima is neither exponentiated nor multiplied, as in
+    `gluon_sm90_fwd.over_tiles`.
     """
     num_partial, count = run[6], run[7]
     _, k_ring, v_ring, o_ring, _, ones = memory
@@ -227,12 +235,14 @@ def over_tiles(q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKI
     most = level
     acc = gl.zeros([64, WIDTH], gl.float32, layout=OUT)
     behind = acc if WIDE else 0
+    units = no_units(run)
     lowest = float("-inf")
     if fixed.skips:
         lowest = -gl.load(SKIP + rows[1]) * LOG2E
     for t in range(count):
         n = visit_any(t, tiles, fixed.lists)
         of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
+        of_values = scale_of_values(codes, first_k, n, fixed)
         bits = None
         if WIDE and fixed.visible is not None:  # a formula has registers only before there are scores
             bits = gl.full([64, 4], -1, gl.int32, layout=QUADS)
@@ -252,28 +262,29 @@ def over_tiles(q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKI
             added = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else 0
             r, sums = finished(*output_of(p, v.slice(0, WIDTH, 0), ones, fixed), 0, fixed)
             l_i = l_i * before[:, None] + (added if fixed.exact_sums else of_thread(sums, l_i))
-            earlier = gl.convert_layout(before, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
-            acc = acc * earlier + r
+            units = units_with(units, of_values, fixed)
+            acc = plus_output(acc, r, before, units, of_values, fixed, ALWAYS=True)
             if WIDE:
                 r = warpgroup_mma_wait(0, deps=(product_of(p, v.slice(WIDTH, WIDTH, 0)),))
-                behind = behind * earlier + r
+                behind = plus_output(behind, r, before, units, of_values, fixed, ALWAYS=True)
         mbarrier.arrive(v_empty.index(stage_v))
-    return acc, behind, l_i, level
+    return acc, behind, l_i, level, units
 
 
 @gluon.jit
-def with_output(acc, l_i, r, sums, before, fixed):
-    """(output, sums of weights) with those of a tile, by which what came before is worth `before`."""
-    acc = acc * gl.convert_layout(before, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None] + r
+def with_output(acc, l_i, r, sums, before, units, of_values, fixed):
+    """(output, sums of weights, units) with those of a tile."""
+    units = units_with(units, of_values, fixed)
+    acc = plus_output(acc, r, before, units, of_values, fixed)
     if not fixed.exact_sums:
         l_i = l_i * before[:, None] + of_thread(sums, l_i)
-    return acc, l_i
+    return acc, l_i, units
 
 
 @gluon.jit
 def cut_tile(t, count, q, so_far, around, fixed):
     """The output of an item's tile t - 1, and then the scores of tile t, which a mask cuts."""
-    p, acc, l_i, level, most, before, n = so_far
+    p, acc, l_i, level, most, before, units, of_values, n = so_far
     done, tiles, rows, first_k, of_queries, memory, bars, formula, codes = around
     _, k_ring, v_ring, _, _, ones = memory
     _, _, k_full, k_empty, v_full, v_empty = bars
@@ -287,7 +298,8 @@ def cut_tile(t, count, q, so_far, around, fixed):
     stage_v, v = filled(done + t - 1, v_ring, v_full)
     r, sums = finished(*output_of(p, v, ones, fixed), 0, fixed)
     mbarrier.arrive(v_empty.index(stage_v))
-    acc, l_i = with_output(acc, l_i, r, sums, before, fixed)
+    acc, l_i, units = with_output(acc, l_i, r, sums, before, units, of_values, fixed)
+    of_values = scale_of_values(codes, first_k, n, fixed)
     stage, k = filled(done + t, k_ring, k_full)
     s = warpgroup_mma_wait(0, deps=(scores_of(q, k),))
     mbarrier.arrive(k_empty.index(stage))
@@ -295,13 +307,13 @@ def cut_tile(t, count, q, so_far, around, fixed):
     w, level, most, before = weights_of(final, level, most, fixed)
     if fixed.exact_sums:
         l_i = l_i * before[:, None] + gl.sum(gl.sum(w, 3), 1)
-    return as_bytes(w, fixed), acc, l_i, level, most, before, ahead
+    return as_bytes(w, fixed), acc, l_i, level, most, before, units, of_values, ahead
 
 
 @gluon.jit
 def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr):
     """The output of an item's tile t - 1 and the scores of tile t, which no mask cuts, at the same time."""
-    p, acc, l_i, level, most, before, n = so_far
+    p, acc, l_i, level, most, before, units, of_values, n = so_far
     done, tiles, rows, first_k, of_queries, memory, bars, formula, codes = around
     _, k_ring, v_ring, _, _, ones = memory
     _, _, k_full, k_empty, v_full, v_empty = bars
@@ -317,6 +329,7 @@ def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr):
     give_turn((C + 1) % fixed.consumers)
     s = warpgroup_mma_wait(1 if fixed.exact_sums else 2, deps=(coming,))
     mbarrier.arrive(k_empty.index(stage))
+    coming_values = scale_of_values(codes, first_k, n, fixed)  # before, products would wait for it
     final = final_scores(s, n, False, rows, (of_queries, of_keys), formula, fixed, CUT=False)
     w, level, most, after = weights_of(final, level, most, fixed)
     if fixed.exact_sums:
@@ -328,29 +341,8 @@ def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr):
     r, sums = finished(r, sums, 0, fixed)
     mbarrier.arrive(v_empty.index(stage_v))
     p = as_bytes(w, fixed)
-    acc, l_i = with_output(acc, l_i, r, sums, before, fixed)
-    return p, acc, l_i, level, most, after, ahead
-
-
-@gluon.jit
-def put_output(O, where, out, acc, factor, share, of_values, fixed, FIRST: gl.constexpr):
-    """Write the channels from FIRST on of 64 rows, by way of `out` in shared memory: sums times `factor` and a value's
-    scale, and the mean of values, of which a row has `share`.
-    """
-    V_SCALE, V_MEAN, of_head = of_values
-    channel = FIRST + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    inside = channel < fixed.head_dim_v
-    x = acc * factor[:, None] * gl.load(V_SCALE + of_head + channel, mask=inside, other=0.0)[None, :]
-    if fixed.centred:
-        x += gl.load(V_MEAN + of_head + channel, mask=inside, other=0.0)[None, :] * share[:, None]
-    o = x.to(out.dtype)
-    if fixed.apart:
-        tma.store_wait(0)  # of what was there before
-        barrier()
-    matrix(out).store(o)
-    fence_async_shared()
-    barrier()
-    async_store(O, [where[0], where[1], where[2], where[3], FIRST], out)
+    acc, l_i, units = with_output(acc, l_i, r, sums, before, units, of_values, fixed)
+    return p, acc, l_i, level, most, after, units, coming_values, ahead
 
 
 @gluon.jit
@@ -416,7 +408,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         behind = 0
         if ONE_BY_ONE:
             mbarrier.wait(q_full.index(spot), ring_turn(at, fixed.ahead)[1])
-            acc, behind, l_i, level = over_tiles(
+            acc, behind, l_i, level, units = over_tiles(
                 q, done, run, tiles, rows, first_k, of_queries, memory, bars, SKIP, formula, codes, fixed
             )
             done += count
@@ -433,10 +425,12 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
             l_i = gl.sum(gl.sum(w, 3), 1) if fixed.exact_sums else quads
             p = as_bytes(w, fixed)
             acc = gl.zeros([64, WIDTH], gl.float32, layout=OUT)
+            of_values = scale_of_values(codes, first_k, n, fixed)
 
             # the others: first those that are cut, in a loop of their own, for whose formula the other has no registers
             around = (done, tiles, rows, first_k, of_queries, memory, bars, formula, codes)
-            so_far = (p, acc, l_i, level, most, before, visit_any(gl.minimum(1, count - 1), tiles, fixed.lists))
+            ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
+            so_far = (p, acc, l_i, level, most, before, no_units(run), of_values, ahead)
             cut = 1
             if fixed.guard:
                 # an own address: the assembler would compute the other loop's on the way into this one, run or not
@@ -446,7 +440,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
                     so_far = cut_tile(t, count, q_of_cut, so_far, around, fixed)
             for t in range(cut, count):
                 so_far = full_tile(t, count, q, so_far, around, fixed, C)
-            p, acc, l_i, level, most, before, _n = so_far
+            p, acc, l_i, level, most, before, units, of_values, _n = so_far
             done += count
 
         # the last output; the next item, and its first scores, meanwhile
@@ -461,7 +455,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         if not ONE_BY_ONE:
             r, sums = finished(r, sums, 1 if EARLY else 0, fixed)
             mbarrier.arrive(v_empty.index(stage_v))
-            acc, l_i = with_output(acc, l_i, r, sums, before, fixed)
+            acc, l_i, units = with_output(acc, l_i, r, sums, before, units, of_values, fixed)
 
         # the end
         l_all = gl.sum(l_i, 1) if fixed.exact_sums else gl.max(l_i, 1)  # four of a quad are alike
@@ -485,11 +479,11 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         offs_m = start + 64 * C + gl.arange(0, 64, layout=ROW)
         gl.store(LSE + row + offs_m, lse, mask=offs_m < seqlen_q)
         of_head = (b * (fixed.heads // fixed.group) + h_kv) * fixed.head_dim_v
-        of_values = (V_SCALE, V_MEAN, of_head)
+        channels = (V_SCALE, V_MEAN, of_head, units[0])
         where = at_row(queries, h, start + 64 * C)
-        put_output(O, where, out, acc, factor / l_safe, share / l_safe, of_values, fixed, 0)
+        put_output(O, where, out, acc, factor / l_safe, share / l_safe, channels, fixed, 0)
         if WIDE:
-            put_output(O, where, out, behind, factor / l_safe, share / l_safe, of_values, fixed, WIDTH)
+            put_output(O, where, out, behind, factor / l_safe, share / l_safe, channels, fixed, WIDTH)
         if not fixed.apart:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(spot))

@@ -38,16 +38,11 @@ def largest_of(x, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def largest_of_thread(s, NUMBERS: gl.constexpr):
-    """[64, 4]: the largest of what each thread of a quad holds of a row; NaN where one is, unless all are `NUMBERS`,
-    whose largest takes fewer instructions: one for two integers.
-    """
+def largest_of_thread(s):
+    """`tiles.hopper.thread_max`, but NaN where one is."""
     parts = s.reshape([64, s.shape[1] // 32, 4, 4, 2])
-    return gl.convert_layout(
-        gl.max(gl.max(gl.max(parts, 1), 3), 1) if NUMBERS else largest_of(largest_of(largest_of(parts, 1), 3), 1),
-        of_threads(parts_of(s)),
-        assert_trivial=True,
-    )
+    largest = largest_of(largest_of(largest_of(parts, 1), 3), 1)
+    return gl.convert_layout(largest, of_threads(parts_of(s)), assert_trivial=True)
 
 
 @gluon.jit

@@ -426,9 +426,9 @@ def encode_columns(
     if MEAN is not None:
         mean = tl.load(MEAN + by_head + d, mask=in_dim, other=0.0)
         x = tl.where(there, x - mean[:, None], 0.0)
-
     if SHARED == "block":
-        most = tl.max(tl.max(size_of(x), 1), 0) + tl.zeros([1], tl.float32)
+        sizes = tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [BLOCK_D * ROWS], can_reorder=True)
+        most = size_of(tl.max(sizes, 0).to(tl.float32, bitcast=True)) + tl.zeros([1], tl.float32)
         tl.store(SCALE + cell + tl.arange(0, 1), scale_of(most, CODE))
         largest = tl.broadcast_to(most, BLOCK_D)
     else:

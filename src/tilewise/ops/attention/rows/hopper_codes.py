@@ -14,9 +14,7 @@ def _other_dims(call: Call) -> str | None:
 
 def _other_values(call: Call) -> str | None:
     assert call.scheme is not None
-    if call.scheme.pv != "fp8":
-        return f'pv="{call.scheme.pv}"'
-    return 'v_scale="block"' if call.scheme.v_scale == "block" else None
+    return None if call.scheme.pv == "fp8" else f'pv="{call.scheme.pv}"'
 
 
 def _centred_queries(call: Call) -> str | None:
@@ -35,7 +33,7 @@ ROW: Row[Call] = Row(
         HOPPER,
         HALF,
         Need("head dimensions of 32 to 256, multiples of 16", _other_dims),
-        Need("values in fp8, with scales of channels or heads", _other_values),
+        Need("values in fp8", _other_values),
         Need("queries that are not centred", _centred_queries),
     ),
     "warp-specialised kernel for Hopper: scores in INT8 or FP8, outputs in FP8 that begin anew with each tile",
