@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -204,8 +205,17 @@ def pooled(call: Call, classes: torch.Tensor, block: tuple[int, int], alike: boo
     rows, columns = block
     of_q = _means(call.q, call.cu_seqlens_q, rows, alike, "q", call.codes)
     of_k = _means(call.k, call.cu_seqlens_k, columns, alike, "k", call.codes)
-    scores = _scores(call, of_q[0], of_k[0], block)
+    scores = _scores(call, of_q[0], of_k[0], block, call.scale * _factor(call, block))
     return Pooled(classes, scores, *((of_q[1], of_k[1]) if alike else (None, None)))
+
+
+def _factor(call: Call, block: tuple[int, int]) -> float:
+    """What makes the product of two sums one of means, where `_means` gives sums."""
+    if call.codes is None or call.codes.q_sums is None:
+        return 1.0
+    return math.prod(
+        1.0 if rows % one else 1.0 / one for rows, one in zip((call.rows_q, call.rows_k), block, strict=True)
+    )
 
 
 def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
@@ -241,21 +251,25 @@ def sums_serve(call: Call, select: Select, scheme: Any) -> bool:
 def _means(
     x: torch.Tensor, cu_seqlens: torch.Tensor | None, rows: int, alike: bool, side: str, codes: Quantized | None
 ) -> tuple[torch.Tensor, ...]:
-    """Means of tiles (batch, heads, tiles, dim), of packed sequences in slots of one, and how alike their rows are."""
+    """Means of tiles (batch, heads, tiles, dim), of packed sequences in slots of one, and how alike their rows are; of
+    codes whose tiles are all whole their sums (`_factor`).
+    """
     sums = None if codes is None else codes.q_sums if side == "q" else codes.k_sums
     if sums is None:
         found = tile_means(x.detach(), rows, cu_seqlens=cu_seqlens, similarity=alike)
         return found if cu_seqlens is None else tuple(one[None] for one in found)
     inverse = _inverse_counts(x.shape[1], rows, x.device)
-    total, *units = (_of_tiles(one, rows // rows_of_block(side)) * inverse for one in sums[: 1 + alike])
-    return total, *(one.square().sum(-1) for one in units)
+    total, *units = (_of_tiles(one, rows // rows_of_block(side)) for one in sums[: 1 + alike])
+    if x.shape[1] % rows:
+        total = total * inverse
+    return total, *((one * inverse).square().sum(-1) for one in units)
 
 
 def _of_tiles(sums: torch.Tensor, each: int) -> torch.Tensor:
     """Sums (batch, heads, blocks, dim) of so many blocks each."""
     if each == 1:
         return sums
-    whole = torch.nn.functional.pad(sums, (0, 0, 0, -sums.shape[2] % each))
+    whole = torch.nn.functional.pad(sums, (0, 0, 0, -sums.shape[2] % each)) if sums.shape[2] % each else sums
     return whole.view(*sums.shape[:2], -1, each, sums.shape[3]).sum(3)
 
 
@@ -318,13 +332,13 @@ def _tiles(call: Call, block: tuple[int, int]) -> tuple[Tiles, Tiles]:
     return of_q.moved((_lengths(call.cu_seqlens_k) - _lengths(call.cu_seqlens_q))[of_q.b]), of_k
 
 
-def _scores(call: Call, of_q: torch.Tensor, of_k: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """(batch, heads, tiles_q, tiles_k) of means of queries and keys."""
+def _scores(call: Call, of_q: torch.Tensor, of_k: torch.Tensor, block: tuple[int, int], scale: float) -> torch.Tensor:
+    """(batch, heads, tiles_q, tiles_k) of means of queries and keys, times `scale`."""
     batch = of_q.shape[0]
     grouped = of_q.reshape(batch * call.num_heads_kv, -1, call.head_dim)
     with torch.autocast(call.q.device.type, enabled=False):
         nothing = grouped.new_empty((1, 1, 1))  # times 0, which makes the factor part of the product
-        s = torch.baddbmm(nothing, grouped, of_k.flatten(0, 1).transpose(-1, -2), beta=0, alpha=call.scale)
+        s = torch.baddbmm(nothing, grouped, of_k.flatten(0, 1).transpose(-1, -2), beta=0, alpha=scale)
     s = s.view(*of_q.shape[:3], of_k.shape[2])
     if call.score is None:
         return s

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from tilewise.core.dispatch import capability
 from tilewise.ops.quantize.problem import NUMBERS, Call
+from tilewise.ops.quantize.triton_row_sums import sums_of_rows
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
@@ -332,10 +333,9 @@ def encode_rows(
         given = rows_given(x_rows, token, d, inside, there, ROPE, STEP, TURNS)
         x = given.to(tl.float32)
         if SUM is not None:
-            square = tl.sum(x * x, 1)
-            units = x * tl.where(square == 0.0, 0.0, 1.0 / tl.sqrt_rn(square))[:, None]
-            tl.store(SUM + cell * DIM + d, tl.sum(x, 0), mask=d < DIM)
-            tl.store(UNIT_SUM + cell * DIM + d, tl.sum(units, 0), mask=d < DIM)
+            of_rows, units = sums_of_rows(given, x)
+            tl.store(SUM + cell * DIM + d, of_rows, mask=d < DIM)
+            tl.store(UNIT_SUM + cell * DIM + d, units, mask=d < DIM)
         if SMOOTH:
             if QUERIES:
                 count = tl.maximum(tl.minimum(length - block * ROWS, ROWS), 1)
