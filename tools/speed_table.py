@@ -17,7 +17,7 @@ EXACT = ("exact_forward", "exact_backward")
 BESIDE = ("neighbours_forward", "neighbours_backward")
 FEWER = ("few_bits_forward", "sliding_tile", "sparse_whole")
 SELECTED = "hopper_codes.selected"
-SCHEMES = {"sage2": "`Sage2()`", "fp8": '`Sage("fp8")`'}
+SCHEMES = {"sage2": "`Sage2()`", "fp8": '`Sage("fp8")`', "blocks": '`FP8("block", "block", "block")`'}
 PEERS = {"flex": "FlexAttention, compiled", "cudnn": "cuDNN"}
 
 

@@ -111,6 +111,9 @@ def test_the_table_beside_attention_has_the_first_shape_of_each_operation(tmp_pa
     assert lines[-1].startswith("NVIDIA H200, bfloat16, 2026-02-01.")
 
 
+TIMES = {"sage2": 2.0, "fp8": 1.0, "blocks": 0.5}  # of schemes
+
+
 def test_the_table_of_few_bits_has_times_over_the_exact_kernels(tmp_path: Path) -> None:
     def fill(question: str, problem: dict[str, object], times: dict[str, float]) -> None:
         for impl, time in times.items():
@@ -120,7 +123,7 @@ def test_the_table_of_few_bits_has_times_over_the_exact_kernels(tmp_path: Path) 
 
     assert speed_table.fewer(tmp_path) == "No records yet."
     for length, exact in ((4096, 6.0), (512, 3.0)):
-        codes = {f"tilewise.hopper_codes.{name}": time for name, time in (("sage2", 2.0), ("fp8", 1.0))}
+        codes = {f"tilewise.hopper_codes.{name}": time for name, time in TIMES.items()}
         kernels = {f"{impl}.kernel": time / 2 for impl, time in codes.items()}
         fill("few_bits_forward", {"head_dim": 64, "formula": "full", "seqlen_q": length},
              {"tilewise.hopper": exact, **codes, **kernels})  # fmt: skip
@@ -132,9 +135,10 @@ def test_the_table_of_few_bits_has_times_over_the_exact_kernels(tmp_path: Path) 
               "tilewise.hopper_codes.selected": 1.0})  # fmt: skip
     lines = speed_table.fewer(tmp_path).splitlines()
     assert lines[0].endswith("| 512 tokens | 4,096 tokens |")
-    assert lines[2:4] == [
+    assert lines[2:5] == [
         "| `Sage2()`, head dimension 64, full | 1.50 / 3.00 | 3.00 / 6.00 |",
         '| `Sage("fp8")`, head dimension 64, full | 3.00 / 6.00 | 6.00 / 12.00 |',
+        '| `FP8("block", "block", "block")`, head dimension 64, full | 6.00 / 12.00 | 12.00 / 24.00 |',
     ]
     assert "`sliding_tile((2, 2), (1, 1))`, 9% of the pairs: 4.50 / 9.00 times as fast as cuDNN" in lines[-1]
     assert lines[-1].count("Sparge") == 1
