@@ -44,6 +44,7 @@ CASES = {
     "few_bits": "attention over codes with and without making them, against exact, cuDNN and SageAttention 1.0",
     "sparse": "attention over selected tiles by density, the choice of tiles, both together, beside all tiles",
     "selected_pages": "decoding over the pages or tokens of a KV cache that matter, beside all of them and cuDNN",
+    "tuning": "what tune-sparse and tune-quant take from the command to the answer, and the error they settle for",
     "tile_classes": "classification of 128k x 128k tokens against create_block_mask, time and memory",
     "overhead": "host time per call, first result of a new formula, compilations when numbers change",
     "cpu": "fp32 on the CPU against SDPA, with and without a dense mask, time and memory",
