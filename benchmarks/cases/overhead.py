@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import tilewise as tw
 from benchmarks.cases import Options
 from benchmarks.contenders import sources_of
-from benchmarks.environment import ROOT, current
+from benchmarks.environment import current
+from benchmarks.process import printed_by
 from benchmarks.records import Writer
 from benchmarks.timing import host_times
 
@@ -108,11 +108,8 @@ def _probe(what: str, impl: str, caches: str) -> dict[str, Any]:
     env = dict(os.environ)
     for name in ("TRITON_CACHE_DIR", "TILEWISE_CACHE", "TORCHINDUCTOR_CACHE_DIR"):
         env[name] = os.path.join(caches, name.lower())
-    words = [sys.executable, "-m", "benchmarks.probe", what, impl]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PROBE_LIMIT_S)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
-    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    printed = printed_by(["benchmarks.probe", what, impl], PROBE_LIMIT_S, env)
+    answer: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     return answer
 
 

@@ -12,11 +12,11 @@ Times are those of whole processes, the first of which, where kernels are compil
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from benchmarks.cases import Options
 from benchmarks.cases.sparse import drifting
 from benchmarks.environment import current
+from benchmarks.process import printed_by
 from benchmarks.records import Writer
 from benchmarks.timing import quantiles
 from tools.families import FAMILIES
@@ -31,7 +32,8 @@ from tools.families import FAMILIES
 QUESTION = "tuning"
 MOST = 0.05  # relative L1 error of a head
 LIMIT_S = 600
-INCLUDES = "a process: start, layers read or trained, looked at and timed, the file written"
+INCLUDES = "a process: start, layers read or trained, looked at and timed, what was found written or printed"
+Layers = list[dict[str, Any]]
 
 
 def run(options: Options) -> None:
@@ -58,44 +60,49 @@ def _measure(
     writer: Writer, what: str, tile: str, arguments: list[str], folder: Path, device: str, rounds: int
 ) -> None:
     """A record of each command."""
-    where = [f"--device={device}", f"--max-error={MOST}", "--json"]
-    commands = {"tune-sparse": [f"--block={tile}"], "tune-quant": ["--per-head"]}
-    for name, own in commands.items():
+    for name, (operation, settled) in COMMANDS.items():
         times: list[float] = []
         for n in range(rounds + 1):
-            out = [f"--out={folder / f'{tile}.{n}.json'}"] if name == "tune-sparse" else []
-            ms, answer = _process([name, *arguments, *own, *out, *where])
+            own = ["--per-head"]
+            if name == "tune-sparse":  # which would go on with a file that is there
+                own = [f"--block={tile}", f"--out={folder / f'{tile}.{n}.json'}"]
+            ms, layers = _process([name, *arguments, *own, f"--device={device}", f"--max-error={MOST}", "--json"])
             times += [ms] if n else []
-        family = ("select" if name == "tune-sparse" else "quantize") + ("_triton" if device == "cuda" else "_cpu")
+        worst, computed = settled(layers)
+        family = FAMILIES[f"{operation}_{'triton' if device == 'cuda' else 'cpu'}"]
         writer.write(
             QUESTION, {"operation": name, "workload": what}, f"tilewise.{name.replace('-', '_')}",
-            times_ms=quantiles(times), error=_settled(name, answer), includes=INCLUDES, sources=FAMILIES[family].hash(),
+            times_ms=quantiles(times), includes=INCLUDES, sources=family.hash(),
+            error={"metric": f"relative L1 of the worst head, {computed}", "value": float(f"{worst:.3g}")},
         )  # fmt: skip
 
 
-def _process(command: list[str]) -> tuple[float, dict[str, Any]]:
-    """(milliseconds of a process, what it printed)"""
+def _process(command: list[str]) -> tuple[float, Layers]:
+    """(milliseconds of a process, what it says of the layers)"""
     started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "tilewise.cli", *command], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    try:
+        printed = printed_by(["tilewise.cli", *command], LIMIT_S)
+    except RuntimeError as error:
+        raise RuntimeError(f"{' '.join(command)}: {error}") from error
     ms = 1e3 * (time.perf_counter() - started)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return ms, answer
+    layers: Layers = json.loads(printed)["layers"]
+    return ms, layers
 
 
-def _settled(name: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """The largest error of a head, and what is computed for it."""
-    layers = answer["layers"]
-    if name == "tune-sparse":
-        density = [share for layer in layers for share in layer["found"]["density"]]
-        worst = max(error for layer in layers for error in layer["found"]["errors"])
-        metric = f"relative L1 of the worst head, {sum(density) / len(density):.0%} of the tiles computed"
-    else:
-        chosen = [layer["chosen"] for layer in layers]
-        trials = [{trial["scheme"]: trial for trial in layer["trials"]} for layer in layers]
-        worst = max(max(found[one]["heads"]) for found, one in zip(trials, chosen, strict=True))
-        metric = f"relative L1 of the worst head, {', '.join(dict.fromkeys(chosen))}"
-    return {"metric": metric, "value": float(f"{worst:.3g}")}
+def _sparse(layers: Layers) -> tuple[float, str]:
+    """(the largest error of a head, what is computed for it)"""
+    found = [layer["found"] for layer in layers]
+    density = [share for of_layer in found for share in of_layer["density"]]
+    return max(max(of_layer["errors"]) for of_layer in found), f"{fmean(density):.0%} of the tiles computed"
+
+
+def _quant(layers: Layers) -> tuple[float, str]:
+    """(the largest error of a head, the schemes that were picked)"""
+    picked = [next(t for t in layer["trials"] if t["scheme"] == layer["chosen"]) for layer in layers]
+    return max(max(trial["heads"]) for trial in picked), ", ".join(dict.fromkeys(t["scheme"] for t in picked))
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Layers], tuple[float, str]]]] = {
+    "tune-sparse": ("select", _sparse),
+    "tune-quant": ("quantize", _quant),
+}

@@ -141,6 +141,8 @@ def test_the_table_of_few_bits_has_times_over_the_exact_kernels(tmp_path: Path) 
         '| `FP8("block", "block", "block")`, head dimension 64, full | 6.00 / 12.00 | 12.00 / 24.00 |',
     ]
     assert "`sliding_tile((2, 2), (1, 1))`, 9% of the pairs: 4.50 / 9.00 times as fast as cuDNN" in lines[-1]
+    fill("sliding_tile", {"formula": "sliding_tile((2, 2), (1, 1)), 9% of the pairs", "seqlen_q": 4}, {"fa4": 6.0})
+    assert "9% of the pairs: 3.00 / 6.00 times as fast as FlashAttention-4" in speed_table.fewer(tmp_path)
     assert lines[-1].count("Sparge") == 1
     assert "`Sparge`, 2,048 tokens, 15% of the tiles: 4.00 / 8.00 times as fast as exact" in lines[-1]
 
