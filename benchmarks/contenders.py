@@ -159,6 +159,7 @@ def measure(
     *,
     device: str,
     rounds: int,
+    turn_ms: float = 0.0,
     sources: Callable[[str], str | None] = sources_of,
     recorded: bool = True,
 ) -> None:
@@ -170,7 +171,7 @@ def measure(
     passes = {name: _passes(attention, make(name), comparison.want, recorded) for name, attention in contenders.items()}
     for direction, (question, includes) in enumerate(questions.items()):
         calls = {name: found.calls[direction] for name, found in passes.items() if direction < len(found.calls)}
-        timed = interleaved(calls, device=device, rounds=rounds)
+        timed = interleaved(calls, device=device, rounds=rounds, turn_ms=turn_ms)
         for name, found in passes.items():
             result = timed.get(name) or Timed([], found.failure)
             times = result.quantiles

@@ -1,4 +1,8 @@
-"""Timing that treats every contender alike: they take turns call by call, so clocks and heat are shared.
+"""Timing that treats every contender alike: they take turns, call by call, so that clocks and heat are shared.
+
+At its limit of power a GPU lowers its clock until what runs draws less. Call by call contenders then share one clock,
+which whoever draws most has lowered for all; so long products take turns of many calls, of which the first half is left
+out: then the clock is that of a contender's own work (benchmarks/NOTES.md).
 
 On a GPU each call is timed by CUDA events after a read of a buffer larger than the L2 cache, which then holds nothing
 of the call's, and nothing that its first reads would have to write back for others (benchmarks/NOTES.md). The host
@@ -19,10 +23,18 @@ from tilewise.testing.graphs import captured
 
 FLUSH_BYTES = 256 * 2**20
 WARMUP_MS = 50.0
+TURN_MS = 120.0  # of calls that may run at the limit of power; after some 50 the clock is their own
+SHORT_MS = 1.0  # of calls before whose likes the GPU is kept waiting, lest the host be late
+FLUSH_MS, WAIT_MS = 0.06, 0.35  # about what lies between calls
 WAIT_CYCLES = 600_000  # 0.3 ms, in which the host gets through most calls
 METHOD_GPU = (
     "CUDA events around each call, L2 filled before it by a read of 256 MiB and the GPU kept waiting until the host is "
     "ahead, contenders alternating call by call, {rounds} rounds after {warmup_ms:.0f} ms of warm-up each"
+)
+METHOD_TURNS = (
+    "CUDA events around each call, L2 filled before it by a read of 256 MiB, contenders alternating in turns of "
+    "{turn_ms:.0f} ms whose second half counts, {rounds} turns each after {warmup_ms:.0f} ms of warm-up; where a "
+    "call is shorter than {short_ms:.0f} ms, the GPU kept waiting until the host is ahead"
 )
 METHOD_CPU = (
     "monotonic clock around each call, contenders alternating call by call, "
@@ -54,22 +66,29 @@ def quantiles(times_ms: list[float]) -> Quantiles:
     return p20, p50, p80
 
 
-def method(device: str, rounds: int, warmup_ms: float = WARMUP_MS) -> str:
+def method(device: str, rounds: int, warmup_ms: float = WARMUP_MS, turn_ms: float = 0.0) -> str:
     """How `interleaved` measures, in words, for the record."""
-    return (METHOD_GPU if device == "cuda" else METHOD_CPU).format(rounds=rounds, warmup_ms=warmup_ms)
+    text = METHOD_CPU if device != "cuda" else METHOD_TURNS if turn_ms else METHOD_GPU
+    return text.format(rounds=rounds, warmup_ms=warmup_ms, turn_ms=turn_ms, short_ms=SHORT_MS)
 
 
 def interleaved(
-    calls: Mapping[str, Call], *, device: str, rounds: int = 60, warmup_ms: float = WARMUP_MS
+    calls: Mapping[str, Call], *, device: str, rounds: int = 60, warmup_ms: float = WARMUP_MS, turn_ms: float = 0.0
 ) -> dict[str, Timed]:
     """Time every call, taking turns; a call that raises while it warms up drops out and its message is kept.
 
-    `rounds` calls are timed per contender; the order rotates from round to round, so no one always follows the same.
+    Each contender has `rounds` turns: a call, or on a GPU as many as `turn_ms` hold, of which the second half is timed.
+    The order rotates from round to round, so no one always follows the same.
     """
-    failures = _warm_up_all(calls, device, warmup_ms)
-    live = [name for name in calls if name not in failures]
-    timer = _gpu_rounds if device == "cuda" else _cpu_rounds
-    times = timer({name: calls[name] for name in live}, rounds)
+    warm, failures = _warm_up_all(calls, device, warmup_ms)
+    live = {name: calls[name] for name in warm}
+    if device == "cuda":
+        waits = not turn_ms or min(warm.values(), default=0.0) < SHORT_MS
+        between = FLUSH_MS + waits * WAIT_MS
+        repeats = {name: max(1, round(turn_ms / (call_ms + between))) for name, call_ms in warm.items()}
+        times = _gpu_rounds(live, rounds, repeats, waits)
+    else:
+        times = _cpu_rounds(live, rounds)
     return {name: Timed(times.get(name, []), failures.get(name)) for name in calls}
 
 
@@ -78,23 +97,27 @@ def failure_message(error: Exception) -> str:
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
-def _warm_up_all(calls: Mapping[str, Call], device: str, warmup_ms: float) -> dict[str, str]:
-    failures = {}
+def _warm_up_all(calls: Mapping[str, Call], device: str, warmup_ms: float) -> tuple[dict[str, float], dict[str, str]]:
+    """(Milliseconds of a call, the host's wait for it included, by name; messages of those that raised)."""
+    warm, failures = {}, {}
     for name, call in calls.items():
         try:
-            _warm_up(call, device, warmup_ms)
+            warm[name] = _warm_up(call, device, warmup_ms)
         except Exception as error:
             failures[name] = failure_message(error)
-    return failures
+    return warm, failures
 
 
-def _warm_up(call: Call, device: str, warmup_ms: float) -> None:
+def _warm_up(call: Call, device: str, warmup_ms: float) -> float:
     call()  # compiles; its time must not count as warm-up
     _wait(device)
     start = time.perf_counter()
+    count = 0
     while (time.perf_counter() - start) * 1e3 < warmup_ms:
         call()
         _wait(device)
+        count += 1
+    return (time.perf_counter() - start) * 1e3 / max(count, 1)
 
 
 def _wait(device: str) -> None:
@@ -107,18 +130,24 @@ def _order(names: list[str], turn: int) -> list[str]:
     return names[shift:] + names[:shift]
 
 
-def _gpu_rounds(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+def _gpu_rounds(
+    calls: Mapping[str, Call], rounds: int, repeats: Mapping[str, int], waits: bool
+) -> dict[str, list[float]]:
+    """Milliseconds of calls by name, those of the second half of each turn, which has `repeats` of them."""
     flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in _order(list(calls), turn):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.sum()
-            torch.cuda._sleep(WAIT_CYCLES)
-            start.record()
-            calls[name]()
-            end.record()
-            events[name].append((start, end))
+            for count in range(repeats[name]):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                flush.sum()
+                if waits:
+                    torch.cuda._sleep(WAIT_CYCLES)
+                start.record()
+                calls[name]()
+                end.record()
+                if count >= repeats[name] // 2:
+                    events[name].append((start, end))
     torch.cuda.synchronize()
     return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
@@ -139,11 +168,10 @@ def host_times(calls: Mapping[str, Call], *, device: str, rounds: int = 20, repe
     Each round times `repeat` calls of one contender in a row, then of the next; one value per round.
     """
 
-    failures = _warm_up_all(calls, device, WARMUP_MS)
-    live = [name for name in calls if name not in failures]
+    live, failures = _warm_up_all(calls, device, WARMUP_MS)
     times: dict[str, list[float]] = {name: [] for name in live}
     for turn in range(rounds):
-        for name in _order(live, turn):
+        for name in _order(list(live), turn):
             call = calls[name]
             _wait(device)
             start = time.perf_counter()
@@ -180,8 +208,9 @@ def ceilings(device: str, *, size: int | None = None, copy_bytes: int | None = N
     source = torch.randn(count, device=device)
     target = torch.empty_like(source)
     timed = interleaved(
-        {"matmul": lambda: a @ b, "copy": lambda: target.copy_(source)}, device=device, rounds=30, warmup_ms=100
-    )
+        {"matmul": lambda: a @ b, "copy": lambda: target.copy_(source)},
+        device=device, rounds=5 if on_gpu else 30, warmup_ms=100, turn_ms=TURN_MS,
+    )  # fmt: skip
     for name, result in timed.items():
         if result.quantiles is None:
             raise RuntimeError(f"the ceiling could not be measured: {name}: {result.failure}")

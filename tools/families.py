@@ -87,7 +87,7 @@ _PAGED = (
 
 _HOPPER = tuple(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "hopper"))
 _HOPPER_TILED = tuple(
-    _ATTENTION + f"gluon_{name}.py" for name in ("attention", "sm90_fetch", "sm90_formula", "sm90_fwd", "sm90_[bprs]*")
+    _ATTENTION + f"gluon_{name}.py" for name in ("attention", "sm90_fetch", "sm90_formula", "sm90_fwd", "sm90_[bmprs]*")
 )
 _HOPPER_DECODE = (
     "src/tilewise/tiles/gluon_codes.py",
@@ -220,7 +220,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="attention_hopper",
             sources=(*_PORTABLE, *_HOPPER, *_HOPPER_TILED, _ATTENTION + "rows/hopper.py"),
-            tests=(*_GPU_TESTS, "tests/gpu/test_paged_prefill.py"),
+            tests=(*_GPU_TESTS, "tests/gpu/test_attention_meetings.py", "tests/gpu/test_paged_prefill.py"),
             rows=("hopper",),
             ci="compiled for sm_90",
         ),
@@ -244,7 +244,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="attention_codes_hopper",
             sources=(*_PORTABLE, *_HOPPER, *_HOPPER_TILED, *_IN_FEW_BITS, *_HOPPER_CODES),
-            tests=("tests/gpu/test_attention_quantize.py",),
+            tests=("tests/gpu/test_attention_quantize.py", "tests/gpu/test_attention_meetings.py"),
             rows=("hopper_codes",),
             ci="compiled for sm_90",
         ),

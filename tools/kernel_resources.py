@@ -34,6 +34,7 @@ ARCHITECTURES = (80, 90, 100)
 SEQLEN, HEADS, HEADS_KV = 256, 4, 2
 LEFT_OUT = 15.0  # how far below the largest scores are that count for nothing
 LONG = 1024  # tokens of Hopper's variants: shorter ones have a backward of their own, that of "repeats"
+LONGER = 8192  # of those whose programs meet
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -53,11 +54,13 @@ CODED: dict[str, Callable[[], dict[str, Any]]] = {  # in few bits
     "fp8 value blocks": lambda: {"mask": tw.causal, "quantize": tw.FP8("block", "block", "block")},
     "sage2 packed": lambda: {"mask": tw.causal, "layout": _packed(), "quantize": tw.Sage2()},
     "fp8 scores": lambda: {"quantize": FP8},
+    "fp8 longer": lambda: {"quantize": FP8},
     "fa3": lambda: {"mask": tw.causal, "quantize": tw.FP8(v_scale="channel")},
     "sage2 left out": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},  # tiles of small weights
 }
 FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
+    "longer": dict,
     "causal": lambda: {"mask": tw.causal},
     "window": lambda: {"mask": tw.window(100)},
     "alibi": lambda: {"mask": tw.causal, "score": tw.alibi(torch.ones(HEADS, requires_grad=True))},
@@ -161,7 +164,8 @@ class Variant:
         arguments = FORMULAS[self.formula]()
         if self.row in ("triton_paged", "hopper_decode") or self.formula in ("pages", "small pages"):
             return self._paged(arguments)
-        lead = (SEQLEN,) if "layout" in arguments else (2, LONG if self.row in ("hopper", "hopper_codes") else SEQLEN)
+        tokens = LONGER if self.formula.endswith("longer") else LONG
+        lead = (SEQLEN,) if "layout" in arguments else (2, tokens if self.row in ("hopper", "hopper_codes") else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
         forward = self.row in ("triton_decode", "hopper_codes", "triton_codes") or self.formula == "left out"
         grad = not forward or self.formula == "sage2 sums"
@@ -228,7 +232,18 @@ def variants() -> Iterator[Variant]:
             formula
             for formula in FORMULAS
             if formula
-            not in ("slopes", "repeats", "pages", "small pages", "invariant", "shared", *KINDS, *CHANNELS, *CODED)
+            not in (
+                "longer",
+                "slopes",
+                "repeats",
+                "pages",
+                "small pages",
+                "invariant",
+                "shared",
+                *KINDS,
+                *CHANNELS,
+                *CODED,
+            )
         )  # kernels of others
         by_dtype = {"bf16": portable, "fp16": ("plain",), "fp32": ("causal", "alibi")}
         for dtype, formulas in by_dtype.items():
@@ -262,6 +277,7 @@ def variants() -> Iterator[Variant]:
     for head_dim in (64, 128, 256):
         for formula in (
             "plain",
+            "longer",
             "causal",
             "window",
             "slopes",
@@ -288,7 +304,7 @@ def variants() -> Iterator[Variant]:
             quick = head_dim == 128 or (head_dim == 256 and formula in ("sage2 packed", "fp8 blocks"))
             yield Variant(90, "hopper_codes", "bf16", head_dim, formula, quick)
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256)):
-        for formula in (formula for formula in CODED if formula not in ("sage2 sums", "fp8 blocks")):
+        for formula in (formula for formula in CODED if formula not in ("sage2 sums", "fp8 blocks", "fp8 longer")):
             yield Variant(sm, "triton_codes", "bf16", head_dim, formula, head_dim == 128 and formula == "sage2 causal")
 
 

@@ -30,11 +30,12 @@ from benchmarks.contenders import (
 from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import MaskMod, ScoreMod, head_slice, visible_pairs
-from benchmarks.timing import ceilings, method
+from benchmarks.timing import TURN_MS, ceilings, method
 
 # Eight documents of unequal lengths, none a multiple of a tile, as fractions of 8192.
 DOCUMENTS = (250, 517, 771, 1019, 1283, 1530, 1797, 1025)
 BATCH = 2
+ROUNDS = 5  # of turns
 ROWS = {"cuda": ("triton", "hopper"), "cpu": ("cpu_tiled",)}
 QUESTIONS = {
     "attention_forward": INCLUDES[0] + "; flex: block mask built beforehand",
@@ -122,12 +123,15 @@ def contenders(formula: Formula, seqlen: int, device: str) -> dict[str, Attentio
 
 def run(options: Options) -> None:
     """Measure every formula; one record per contender, formula and direction."""
-    device = options.device
+    device, rounds = options.device, min(options.rounds, ROUNDS)
     seqlen, heads, head_dim = (8192, 16, 128) if not options.quick else (256, 4, 32)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=256, copy_bytes=2**20)
     writer = Writer(
-        current(device), method=method(device, options.rounds), ceilings=(ceiling[0], None), results=options.out
+        current(device),
+        method=method(device, rounds, turn_ms=TURN_MS),
+        ceilings=(ceiling[0], None),
+        results=options.out,
     )
     for formula in formulas(seqlen, heads, device):
         if not options.wants(formula.name.split()[0]):
@@ -150,5 +154,6 @@ def run(options: Options) -> None:
             QUESTIONS,
             writer,
             device=device,
-            rounds=options.rounds,
+            rounds=rounds,
+            turn_ms=TURN_MS,
         )

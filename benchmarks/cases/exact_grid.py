@@ -5,8 +5,8 @@ grouped queries (part gqa) and documents of Zipf lengths, packed (part packed). 
 also with gradients that repeat bit by bit, SDPA's cuDNN and FlashAttention-2 back ends, PyTorch's varlen attention, and
 FlashAttention-4 where `flash_attn.cute` imports (`pip install --pre flash-attn-4`); the record's method says
 whether it took part. FlexAttention would compile once a cell: see `attention_formula`. TFLOP/s count the visible area
-only: 4 * head_dim operations per visible pair forward, 2.5 times that backward. At most 30 rounds, so that all of it
-takes a few minutes.
+only: 4 * head_dim operations per visible pair forward, 2.5 times that backward. Turns of 120 ms, at most
+five, so that all of it takes a few minutes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from benchmarks.contenders import (
 from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import Slice, head_slice
-from benchmarks.timing import ceilings, method
+from benchmarks.timing import TURN_MS, ceilings, method
 
 QUESTIONS = dict(zip(("exact_forward", "exact_backward"), INCLUDES, strict=True))
 ROWS = {"cuda": ("triton", "hopper"), "cpu": ("cpu_sdpa", "cpu_tiled")}
-ROUNDS = 30
+ROUNDS = 5  # of turns
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def run(options: Options) -> None:
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
     writer = Writer(
         current(device),
-        method=f"{method(device, rounds)}; {fa4_says}",
+        method=f"{method(device, rounds, turn_ms=TURN_MS)}; {fa4_says}",
         ceilings=(ceiling[0], None),
         results=options.out,
     )
@@ -160,4 +160,7 @@ def run(options: Options) -> None:
 
         problem = cell.problem | {"dtype": str(dtype).removeprefix("torch.")}
         comparison = Comparison(problem, 4 * cell.head_dim * cell.pairs * cell.heads_q, reference(cell, make("")))
-        measure(comparison, contenders(cell, device, fa4_module), make, QUESTIONS, writer, device=device, rounds=rounds)
+        measure(
+            comparison, contenders(cell, device, fa4_module), make, QUESTIONS, writer, device=device, rounds=rounds,
+            turn_ms=TURN_MS,
+        )  # fmt: skip

@@ -22,7 +22,7 @@ from benchmarks.contenders import HEAD, SDPA_BACKENDS, find_peer, inputs, sdpa, 
 from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import head_slice, relative_error
-from benchmarks.timing import Call, ceilings, graphed, interleaved, method
+from benchmarks.timing import TURN_MS, Call, ceilings, graphed, interleaved, method
 from tilewise.ops.attention.problem import make_call
 from tilewise.quant.schemes import Scheme
 
@@ -41,7 +41,7 @@ SCHEMES: dict[str, Scheme] = {
     "fa3": tw.FP8(v_scale="channel"),
     "blocks": tw.FP8("block", "block", "block"),
 }
-ROUNDS = 30
+ROUNDS = 5  # of turns
 
 
 def run(options: Options) -> None:
@@ -50,7 +50,12 @@ def run(options: Options) -> None:
     sage, says = find_peer("sage1", "sageattention", "sageattention", device)
     print(says, flush=True)
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
-    writer = Writer(current(device), method=f"{method(device, rounds)}; {says}", ceilings=ceiling, results=options.out)
+    writer = Writer(
+        current(device),
+        method=f"{method(device, rounds, turn_ms=TURN_MS)}; {says}",
+        ceilings=ceiling,
+        results=options.out,
+    )
     tokens, width, lengths = (16_384, 2048, (1024, 2048, 4096, 16_384)) if not options.quick else (256, 512, (128,))
     for head_dim in (64, 128):
         if options.wants(f"d{head_dim}"):
@@ -78,7 +83,7 @@ def _forward(
     batch, seqlen, heads, head_dim = shape
     pairs = seqlen * (seqlen + 1) // 2 if causal else seqlen * seqlen
     calls = _contenders(q, k, v, causal, device, sage)
-    timed = interleaved(calls, device=device, rounds=rounds)
+    timed = interleaved(calls, device=device, rounds=rounds, turn_ms=TURN_MS)
     problem = {
         "operation": f"head_dim {head_dim}", "formula": "causal" if causal else "full", "seqlen_q": seqlen,
         "seqlen_k": seqlen, "batch": batch, "num_heads_q": heads, "num_heads_kv": heads, "head_dim": head_dim,
@@ -137,7 +142,7 @@ def _encode(shape: tuple[int, int, int, int], writer: Writer, device: str, round
     row = "triton" if device == "cuda" else "cpu"
     for name, scheme in SCHEMES.items():
         call = {f"tilewise.{row}": graphed(_encoding(q, k, v, scheme, row), device)}
-        (impl, result), *_ = interleaved(call, device=device, rounds=rounds).items()
+        (impl, result), *_ = interleaved(call, device=device, rounds=rounds, turn_ms=TURN_MS).items()
         times = result.quantiles
         fewest = sum(x.nbytes for x in (q, k, v)) + tw.quantize_qkv(q, k, v, scheme=scheme).nbytes
         problem = {"operation": name, "shape": " × ".join(f"{n:,}" for n in shape[1:]), "dtype": str(dtype)[6:]}

@@ -35,7 +35,7 @@ from benchmarks.contenders import HEAD, SDPA_BACKENDS, fa4, find_fa4, inputs, sd
 from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import Slice, head_slice, relative_error
-from benchmarks.timing import Call, ceilings, interleaved, method
+from benchmarks.timing import TURN_MS, Call, ceilings, interleaved, method
 from tilewise.ops.attention.choice import choose_tiles
 from tilewise.ops.attention.problem import make_call
 
@@ -43,7 +43,7 @@ FORWARD, BACKWARD, CHOICE, WHOLE, SLIDING = QUESTIONS = (
     "sparse_forward", "sparse_backward", "sparse_choice", "sparse_whole", "sliding_tile",
 )  # fmt: skip
 DENSITIES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
-ROUNDS = 20
+ROUNDS = 5  # of turns
 HEADS, HEAD_DIM, TILE = 16, 128, 128
 EXACT = "relative l2 to float64 under the same map, one head"
 ALL = "relative l2 to exact attention over all tiles"
@@ -84,7 +84,7 @@ class _Run:
         errors: Mapping[str, float], metric: str, includes: str,
     ) -> None:  # fmt: skip
         """Time the calls, taking turns, and write a record of each."""
-        for name, result in interleaved(calls, device=self.device, rounds=self.rounds).items():
+        for name, result in interleaved(calls, device=self.device, rounds=self.rounds, turn_ms=TURN_MS).items():
             times = result.quantiles
             outcome: dict[str, Any] = {"metric": "failure", "message": result.failure}
             if times:
@@ -102,7 +102,7 @@ def run(options: Options) -> None:
     device, rounds = options.device, min(options.rounds, ROUNDS)
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
     fa4_module, fa4_says = find_fa4(device)
-    said = f"{method(device, rounds)}; {fa4_says}"
+    said = f"{method(device, rounds, turn_ms=TURN_MS)}; {fa4_says}"
     writer = Writer(current(device), method=said, ceilings=ceiling, results=options.out)
     what = _Run(writer, device, rounds, options.quick)
     parts: dict[str, Callable[[_Run], None]] = {

@@ -51,7 +51,7 @@ def test_exponentials_of_the_backward_run_beside_products(variant: Variant) -> N
     wide, with_sums = variant.head_dim > 128, OF_QUERIES not in kernels
     assert (OF_WIDE_KEYS in kernels) is wide
     assert with_sums is not wide
-    loops = 1 if variant.formula == "plain" else 2  # tiles that the mask cuts, and the others
+    loops = 1 if variant.formula in ("plain", "longer") else 2  # tiles that the mask cuts, and the others
     others = {OF_KEYS: 64 if variant.head_dim > 64 else 128, OF_QUERIES: 64 if wide else 128}  # queries, or keys
     for name, columns in others.items():
         if name in kernels:
@@ -180,9 +180,37 @@ def test_items_are_dealt_out_where_they_are_many_or_uneven(
     if seqlen != 256:
         q, k, v = (torch.zeros(2, seqlen, x.shape[2], 128, dtype=x.dtype) for x in (call.q, call.k, call.v))
         call = make_call(q, k, v, **FORMULAS[formula]())
-    with compiling_for(90) as kernels:
-        gluon_attention.forward(call)
-    assert ("atom.global" in kernels[-1].asm["ptx"]) is dealt
+    with compiling_for(90):
+        plan = gluon_attention.forward_plan(call, limited=False)
+    assert plan.constants[0].dealt.value is dealt
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "changed", "forward", "keys", "queries"),
+    [
+        (128, {}, True, True, None),
+        (64, {}, True, False, None),
+        (256, {}, True, True, True),
+        (128, {"deterministic": True}, True, False, None),  # who waits for others' additions cannot keep step
+        (128, {"score": tw.softcap(30.0)}, True, True, None),
+        (128, {"mask": tw.causal}, False, False, None),
+        (128, {"mask": tw.window(1024)}, False, False, None),
+        (128, {"seqlen": 1024}, False, False, None),
+    ],
+    ids=str,
+)
+def test_programs_meet_where_all_visit_the_same(
+    head_dim: int, changed: dict[str, Any], forward: bool, keys: bool, queries: bool | None
+) -> None:
+    arguments = {"seqlen": 8192, **changed}
+    rows = (1, arguments.pop("seqlen"), 2, head_dim)
+    q, k, v = (torch.zeros(rows, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    call = make_call(q, k, v, **arguments)
+    o = call.new_output()
+    with compiling_for(90):
+        plans = (gluon_attention.forward_plan(call, False), *gluon_attention.backward_plans(call, o, o)[1:])
+    met = [None if plan is None else plan.constants[0].meets is not None for plan in plans]
+    assert met == [forward, keys, queries]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -195,7 +223,7 @@ def test_sums_take_sixteen_bytes_at_a_time(head_dim: int) -> None:
     assert [name for name in added if ".f32" in name] == wide
 
 
-@pytest.mark.parametrize("variant", [v for v in BACKWARD if v.formula != "plain"], ids=str)
+@pytest.mark.parametrize("variant", [v for v in BACKWARD if v.formula not in ("plain", "longer")], ids=str)
 def test_each_item_of_a_program_has_bounds_of_its_own(variant: Variant) -> None:
     """Loops over tiles end where the item says: MLIR takes what only bounds loops for a thing that never changes."""
     call = variant.call()

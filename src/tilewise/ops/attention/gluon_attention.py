@@ -69,6 +69,8 @@ _HELD = 24 * 2**20  # bytes of sums of dQ that L2 holds beside what else is used
 _IN_ORDER = (2, 64)  # pairs that take turns where sums are added to in order, at least and at most
 _PAIRS = 4  # of batch and head that take turns where there are more: L2 holds their queries and sums of dQ
 _NARROW = 16  # of such pairs where queries see few of the keys: more short items are left for the end
+_MEETS = 8  # tiles between meetings of programs
+_FEWEST_MET = 32  # tiles of an item from which programs meet
 _APART = 2**23  # elements of such pairs, beyond which fewer take turns where any tile may be visited
 
 
@@ -121,6 +123,7 @@ class Fixed(NamedTuple):
     value_blocks: bool | None = None  # of which each block has a scale
     exact_sums: bool | None = None  # weights are summed before they are codes
     skips: bool | None = None  # tiles of small weights count for nothing
+    meets: int | None = None  # after how many tiles programs wait for each other, if they do
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
     slope: Any = None  # the score's derivative
@@ -176,8 +179,11 @@ def _more(call: Call, plan: Plan, lists: triton_attention.Lists) -> tuple[Any, .
 
 
 def counter_of(call: Call, plan: Plan, lists: triton_attention.Lists) -> torch.Tensor | None:
-    """How many items have been dealt out, none yet: what stands behind lists, else a number of its own."""
-    if not plan.constants[0].dealt.value:
+    """How many items have been dealt out, or how many programs have come to meetings, none yet: what stands behind
+    lists, else a number of its own.
+    """
+    fixed = plan.constants[0]
+    if not fixed.dealt.value and fixed.meets is None:
         return None
     listed: torch.Tensor | None = lists[0]
     return torch.zeros(1, dtype=torch.int32, device=call.q.device) if listed is None else listed[-1]
@@ -213,6 +219,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
     slots = slots_of(call, cfg, False)
     pairs = call.num_heads_q * batches_of(call)
     deals = dealt(call, mask, slots)
+    meeting = meets(call, -(-call.rows_k // cfg.block_n))
     if not equal(call):
         turns = turns_of(call, slots, pairs)
     else:
@@ -256,6 +263,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
                 eights_v=eights_of_page(call.v) if boxed else None,
                 few=few,
                 dealt=deals,
+                meets=meeting,
                 apart=used <= SHARED,
                 ahead=2 if used + 2 * cfg.block_m * d <= SHARED and not skips else 1,
                 registers=_GATHER[0] if gathered else _REGISTERS[consumers],
@@ -267,7 +275,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
         extra=(cfg, functions(call)[0]),
         boxes=boxes,
         describe=describe,
-        early=deals,
+        early=deals or meeting is not None,
     )  # fmt: skip
 
 
@@ -300,6 +308,14 @@ def dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
         return False
     even = slots <= _FEWEST_TILES or 2 * multiprocessors(call.q.device) % slots == 0
     return slots > _FEW_TILES or not even or call.packed or (mask is not None and mask.classify is not None)
+
+
+def meets(call: Call, tiles: int, fewest: int = _FEWEST_MET) -> int | None:
+    """After how many of the `tiles` that an item visits programs wait for each other, where all items visit the same;
+    None where they do not, or fewer than `fewest`.
+    """
+    alike = call.mask is None and not call.packed and call.pages is None and call.skip is None
+    return _MEETS if alike and tiles >= fewest else None
 
 
 def turns_of(call: Call, slots: int, pairs: int) -> int:
@@ -404,6 +420,8 @@ def _gradient_plan(
     slots = slots_of(call, cfg, of_keys)
     pairs = (call.num_heads_kv if of_keys else call.num_heads_q) * batches_of(call)
     side = (score.keys if of_keys else score.queries) if score else None
+    tiles = -(-call.rows_q // block) if of_keys else -(-call.rows_k // cfg.block_n)
+    apart = _ordered(call) or _columns(call) == 64  # who waits for another's additions, and whose would collide
     places = (_places(call),) if kernel is attention_bwd_sm90 else ()
     return Plan(
         kernel,
@@ -420,6 +438,7 @@ def _gradient_plan(
                 accumulate=side and side.accumulate,
                 sums=_sums(call),
                 ordered=of_keys and _ordered(call),
+                meets=None if apart else meets(call, tiles),
                 registers=_REGISTERS[2],
             ),
         ),

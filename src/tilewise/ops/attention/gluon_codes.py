@@ -16,6 +16,7 @@ from tilewise.ops.attention.gluon_attention import (
     describe,
     equal,
     linear_of,
+    meets,
     turns_of,
 )
 from tilewise.ops.attention.gluon_sm90_codes import attention_codes_sm90
@@ -39,6 +40,7 @@ _CONFIG = Config(128, KEYS, 4, 2, True)
 _STAGES = 4  # of keys and values, at most
 _AT_ONCE = 128  # channels of values: beside more, a thread has no registers for the next scores
 _REGISTERS = 240
+_FEWEST_MET = 64  # tiles of an item from which programs meet
 _PLANS = Plans()
 
 
@@ -92,6 +94,7 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
                 stages=stages,
                 sinks=call.sink is not None,
                 dealt=dealt(call, mask, slots),
+                meets=meets(call, -(-call.rows_k // cfg.block_n), _FEWEST_MET),
                 apart=True,
                 ahead=2 if early and used + cfg.block_m * d <= SHARED else 1,
                 registers=_REGISTERS,

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.ops.attention.gluon_sm90_meetings import meet, meetings_of
 from tilewise.ops.attention.gluon_sm90_runs import RUN, first_tile_of, run_of_queries, where_of
 from tilewise.ops.attention.gluon_sm90_scores import (
     own_rows,
@@ -55,6 +56,7 @@ def fetch(inputs, memory, bars, grid, fixed):
     done = 0
     at = 0
     item = gl.program_id(0)
+    patient = item >= 0
     while item < grid[0][6]:
         run = run_of_queries(item, grid, fixed, OWN, BLOCK_N)
         count = run[7]
@@ -71,7 +73,11 @@ def fetch(inputs, memory, bars, grid, fixed):
                 async_load(Q, at_row(queries, h, start + HALF * c), own_full.index(c), q_tile.index(c))
                 async_load(DO, at_row(queries, h, start + HALF * c), own_full.index(c), do_tile.index(c))
             fill(V, done, keys, h_kv, n * BLOCK_N, v_ring, v_full, v_empty)
+            if fixed.meets is not None:
+                meetings = meetings_of(at, count - 1, grid, fixed)
             for t in range(1, count):
+                if fixed.meets is not None:
+                    patient = meet(COUNTS + 3, t, meetings, patient, fixed)
                 n = visit_any(t, tiles, fixed.lists)
                 fill(K, done + t, keys, h_kv, n * BLOCK_N, k_ring, k_full, k_empty)
                 fill(V, done + t, keys, h_kv, n * BLOCK_N, v_ring, v_full, v_empty)

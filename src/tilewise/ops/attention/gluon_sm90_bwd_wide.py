@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.ops.attention.gluon_sm90_meetings import meet, meetings_of
 from tilewise.ops.attention.gluon_sm90_runs import RUN, first_tile_of, run_of, where_of
 from tilewise.ops.attention.gluon_sm90_scores import (
     of_queries,
@@ -58,6 +59,7 @@ def fetch(inputs, memory, bars, grid, fixed):
     done = 0
     at = 0
     item = gl.program_id(0)
+    patient = item >= 0
     while item < grid[0][6]:
         for g in range(fixed.group):
             run = run_of(item, g, grid, fixed, TILE, TILE)
@@ -72,7 +74,11 @@ def fetch(inputs, memory, bars, grid, fixed):
                     mbarrier.wait(own_empty.index(0), phase ^ 1)
                     mbarrier.expect(own_full.index(0), tile_bytes(k_tile))
                     async_load(K, at_row(keys, h // fixed.group, start), own_full.index(0), k_tile.index(0))
+                if fixed.meets is not None:
+                    meetings = meetings_of(at, count - 1, grid, fixed)
                 for t in range(count):
+                    if fixed.meets is not None:
+                        patient = meet(COUNTS + 2, t, meetings, patient, fixed)
                     m = visit_any(t, tiles, fixed.lists)
                     row, tile = m * TILE, tile0 + m
                     fill_with(Q, SHIFT, done, queries, h, row, tile, q_ring, shift_ring, q_full, q_empty)

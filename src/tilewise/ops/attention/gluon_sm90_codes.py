@@ -542,7 +542,7 @@ def attention_codes_sm90(
     lists = (LISTED if fixed.lists else 0, list_stride_b, list_stride_h, list_stride_r)
     cu_seqlens = (CU_Q if fixed.packed else 0, CU_K if fixed.packed else 0)
     grid = (sizes, (mask_args, mask_nums, score_args, score_nums + (scale,)), lists, cu_seqlens)  # noqa: RUF005
-    inputs = (Q, K, V, NEXT if fixed.dealt else 0, (0, 0, 0, 0))
+    inputs = (Q, K, V, NEXT if fixed.dealt or fixed.meets is not None else 0, (0, 0, 0, 0))
     outputs = (O, LSE, SINK if fixed.sinks else LSE)
     if fixed.score is not None:
         c = 1.0  # its formula scales

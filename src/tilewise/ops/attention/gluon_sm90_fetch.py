@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.ops.attention.gluon_sm90_meetings import meet, meetings_of
 from tilewise.ops.attention.gluon_sm90_pages import fill_pages, fill_tile, gather_rows, pages_of_keys, table_of
 from tilewise.ops.attention.gluon_sm90_runs import run_of_queries, where_of
 from tilewise.tiles.gluon_api import async_load
@@ -77,6 +78,7 @@ def fetch(inputs, memory, bars, grid, fixed):
     done = 0
     at = 0
     item, turn, run = find_run(gl.program_id(0), 0 * gl.program_id(0), NEXT, grid, fixed)
+    patient = item >= 0
     post(run, 0, board)
     if EARLY:
         fetch_queries(Q, run, 0, memory, bars, grid, fixed)
@@ -91,7 +93,11 @@ def fetch(inputs, memory, bars, grid, fixed):
         if not EARLY:
             fetch_queries(Q, run, at, memory, bars, grid, fixed)
         near = gl.maximum(count - 2, 1)
+        if fixed.meets is not None:
+            meetings = meetings_of(at, near - 1, grid, fixed)
         for t in range(1, near):
+            if fixed.meets is not None:
+                patient = meet(NEXT, t, meetings, patient, fixed)
             ahead = visit_any(t + 1, tiles, fixed.lists)
             fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
             fill_values(V, done + t - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)

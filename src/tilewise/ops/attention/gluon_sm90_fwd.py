@@ -390,7 +390,7 @@ def attention_fwd_sm90(
             mbarrier.init(mended.index(n), count=1)
         fence_async_shared()
         pages = (TABLE, FIRST, stride_t, mended)
-    inputs = (Q, K, V, NEXT if fixed.dealt else 0, pages)
+    inputs = (Q, K, V, NEXT if fixed.dealt or fixed.meets is not None else 0, pages)
     outputs = (O, LSE, SINK if fixed.sinks else LSE)
     seed = gl.load(SEED) if fixed.dropout else 0
     c = LOG2E if fixed.scale_first else scale * LOG2E

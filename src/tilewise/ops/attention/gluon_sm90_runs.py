@@ -7,6 +7,7 @@ from tilewise.tiles.hopper import sequence
 from tilewise.tiles.visit import locate, take_turns, visits
 
 RUN = gl.constexpr(8)  # numbers of a run; the last is how many tiles it visits
+LONGEST = gl.constexpr(4)  # rows of tiles of each pair that come before all others
 
 
 @gluon.jit
@@ -52,6 +53,24 @@ def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def turns_of_queries(item, slots, pairs, together, fixed):
+    """`take_turns`; where each pair of batch and head has its turn alone and rows are sorted by what they visit, the
+    longest of all pairs come before the others, or the GPU would be left to those of the last pair.
+    """
+    if fixed.lists:
+        longest = gl.where(together == 1, gl.minimum(LONGEST, slots - 1), 0)
+        late = gl.where(item < longest * pairs, 0, 1)
+        pair, turn = take_turns(
+            item - late * longest * pairs, gl.where(late == 1, slots - longest, longest), pairs,
+            gl.where(late == 1, together, pairs),
+        )  # fmt: skip
+        turn += late * longest
+    else:
+        pair, turn = take_turns(item, slots, pairs, together)
+    return pair, turn
+
+
+@gluon.jit
 def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """A run over tiles of keys: those that the queries of one item of the grid see, as `run_of`. The last queries,
     which see most under a causal mask, go first.
@@ -60,7 +79,7 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
     batch, seqlen_q, seqlen_k, _rows, slots, together, _items = sizes
     mask_args, mask_nums = formula[0], formula[1]
     CU_Q, CU_K = cu_seqlens
-    pair, turn = take_turns(item, slots, fixed.heads if fixed.packed else batch * fixed.heads, together)
+    pair, turn = turns_of_queries(item, slots, fixed.heads if fixed.packed else batch * fixed.heads, together, fixed)
     slot = slots - 1 - turn
     b = pair // fixed.heads
     h = pair % fixed.heads

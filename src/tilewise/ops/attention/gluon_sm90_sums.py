@@ -13,7 +13,7 @@ from tilewise.tiles.hopper import at_row, matrix, read_by_tma, sequence, take, w
 from tilewise.tiles.load import POINTER, load_rows, rows_of
 from tilewise.tiles.visit import locate, visit_any
 
-TAKEN = gl.constexpr(2)  # counts before those of heads: what two roles or kernels have taken
+TAKEN = gl.constexpr(4)  # counts before those of heads: what two roles or kernels have taken, who came to meetings
 CONVERTERS = gl.constexpr(2)  # warps
 ROWS = gl.constexpr(128)  # of a share, which is one warpgroup's 64 x 64 of a tile of dQ, as the TMA sees the sums
 COLUMNS = gl.constexpr(32)
@@ -68,8 +68,8 @@ def prepare(
             tl.store(COUNTS + TAKEN + 2 * head, 0)
             tl.store(COUNTS + TAKEN + 2 * head + 1, 0)
     if tl.program_id(0) == 0:
-        tl.store(COUNTS, 0)
-        tl.store(COUNTS + 1, 0)
+        for n in tl.static_range(TAKEN):
+            tl.store(COUNTS + n, 0)
 
 
 @gluon.jit

@@ -70,7 +70,7 @@ def put_output(O, where, out, acc, factor, share, of_values, fixed, FIRST: gl.co
     channel = FIRST + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     inside = channel < fixed.head_dim_v
     if fixed.value_blocks:
-        x = acc * (factor * unit)[:, None]
+        x = acc * factor[:, None] * unit  # one after the other: their product may be too small
     else:
         x = acc * factor[:, None] * gl.load(V_SCALE + of_head + channel, mask=inside, other=0.0)[None, :]
     if fixed.centred:
