@@ -24,8 +24,8 @@ from tilewise.testing.graphs import captured
 FLUSH_BYTES = 256 * 2**20
 WARMUP_MS = 50.0
 TURN_MS = 120.0  # of calls that may run at the limit of power; after some 50 the clock is their own
-SHORT_MS = 1.0  # of calls before whose likes the GPU is kept waiting, lest the host be late
-FLUSH_MS, WAIT_MS = 0.06, 0.35  # about what lies between calls
+LEAD_CYCLES = 40_000_000  # some 20 ms, which the host is ahead when a turn of many calls begins
+FLUSH_MS = 0.06  # about what lies between calls
 WAIT_CYCLES = 600_000  # 0.3 ms, in which the host gets through most calls
 METHOD_GPU = (
     "CUDA events around each call, L2 filled before it by a read of 256 MiB and the GPU kept waiting until the host is "
@@ -33,8 +33,8 @@ METHOD_GPU = (
 )
 METHOD_TURNS = (
     "CUDA events around each call, L2 filled before it by a read of 256 MiB, contenders alternating in turns of "
-    "{turn_ms:.0f} ms whose second half counts, {rounds} turns each after {warmup_ms:.0f} ms of warm-up; where a "
-    "call is shorter than {short_ms:.0f} ms, the GPU kept waiting until the host is ahead"
+    "{turn_ms:.0f} ms, before each of which the GPU waits 20 ms for the host to be ahead and whose second half counts, "
+    "{rounds} turns each after {warmup_ms:.0f} ms of warm-up"
 )
 METHOD_CPU = (
     "monotonic clock around each call, contenders alternating call by call, "
@@ -69,7 +69,7 @@ def quantiles(times_ms: list[float]) -> Quantiles:
 def method(device: str, rounds: int, warmup_ms: float = WARMUP_MS, turn_ms: float = 0.0) -> str:
     """How `interleaved` measures, in words, for the record."""
     text = METHOD_CPU if device != "cuda" else METHOD_TURNS if turn_ms else METHOD_GPU
-    return text.format(rounds=rounds, warmup_ms=warmup_ms, turn_ms=turn_ms, short_ms=SHORT_MS)
+    return text.format(rounds=rounds, warmup_ms=warmup_ms, turn_ms=turn_ms)
 
 
 def interleaved(
@@ -83,10 +83,8 @@ def interleaved(
     warm, failures = _warm_up_all(calls, device, warmup_ms)
     live = {name: calls[name] for name in warm}
     if device == "cuda":
-        waits = not turn_ms or min(warm.values(), default=0.0) < SHORT_MS
-        between = FLUSH_MS + waits * WAIT_MS
-        repeats = {name: max(1, round(turn_ms / (call_ms + between))) for name, call_ms in warm.items()}
-        times = _gpu_rounds(live, rounds, repeats, waits)
+        repeats = {name: max(1, round(turn_ms / (call_ms + FLUSH_MS))) for name, call_ms in warm.items()}
+        times = _gpu_rounds(live, rounds, repeats, LEAD_CYCLES if turn_ms else WAIT_CYCLES)
     else:
         times = _cpu_rounds(live, rounds)
     return {name: Timed(times.get(name, []), failures.get(name)) for name in calls}
@@ -131,9 +129,11 @@ def _order(names: list[str], turn: int) -> list[str]:
 
 
 def _gpu_rounds(
-    calls: Mapping[str, Call], rounds: int, repeats: Mapping[str, int], waits: bool
+    calls: Mapping[str, Call], rounds: int, repeats: Mapping[str, int], lead: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of calls by name, those of the second half of each turn, which has `repeats` of them."""
+    """Milliseconds of calls by name, those of the second half of each turn, which has `repeats` of them and begins when
+    the host is `lead` clocks ahead.
+    """
     flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for turn in range(rounds):
@@ -141,8 +141,8 @@ def _gpu_rounds(
             for count in range(repeats[name]):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 flush.sum()
-                if waits:
-                    torch.cuda._sleep(WAIT_CYCLES)
+                if count == 0:
+                    torch.cuda._sleep(lead)
                 start.record()
                 calls[name]()
                 end.record()

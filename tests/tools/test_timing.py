@@ -19,25 +19,24 @@ def test_contenders_take_turns_and_the_order_rotates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn_ms", "repeats", "waits"), [(0.0, {"a": 1, "b": 1}, True), (120.0, {"a": 12, "b": 4}, False)]
+    ("turn_ms", "repeats", "lead"),
+    [(0.0, {"a": 1, "b": 1}, timing.WAIT_CYCLES), (120.0, {"a": 12, "b": 4}, timing.LEAD_CYCLES)],
 )
 def test_turns_on_a_gpu_hold_as_many_calls_as_take_their_time(
-    turn_ms: float, repeats: dict[str, int], waits: bool, monkeypatch: pytest.MonkeyPatch
+    turn_ms: float, repeats: dict[str, int], lead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[int, dict[str, int], bool]] = []
+    seen: list[tuple[int, dict[str, int], int]] = []
 
-    def rounds(
-        calls: dict[str, timing.Call], count: int, found: dict[str, int], waited: bool
-    ) -> dict[str, list[float]]:
-        seen.append((count, found, waited))
+    def rounds(calls: dict[str, timing.Call], count: int, found: dict[str, int], ahead: int) -> dict[str, list[float]]:
+        seen.append((count, found, ahead))
         return {name: [1.0] for name in calls}
 
     monkeypatch.setattr(timing, "_gpu_rounds", rounds)
     monkeypatch.setattr(timing, "_wait", lambda device: None)
     calls = {"a": lambda: time.sleep(0.01), "b": lambda: time.sleep(0.03)}
     timing.interleaved(calls, device="cuda", rounds=5, warmup_ms=50.0, turn_ms=turn_ms)
-    ((count, found, waited),) = seen
-    assert (count, waited) == (5, waits)
+    ((count, found, ahead),) = seen
+    assert (count, ahead) == (5, lead)
     assert found == pytest.approx(repeats, abs=1)
     assert "turns of 120 ms" in timing.method("cuda", 5, turn_ms=120.0)
 
