@@ -43,7 +43,8 @@ FORWARD, BACKWARD, CHOICE, WHOLE, SLIDING = QUESTIONS = (
     "sparse_forward", "sparse_backward", "sparse_choice", "sparse_whole", "sliding_tile",
 )  # fmt: skip
 DENSITIES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
-ROUNDS = 5  # of turns
+ROUNDS = 20
+TURNS = 5  # of those parts whose calls are long
 HEADS, HEAD_DIM, TILE = 16, 128, 128
 EXACT = "relative l2 to float64 under the same map, one head"
 ALL = "relative l2 to exact attention over all tiles"
@@ -59,6 +60,7 @@ class _Run:
     writer: Writer
     device: str
     rounds: int
+    turn_ms: float
     quick: bool
 
     @property
@@ -84,7 +86,7 @@ class _Run:
         errors: Mapping[str, float], metric: str, includes: str,
     ) -> None:  # fmt: skip
         """Time the calls, taking turns, and write a record of each."""
-        for name, result in interleaved(calls, device=self.device, rounds=self.rounds, turn_ms=TURN_MS).items():
+        for name, result in interleaved(calls, device=self.device, rounds=self.rounds, turn_ms=self.turn_ms).items():
             times = result.quantiles
             outcome: dict[str, Any] = {"metric": "failure", "message": result.failure}
             if times:
@@ -99,18 +101,20 @@ class _Run:
 
 def run(options: Options) -> None:
     """Measure what is wanted: parts map, choice, local and sliding."""
-    device, rounds = options.device, min(options.rounds, ROUNDS)
+    device = options.device
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
     fa4_module, fa4_says = find_fa4(device)
-    said = f"{method(device, rounds, turn_ms=TURN_MS)}; {fa4_says}"
-    writer = Writer(current(device), method=said, ceilings=ceiling, results=options.out)
-    what = _Run(writer, device, rounds, options.quick)
     parts: dict[str, Callable[[_Run], None]] = {
         "map": _map, "choice": _choice, "local": _local, "sliding": functools.partial(_sliding, fa4_module=fa4_module),
     }  # fmt: skip
     for name, part in parts.items():
         if options.wants(name):
-            part(what)
+            # what is short is several launches, for which the host must be ahead each time
+            rounds, turn_ms = (ROUNDS, 0.0) if name == "choice" else (TURNS, TURN_MS)
+            rounds = min(options.rounds, rounds)
+            said = f"{method(device, rounds, turn_ms=turn_ms)}; {fa4_says}"
+            writer = Writer(current(device), method=said, ceilings=ceiling, results=options.out)
+            part(_Run(writer, device, rounds, turn_ms, options.quick))
 
 
 def _problem(what: str, shape: tuple[int, int, int, int], dtype: torch.dtype, **more: Any) -> dict[str, Any]:
