@@ -12,6 +12,7 @@ import tilewise as tw
 from tests.ops.test_attention_codes_accuracy import AT_MOST, ON_AVERAGE, WHOLE, heads
 from tilewise.core.errors import InputError
 from tilewise.explain.accuracy import (
+    MOST_SCORES,
     PUBLISHED,
     SCHEMES,
     Accuracy,
@@ -73,7 +74,7 @@ def test_exact_rows_stand_where_they_stood(mask: tw.Mask | None, sizes: tuple[in
 def test_exact_rows_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = random(1, 20, 2, 8), random(1, 20, 2, 8, seed=1), random(1, 20, 2, 8, seed=2)
     whole = exact_rows(q, k, v, mask=tw.causal, rows=torch.arange(20))
-    monkeypatch.setattr("tilewise.explain.accuracy.MOST_SCORES", 3 * 2 * 20)
+    monkeypatch.setitem(MOST_SCORES, "cpu", 3 * 2 * 20)
     torch.testing.assert_close(exact_rows(q, k, v, mask=tw.causal, rows=torch.arange(20)), whole, rtol=1e-12, atol=0)
 
 

@@ -17,7 +17,7 @@ from tilewise.core.errors import InputError, TilewiseError
 from tilewise.formula.walk import transform
 from tilewise.quant.schemes import Scheme
 
-MOST_SCORES = 1 << 24  # of float64 at once, while exact rows are computed
+MOST_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}  # of float64 at once, while exact rows are computed
 _SCALES = ("head", "block", "warp", "thread", "token", "channel")  # from few to many
 PUBLISHED: dict[str, Scheme] = {
     "Sage1()": tw.Sage1(),
@@ -168,7 +168,7 @@ def exact_rows(
     scale: float | None = None,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Exact attention in float64 of some queries alone.
+    """Exact attention in float64 of some queries alone, where the tensors are.
 
     Args:
         q, k, v: (batch, seqlen, heads, dim), as `tilewise.attention` takes them.
@@ -178,23 +178,14 @@ def exact_rows(
     Returns:
         (batch, n, num_heads_q, head_dim_v), float64, on a CPU.
     """
-    q, k, v, rows = q.detach().double().cpu(), *(x.detach().double().cpu() for x in (k, v)), rows.cpu()
-    mask = None if mask is None else _on_cpu(mask)
+    q, k, v = (x.detach().double() for x in (q, k, v))
+    rows = rows.to(q.device)
     shift = k.shape[1] - q.shape[1]
     found = []
-    for some in torch.split(rows, max(1, MOST_SCORES // max(1, q.shape[0] * q.shape[2] * k.shape[1]))):
+    for some in torch.split(rows, max(1, MOST_SCORES[q.device.type] // max(1, q.shape[0] * q.shape[2] * k.shape[1]))):
         seen = None if mask is None else _of_rows(mask, some + shift, k.shape[1] - len(some))
-        found.append(tw.attention(q[:, some], k, v, mask=seen, scale=scale, impl="reference"))
-    return torch.cat(found, 1) if found else q.new_zeros(q.shape[0], 0, q.shape[2], v.shape[-1])
-
-
-def _on_cpu(mask: tw.Mask) -> tw.Mask:
-    """The mask over copies of the tensors that it captured."""
-
-    def moved(node: Any, args: Any) -> Any:
-        return type(node)(node.op, args, node.kind, node.value.cpu()) if isinstance(node.value, torch.Tensor) else None
-
-    return tw.Mask(transform(mask.expr, moved))
+        found.append(tw.attention(q[:, some], k, v, mask=seen, scale=scale, impl="reference").cpu())
+    return torch.cat(found, 1) if found else torch.zeros(q.shape[0], 0, q.shape[2], v.shape[-1], dtype=torch.float64)
 
 
 def _of_rows(mask: tw.Mask, places: torch.Tensor, shift: int) -> tw.Mask:
@@ -254,6 +245,6 @@ def try_schemes(
             nbytes = q.nbytes + k.nbytes + v.nbytes
             if scheme is not None:
                 nbytes = tw.quantize_qkv(q, k, v, scheme=scheme).nbytes
-            found = accuracy(o.cpu()[:, some], exact)
+            found = accuracy(o[:, some.to(o.device)].cpu(), exact)
             ran.append(Trial(scheme, found, nbytes, None if clock is None else clock(call)))
     return Trials(tuple(ran), tuple(left_out))
