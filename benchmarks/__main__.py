@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("case", choices=[*CASES, "all", "merge"])
     parser.add_argument("source", nargs="?", type=Path, help="merge: the results folder to bring in")
     parser.add_argument("--out", type=Path, help="results folder (default: benchmarks/results)")
-    parser.add_argument("--rounds", type=int, default=60, help="timed calls per contender")
+    parser.add_argument("--rounds", type=int, default=60, help="timed calls per contender, or turns of calls, at most")
     parser.add_argument("--only", nargs="+", default=[], help="parts of the case, by name")
     parser.add_argument("--quick", action="store_true", help="tiny problems, to see that a case runs; needs --out")
     given = parser.parse_args(argv)

@@ -1,13 +1,13 @@
 """Timing that treats every contender alike: they take turns, call by call, so that clocks and heat are shared.
 
 At its limit of power a GPU lowers its clock until what runs draws less. Call by call contenders then share one clock,
-which whoever draws most has lowered for all; so long products take turns of many calls, of which the first half is left
-out: then the clock is that of a contender's own work (benchmarks/NOTES.md).
+which whoever draws most has lowered for all; so products take turns of many calls, of which the first half is left out:
+then the clock is that of a contender's own work (benchmarks/NOTES.md).
 
 On a GPU each call is timed by CUDA events after a read of a buffer larger than the L2 cache, which then holds nothing
 of the call's, and nothing that its first reads would have to write back for others (benchmarks/NOTES.md). The host
-never waits between calls, and the GPU does, so that a time holds no launch that came late (what launches cost is a case
-of its own, `overhead`). On a CPU each call is timed by the monotonic clock.
+never waits between calls, and the GPU does before each, or before a turn of many, so that a time holds no launch that
+came late (what launches cost is a case of its own, `overhead`). On a CPU each call is timed by the monotonic clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tilewise.testing.graphs import captured
 
 FLUSH_BYTES = 256 * 2**20
 WARMUP_MS = 50.0
-TURN_MS = 120.0  # of calls that may run at the limit of power; after some 50 the clock is their own
+TURN_MS = 120.0  # of calls that may run at the limit of power
+TURNS = 5  # of these for each contender, at most
 LEAD_CYCLES = 40_000_000  # some 20 ms, which the host is ahead when a turn of many calls begins
 FLUSH_MS = 0.06  # about what lies between calls
 WAIT_CYCLES = 600_000  # 0.3 ms, in which the host gets through most calls
@@ -209,7 +210,7 @@ def ceilings(device: str, *, size: int | None = None, copy_bytes: int | None = N
     target = torch.empty_like(source)
     timed = interleaved(
         {"matmul": lambda: a @ b, "copy": lambda: target.copy_(source)},
-        device=device, rounds=5 if on_gpu else 30, warmup_ms=100, turn_ms=TURN_MS,
+        device=device, rounds=TURNS if on_gpu else 30, warmup_ms=100, turn_ms=TURN_MS,
     )  # fmt: skip
     for name, result in timed.items():
         if result.quantiles is None:

@@ -30,12 +30,11 @@ from benchmarks.contenders import (
 from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import MaskMod, ScoreMod, head_slice, visible_pairs
-from benchmarks.timing import TURN_MS, ceilings, method
+from benchmarks.timing import TURN_MS, TURNS, ceilings, method
 
 # Eight documents of unequal lengths, none a multiple of a tile, as fractions of 8192.
 DOCUMENTS = (250, 517, 771, 1019, 1283, 1530, 1797, 1025)
 BATCH = 2
-ROUNDS = 5  # of turns
 ROWS = {"cuda": ("triton", "hopper"), "cpu": ("cpu_tiled",)}
 QUESTIONS = {
     "attention_forward": INCLUDES[0] + "; flex: block mask built beforehand",
@@ -123,7 +122,7 @@ def contenders(formula: Formula, seqlen: int, device: str) -> dict[str, Attentio
 
 def run(options: Options) -> None:
     """Measure every formula; one record per contender, formula and direction."""
-    device, rounds = options.device, min(options.rounds, ROUNDS)
+    device, rounds = options.device, min(options.rounds, TURNS)
     seqlen, heads, head_dim = (8192, 16, 128) if not options.quick else (256, 4, 32)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=256, copy_bytes=2**20)

@@ -5,8 +5,8 @@ grouped queries (part gqa) and documents of Zipf lengths, packed (part packed). 
 also with gradients that repeat bit by bit, SDPA's cuDNN and FlashAttention-2 back ends, PyTorch's varlen attention, and
 FlashAttention-4 where `flash_attn.cute` imports (`pip install --pre flash-attn-4`); the record's method says
 whether it took part. FlexAttention would compile once a cell: see `attention_formula`. TFLOP/s count the visible area
-only: 4 * head_dim operations per visible pair forward, 2.5 times that backward. Turns of 120 ms, at most
-five, so that all of it takes a few minutes.
+only: 4 * head_dim operations per visible pair forward, 2.5 times that backward. At most five turns
+(`timing.TURNS`), so that all of it takes a few minutes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from benchmarks.contenders import (
 from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import Slice, head_slice
-from benchmarks.timing import TURN_MS, ceilings, method
+from benchmarks.timing import TURN_MS, TURNS, ceilings, method
 
 QUESTIONS = dict(zip(("exact_forward", "exact_backward"), INCLUDES, strict=True))
 ROWS = {"cuda": ("triton", "hopper"), "cpu": ("cpu_sdpa", "cpu_tiled")}
-ROUNDS = 5  # of turns
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def reference(cell: Cell, tensors: list[torch.Tensor]) -> Slice:
 
 def run(options: Options) -> None:
     """Measure every cell; one record per contender, cell and direction."""
-    device, rounds = options.device, min(options.rounds, ROUNDS)
+    device, rounds = options.device, min(options.rounds, TURNS)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     fa4_module, fa4_says = find_fa4(device)
     print(fa4_says, flush=True)

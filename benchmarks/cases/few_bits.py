@@ -22,7 +22,7 @@ from benchmarks.contenders import HEAD, SDPA_BACKENDS, find_peer, inputs, sdpa, 
 from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import head_slice, relative_error
-from benchmarks.timing import TURN_MS, Call, ceilings, graphed, interleaved, method
+from benchmarks.timing import TURN_MS, TURNS, Call, ceilings, graphed, interleaved, method
 from tilewise.ops.attention.problem import make_call
 from tilewise.quant.schemes import Scheme
 
@@ -41,12 +41,11 @@ SCHEMES: dict[str, Scheme] = {
     "fa3": tw.FP8(v_scale="channel"),
     "blocks": tw.FP8("block", "block", "block"),
 }
-ROUNDS = 5  # of turns
 
 
 def run(options: Options) -> None:
     """Measure what is wanted: parts d64, d128 and encode."""
-    device, rounds = options.device, min(options.rounds, ROUNDS)
+    device, rounds = options.device, min(options.rounds, TURNS)
     sage, says = find_peer("sage1", "sageattention", "sageattention", device)
     print(says, flush=True)
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)

@@ -35,7 +35,7 @@ from benchmarks.contenders import HEAD, SDPA_BACKENDS, fa4, find_fa4, inputs, sd
 from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import Slice, head_slice, relative_error
-from benchmarks.timing import TURN_MS, Call, ceilings, interleaved, method
+from benchmarks.timing import TURN_MS, TURNS, Call, ceilings, interleaved, method
 from tilewise.ops.attention.choice import choose_tiles
 from tilewise.ops.attention.problem import make_call
 
@@ -43,8 +43,7 @@ FORWARD, BACKWARD, CHOICE, WHOLE, SLIDING = QUESTIONS = (
     "sparse_forward", "sparse_backward", "sparse_choice", "sparse_whole", "sliding_tile",
 )  # fmt: skip
 DENSITIES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
-ROUNDS = 20
-TURNS = 5  # of those parts whose calls are long
+ROUNDS = 20  # of the choice, call by call
 HEADS, HEAD_DIM, TILE = 16, 128, 128
 EXACT = "relative l2 to float64 under the same map, one head"
 ALL = "relative l2 to exact attention over all tiles"
