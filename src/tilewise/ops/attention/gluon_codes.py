@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tilewise.ops.attention.codes import backward as backward
@@ -33,8 +35,8 @@ from tilewise.ops.attention.triton_plans import (
     together,
 )
 from tilewise.ops.triton_launch import Plan, Plans, on_device
-from tilewise.quant.blocks import Quantized
-from tilewise.quant.schemes import KEYS
+from tilewise.quant.blocks import Quantized, row_groups, rows_of_block
+from tilewise.quant.schemes import KEYS, Scheme
 
 _CONFIG = Config(128, KEYS, 4, 2, True)
 _STAGES = 4  # of keys and values, at most
@@ -45,28 +47,44 @@ _PLANS = Plans()
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) by the Gluon kernel."""
-    return of_codes(encoded(call), call)
+    """(o, lse) by the Gluon kernel. What it is told beside the codes is made before them: then it is launched while the
+    last of them are made.
+    """
+    scheme = call.scheme if call.codes is None else call.codes.scheme
+    assert scheme is not None
+    with on_device(call.q):
+        plan, beside = _prepared(scheme, call)
+        return _launched(plan, encoded(call), call, beside)
 
 
 def of_codes(x: Quantized, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of the codes `x`, which `call`'s q, k and v became, under its formula."""
+    with on_device(call.q):
+        plan, beside = _prepared(x.scheme, call)
+        return _launched(plan, x, call, beside)
+
+
+def _prepared(scheme: Scheme, call: Call) -> tuple[Plan, tuple[Any, ...]]:
+    """The plan, and the lists and the counter that the kernel is given."""
     key = call_key(call)
-    key = None if key is None else (key, x.scheme, call.wants_grad)
+    key = None if key is None else (key, scheme, call.wants_grad)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = _PLANS.put(key, forward_plan(x, call))
+        plan = _PLANS.put(key, forward_plan(scheme, call))
+    lists = lists_of(call, plan, False, key, {}, by_length=True)
+    return plan, (*lists, counter_of(call, plan, lists))
+
+
+def _launched(plan: Plan, x: Quantized, call: Call, beside: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = call.new_output(), call.new_lse()
     channels = x.v.transpose(1, 2) if x.v.ndim == 4 else x.v.transpose(0, 1)[None]
     tensors = (x.q, x.k, channels, call.sink, o, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.skip)
     scales = (x.q_scale, x.k_scale, x.v_scale, x.v_mean, x.q_bias)
-    with on_device(o):
-        lists = lists_of(call, plan, False, key, {}, by_length=True)
-        plan.launch((*tensors, *scales, *lists, counter_of(call, plan, lists)), formula_arguments(call), (call.scale,))
+    plan.launch((*tensors, *scales, *beside), formula_arguments(call), (call.scale,))
     return o, lse
 
 
-def forward_plan(x: Quantized, call: Call) -> Plan:
+def forward_plan(scheme: Scheme, call: Call) -> Plan:
     """The plan of `attention_codes_sm90`. Sums of weights as they are before they are codes, which a backward's
     probabilities agree with, take a tenth of the time: else their codes are summed.
     """
@@ -84,7 +102,7 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
         attention_codes_sm90,
         grid=min(slots * pairs, multiprocessors(call.q.device)),
         strides=(),
-        sizes=(*lengths_of(call), slots, turns, slots * pairs, x.q_scale.shape[-2], x.k_scale.shape[-2]),
+        sizes=(*lengths_of(call), slots, turns, slots * pairs, _blocks(call, "q"), _blocks(call, "k")),
         constants=(
             constants(
                 **common(call, mask, score, score.forward if score else None, cfg, False),
@@ -100,12 +118,12 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
                 registers=_REGISTERS,
                 head_dim_v=call.head_dim_v,
                 codes=True,
-                p_largest=int(x.scheme.p_largest),
-                q_groups=x.q_scale.shape[-1],
-                k_groups=x.k_scale.shape[-1],
-                biased=x.q_bias is not None,
-                centred=x.v_mean is not None,
-                value_blocks=x.scheme.v_scale == "block",
+                p_largest=int(scheme.p_largest),
+                q_groups=row_groups("q", scheme.q_scale)[-1] + 1,
+                k_groups=row_groups("k", scheme.k_scale)[-1] + 1,
+                biased="k" in scheme.smooth,
+                centred="v" in scheme.smooth,
+                value_blocks=scheme.v_scale == "block",
                 exact_sums=call.wants_grad,
                 skips=call.skip is not None,
             ),
@@ -115,4 +133,11 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
         extra=(cfg, functions(call)[0]),
         boxes={0: (64, d), 1: (cfg.block_n, d), 2: (d_v, cfg.block_n), 4: (64, at_once)},  # q, k, v, o
         describe=describe,
+        early=True,
     )
+
+
+def _blocks(call: Call, side: str) -> int:
+    """How many blocks of queries or keys, or slots for packed ones, a head has."""
+    rows, step = call.rows_q if side == "q" else call.rows_k, rows_of_block(side)
+    return rows // step + call.batch if call.packed else -(-rows // step)

@@ -7,6 +7,7 @@ holds small ones, too, whatever other tiles have.
 
 import math
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -554,6 +555,7 @@ def attention_codes_sm90(
     bias = Q_BIAS if fixed.biased else LSE
     codes = (Q_SCALE, K_SCALE, V_SCALE, V_MEAN if fixed.centred else LSE, bias, blocks_q, blocks_k)
     memory = (q_ring, k_ring, v_ring, o_ring, board, ones)
+    tl.extra.cuda.gdc_wait()  # for what makes the codes
     gl.warp_specialize(
         [
             (compute, (outputs, memory, bars, grid, scalars, codes, fixed, 0)),

@@ -29,7 +29,9 @@ class Call:
     num_heads_kv, dim), with which queries are multiplied. `kind` is "int8", "int4", "fp8", or for values "fp16" or
     "bf16"; `shared` who shares a scale, in a scheme's words; `largest` what the largest number of a group becomes;
     `sums` whether sums of blocks are wanted, too, of queries or keys that are not rotated, with no scale for a head.
-    With `cos`, `sin` and `positions` rows are turned first, and rounded to their dtype (`Rope`).
+    With `cos`, `sin` and `positions` rows are turned first, and rounded to their dtype (`Rope`). `behind` says that the
+    kernel launched before encodes another of the three by blocks alone: it has no memory that results of this one may
+    take, and who runs behind it need not wait for its end to begin.
     """
 
     x: torch.Tensor
@@ -46,6 +48,7 @@ class Call:
     sin: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     interleaved: bool = False
+    behind: bool = False
 
     @property
     def batch(self) -> int:
@@ -68,6 +71,11 @@ class Call:
     def columns(self) -> bool:
         """Whether codes stand by channel, keys side by side: those of values."""
         return self.side == "v" and self.kind not in NUMBERS
+
+    @property
+    def by_block(self) -> bool:
+        """Whether what a block becomes depends on that block alone, and for queries on means of keys."""
+        return self.shared not in ("channel", "head") and (self.side == "q" or not self.smooth)
 
     def slots(self, rows: int) -> int:
         """Blocks of so many rows that a sequence has, or slots of packed ones."""

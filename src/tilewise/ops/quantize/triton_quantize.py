@@ -36,6 +36,8 @@ _ROTATED = (128, 16)
 TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
 SOME = tl.constexpr(SAMPLE)  # rows of a chunk that a mean is of,
 MANY = tl.constexpr(SAMPLED_FROM)  # in sequences of so many
+# when a kernel waits for the one before, while whose end it was launched: then, or at its own end
+AT_FIRST, BEHIND = tl.constexpr(1), tl.constexpr(2)
 _ROUND_TWICE = {"enable_fp_fusion": False}  # a product, and then its sum with what makes it whole, as the CPU does
 _PLANS = Plans()
 
@@ -86,9 +88,19 @@ def program_of(BACK: tl.constexpr):
 
 @triton.jit
 def begin_early(EARLY: tl.constexpr):
-    """Launched while the kernel before still runs: the next one may be, too, and that one's end is waited for."""
-    if EARLY:
+    """Launched while the kernel before still runs: its end is waited for, AT_FIRST or by `end_early`. Only then may the
+    next one be launched, so that for one BEHIND all that was before its predecessor is complete.
+    """
+    if EARLY == AT_FIRST:
+        tl.extra.cuda.gdc_wait()
+    if EARLY > 0:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def end_early(EARLY: tl.constexpr):
+    """So that who waits for this kernel waits for the one before it, too."""
+    if EARLY == BEHIND:
         tl.extra.cuda.gdc_wait()
 
 
@@ -399,6 +411,7 @@ def encode_rows(
             scale = tl.where(block * ROWS < length, scale_of(by_group, CODE), 0.0)
             tl.store(SCALE + cell * GROUPS + tl.arange(0, GROUPS), scale)
             tl.store(codes, bytes_of(y, scale_of(by_row, CODE), ENCODING, CONVERTS), mask=used)
+    end_early(EARLY)
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
@@ -442,6 +455,7 @@ def encode_columns(
     line = cell - (block if CU is None else slot)  # where the head's blocks begin
     at = CODES + (line * DIM * ROWS + (cell - line) * ROWS) + (d.to(tl.int64) * blocks * ROWS)[:, None] + place[None, :]
     tl.store(at, bytes_of(x, scale_of(largest, CODE), "fp8", CONVERTS), mask=in_dim[:, None])
+    end_early(EARLY)
 
 
 # launches ------------------------------------------------------------------------------------------------------------
@@ -455,7 +469,7 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     tensors = (call.x, call.cu_seqlens, call.other, call.cos, call.sin, call.positions, *results.values())
     key = tensors_key(*(x for x in tensors if x is not None))
     facts = (call.cu_seqlens is None, call.side, call.kind, call.shared, call.largest, call.smooth, call.rotate)
-    key = None if key is None else (key, facts, call.sums, call.cos is None, call.interleaved)
+    key = None if key is None else (key, facts, call.sums, call.cos is None, call.interleaved, call.behind)
     plans = _PLANS.get(key)
     if plans is None:
         plans = _PLANS.put(key, _Plans(call))
@@ -533,7 +547,7 @@ class _Plans:
     def _statistics(self, call: Call) -> None:
         sampled = self.summed and call.side == "k"
         chunk = SAMPLED_OF if sampled else _CHUNK
-        programs, early = self._programs(call, chunk), _early(call)
+        programs, early = self._programs(call, chunk), min(_early(call), AT_FIRST.value)
         self.parts, self.by_head = programs * call.dim, call.batch * call.heads * call.dim
         sizes = self._sizes(call, chunk)
         # where rows are turned, angles and the other numbers of pairs want registers, too
@@ -542,11 +556,11 @@ class _Plans:
         at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
         constants = (call.heads, call.dim, chunk, step, stages, at_once, self.block_d, sampled, _turns(call), early)
         self.sums = Plan(
-            sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early, options=_ROUND_TWICE
+            sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
         constants = (call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, early)
         warps = max(warps, self.block_d**2 // (32 * _EACH)) if self.turned else warps
-        self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1, early=early)
+        self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1, early=early > 0)
 
     def _warps(self, halved: bool = False) -> int:
         found = max(4, self.rows * self.block_d // (32 * _EACH))
@@ -558,14 +572,15 @@ class _Plans:
         encoding = None if call.kind in NUMBERS else "fp8" if call.kind == "fp8" else "int8"
         few = call.x.dtype == torch.float32 or self.block_d > 128
         step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
+        early = _early(call)
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
-            _converts(call), self.rows, step, _PARTS, self.block_d, _turns(call), _early(call), back,
+            _converts(call), self.rows, step, _PARTS, self.block_d, _turns(call), early, back,
         )  # fmt: skip
         sizes = (batch, seqlen, seqlen, blocks)
         warps = self._warps(call.rotate and call.x.dtype == torch.float32)
         return Plan(
-            encode_rows, self.cells, self.strides, sizes, constants, warps, 1, early=_early(call), options=_ROUND_TWICE
+            encode_rows, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
 
     def _columns(self, call: Call, back: bool) -> Plan:
@@ -575,7 +590,7 @@ class _Plans:
         )  # fmt: skip
         sizes, warps = self._sizes(call, self.rows), self._warps()
         return Plan(
-            encode_columns, self.cells, self.strides, sizes, constants, warps, 1, early=early, options=_ROUND_TWICE
+            encode_columns, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
 
 
@@ -589,9 +604,11 @@ def _converts(call: Call) -> bool:
     return capability(call.x.device) >= 89
 
 
-def _early(call: Call) -> bool:
-    """Whether the GPU launches kernels while those before them end."""
-    return capability(call.x.device) >= 90
+def _early(call: Call) -> int:
+    """When a kernel waits for the one before, if it is launched while that ends."""
+    if capability(call.x.device) < 90:
+        return 0
+    return BEHIND.value if call.behind and call.by_block else AT_FIRST.value
 
 
 @functools.lru_cache(maxsize=16)
