@@ -93,7 +93,7 @@ def formulas(seqlen: int, heads: int, device: str) -> list[Formula]:
             causal,
             lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0),
         ),
-        Formula("document", False, (tw.document(ids), None), lambda b, h, i, j: ids[i] == ids[j]),
+        Formula("document", False, (tw.document(ids, ascending=True), None), lambda b, h, i, j: ids[i] == ids[j]),
         Formula(
             f"prefix {window}",
             False,

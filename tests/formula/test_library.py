@@ -72,6 +72,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "explicit_float": (lambda: tw.explicit(torch.zeros(4, 4)), "explicit mask: got torch.float32 of shape (4, 4)"),
     "blocks_float": (lambda: tw.blocks(torch.ones(2, 2), 16), "blocks map: got torch.float32"),
     "document_float": (lambda: tw.document(torch.zeros(4)), "document ids: got torch.float32"),
+    "document_falls": (lambda: tw.document(torch.tensor([0, 1, 0]), ascending=True), "document ids: got ids that fall"),
     "alibi_int": (lambda: tw.alibi(torch.arange(4)), "alibi slopes: got torch.int64"),
     "bias_list": (lambda: tw.bias([1.0]), "bias: got list; expected a floating-point tensor of rank 2 or 4"),
     "relative_bias": (lambda: tw.relative_bias(TABLE, max_distance=2), "relative_bias: got 8 buckets, max_distance 2"),

@@ -12,6 +12,7 @@ import triton.language as tl
 
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
+from tilewise.ops.attention import gluon_attention
 from tilewise.testing import properties
 from tilewise.testing.graphs import captured
 
@@ -173,6 +174,28 @@ def test_programs_may_come_late(impl: str, microseconds: int) -> None:
         grads = torch.autograd.grad(o, (k, v, q), do, retain_graph=True)
         torch.cuda.synchronize()
         same((o.detach(), lse.detach(), *grads), want, impl)
+
+
+@pytest.mark.parametrize("quantize", [None, tw.Sage("fp8")], ids=["exact", "fp8"])
+def test_launches_leave_the_count_of_items_at_0(quantize: Any) -> None:
+    """On the default stream all that deal items out share one count (`gluon_attention.counter_of`)."""
+    cu = torch.tensor([0, 900, 900, 3000, 4100], dtype=torch.int32, device=DEVICE)
+    row = {"impl": "hopper" if quantize is None else "hopper_codes", "quantize": quantize}
+    of_rows = {"mask": tw.causal} | row
+    in_rows, packed = (draw(2, 4100, 4, 64),) * 3, (draw(4100, 4, 64),) * 3
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: tw.attention(*in_rows, **of_rows),
+        lambda: tw.attention(*packed, layout=tw.Packed(cu), **row),  # with slots that have nothing to do
+        lambda: tw.attention(*(x[:, :2100] for x in in_rows), **of_rows),
+    ]
+    first = [call() for call in calls]
+    count = gluon_attention._none_dealt(first[0].device)
+    asked = gluon_attention._none_dealt.cache_info().hits
+    for _ in range(3):
+        for call, want in zip(calls, first, strict=True):
+            assert int(count) == 0
+            assert torch.equal(call(), want)
+    assert gluon_attention._none_dealt.cache_info().hits == asked + 9
 
 
 @on_both

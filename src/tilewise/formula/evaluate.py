@@ -44,6 +44,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "eq": torch.eq,
     "ne": torch.ne,
     "and": torch.logical_and,
+    "alike": torch.logical_and,
     "or": torch.logical_or,
 }
 

@@ -372,6 +372,11 @@ def logic(op: str, left: Any, right: Any) -> Expr:
     return compare("ne", a, b) if op == "xor" else Expr(op, (a, b), "bool")
 
 
+def alike(first: Expr, second: Expr) -> Expr:
+    """A condition written twice: either holds where the other does, and who solves for an axis takes the one it can."""
+    return Expr("alike", (_as_bool(first, "alike"), _as_bool(second, "alike")), "bool")
+
+
 def negate(expr: Expr) -> Expr:
     """Boolean not, with literals and double negation folded."""
     if expr.op == "lit":

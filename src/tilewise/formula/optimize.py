@@ -34,6 +34,11 @@ _DEAR = {
 }
 
 
+def written_once(root: Expr) -> Expr:
+    """Of each condition that is written twice (`expr.alike`) the first form."""
+    return transform(root, lambda node, args: args[0] if node.op == "alike" else None)
+
+
 def cheaper(root: Expr) -> Expr:
     """The same value by cheaper element operations.
 

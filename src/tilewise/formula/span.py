@@ -32,6 +32,8 @@ def solve(mask: Expr, axis: str) -> Span | None:
         if spans[0] is None or spans[1] is None:
             return None
         return Span(_later(spans[0].first, spans[1].first), _earlier(spans[0].last, spans[1].last))
+    if mask.op == "alike":
+        return next((span for span in (solve(arg, axis) for arg in mask.args) if span is not None), None)
     if mask.op == "or":
         return _union(mask, axis)
     if mask.op == "not":
@@ -59,6 +61,8 @@ def _earlier(a: Expr, b: Expr) -> Expr:
 def _complement(inner: Expr, axis: str) -> Span | None:
     if inner.op in ("lt", "le"):
         return solve(Expr("le" if inner.op == "lt" else "lt", (inner.args[1], inner.args[0]), "bool"), axis)
+    if inner.op == "alike":
+        return solve(Expr("alike", tuple(map(negate, inner.args)), "bool"), axis)
     if inner.op in ("and", "or"):
         flipped = Expr("or" if inner.op == "and" else "and", tuple(negate(a) for a in inner.args), "bool")
         return solve(flipped, axis)

@@ -161,7 +161,7 @@ def parse(text: str) -> Structure:
 def _kind(op: str, args: list[Expr]) -> str:
     if op.startswith("to_"):
         return op[3:]
-    if op in ("lt", "le", "eq", "ne", "and", "or", "not"):
+    if op in ("lt", "le", "eq", "ne", "and", "or", "not", "alike"):
         return "bool"
     if op == "where":
         return args[1].kind

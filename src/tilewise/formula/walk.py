@@ -47,7 +47,7 @@ def symbols(root: Expr) -> set[str]:
 
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%"}
-_INFIX |= {"lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
+_INFIX |= {"lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "alike": "&"}
 
 
 def render(root: Expr) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from tilewise.formula.expr import Expr
 from tilewise.formula.interval import Bounds, Extremum
+from tilewise.formula.optimize import written_once
 from tilewise.formula.span import solve, span_bounds
 from tilewise.formula.structure import Structure, parse, share
 from tilewise.formula.walk import symbols
@@ -22,12 +23,14 @@ class TileRule:
     `spans` is for masks whose visible keys are one run for every query, and whose visible queries are one run for every
     key: by the axis ('i' or 'j') whose positions a program owns, the ends of the other axis' run. First for a tile,
     over (b, h, i0, i1): first and last that any of its rows sees, first and last that all of them see; then for a row,
-    over (b, h, i). `sure` and `maybe` are expressions over (b, h, i0, i1, j0, j1): the tile is FULL where `sure` holds,
-    and EMPTY where `maybe` does not; they read the `tables`.
+    over (b, h, i). `rows` are the latter alone, by axis, also of masks whose tiles want lists. `sure` and `maybe` are
+    expressions over (b, h, i0, i1, j0, j1): the tile is FULL where `sure` holds, and EMPTY where `maybe` does not; they
+    read the `tables`.
     """
 
     structure: Structure
     spans: dict[str, tuple[tuple[Expr, ...], tuple[Expr, ...]]] | None
+    rows: dict[str, tuple[Expr, ...]]
     sure: Expr
     maybe: Expr
     tables: tuple[Extremum, ...]
@@ -40,12 +43,13 @@ def tile_rule(text: str) -> TileRule:
     """The rule of a mask with structure `text`."""
     structure = parse(text)
     bounds = Bounds()
-    interval = bounds.of(structure.root)
+    interval = bounds.of(written_once(structure.root))
     assert interval.low is not None
     assert interval.high is not None
     sure, maybe = share(interval.low, interval.high)
     names = symbols(structure.root)
-    return TileRule(structure, _spans(structure.root), sure, maybe, tuple(bounds.tables), "b" in names, "h" in names)
+    spans, rows = _spans(structure.root), _rows(structure.root)
+    return TileRule(structure, spans, rows, sure, maybe, tuple(bounds.tables), "b" in names, "h" in names)
 
 
 def _spans(root: Expr) -> dict[str, tuple[tuple[Expr, ...], tuple[Expr, ...]]] | None:
@@ -57,6 +61,11 @@ def _spans(root: Expr) -> dict[str, tuple[tuple[Expr, ...], tuple[Expr, ...]]] |
             return None
         found[owned] = (tuple(share(*ends)), tuple(share(*span)))
     return found
+
+
+def _rows(root: Expr) -> dict[str, tuple[Expr, ...]]:
+    found = {owned: solve(root, other) for owned, other in (("i", "j"), ("j", "i"))}
+    return {owned: tuple(share(*span)) for owned, span in found.items() if span is not None}
 
 
 def build_tables(

@@ -12,6 +12,7 @@ import tilewise as tw
 from tilewise.formula.library import tree_times
 from tilewise.testing import plain
 from tilewise.testing.case import Builder, Case, Maker, Spelled
+from tilewise.testing.document_masks import ascending, causal_ascending, document, document_window
 from tilewise.testing.grid_masks import neighborhood, sliding_tile
 
 # masks -------------------------------------------------------------------------------------------------------------
@@ -33,17 +34,6 @@ def prefix_lm(case: Case, make: Maker) -> Spelled:
 def padding(case: Case, make: Maker) -> Spelled:
     seqlens = make.fixed([0, *range(7, 7 + case.batch - 1)])  # the first batch element sees nothing
     return Spelled(tw.lengths(seqlens), plain.prefix(seqlens))
-
-
-def document_window(case: Case, make: Maker) -> Spelled:
-    ids = make.integers(0, 2, case.batch, case.seqlen_k).cumsum(-1) // 12
-    formula = tw.causal & tw.window(20) & tw.document(ids)
-    return Spelled(formula, plain.both(plain.window(20), plain.document(ids)))
-
-
-def document(case: Case, make: Maker) -> Spelled:
-    ids = make.integers(0, 3, max(k for _, k in case.lengths))  # in any order, not only runs
-    return Spelled(tw.document(ids), plain.document(ids))
 
 
 def tree(case: Case, make: Maker) -> Spelled:
@@ -292,6 +282,8 @@ CASES: dict[str, Case] = _named(
     padding=Case(_, batch=3, seqlen_k=40, mask=padding),
     document=Case(_, mask=document),
     document_window=Case(_, mask=document_window),
+    ascending=Case(_, mask=ascending),
+    causal_ascending=Case(_, mask=causal_ascending),
     tree=Case(_, seqlen_q=20, seqlen_k=33, mask=tree),
     dilated_window=Case(_, mask=dilated_window),
     neighborhood_1d=Case(_, seqlen_q=40, seqlen_k=40, mask=neighborhood((40,), (7,))),
@@ -372,6 +364,7 @@ CASES: dict[str, Case] = _named(
     packed_window_sink=Case(_, packed=CROSS, sink=True, lse_gradient=True, mask=window(6)),
     packed_segments=Case(_, packed=LENGTHS, mask=segments),
     packed_document=Case(_, packed=LENGTHS, mask=document),
+    packed_ascending=Case(_, packed=LENGTHS, mask=ascending),
     packed_dropout=Case(_, packed=LENGTHS, dropout=0.2, mask=causal, score=softcap),
     batch_70000=Case(_, batch=70_000, seqlen_q=3, seqlen_k=3, heads_q=1, heads_kv=1, mask=causal, gpu=True),
     length_4100=Case(

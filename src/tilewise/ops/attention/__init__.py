@@ -141,11 +141,11 @@ def attention(
         quantize: a scheme (`tilewise.Sage2()`, `tilewise.FP8(...)`): q, k and v become codes of few bits, which are
             multiplied (Zhang et al., "SageAttention2", 2024; Shah et al., "FlashAttention-3", 2024), in any dtype but
             float64, under any mask, score and sink. Weights become codes, too, relative to the largest of their row so
-            far; without a gradient to come, implementations may sum these, and lse has their rounding. Gradients go
-            straight through the rounding: those of exact attention over the numbers that codes stand for. Keys in pages
-            are first copied into rows of packed sequences: worth it for prompts, not for single queries. Or codes that
-            `tilewise.quantize_qkv` made of q, k and v: to use them again, or with `rope=`, which q and k that are given
-            here then have not met; without gradients.
+            far, or of those in one tile; without a gradient to come, implementations may sum these, and lse has their
+            rounding. Gradients go straight through the rounding: those of exact attention over the numbers that codes
+            stand for. Keys in pages are first copied into rows of packed sequences: worth it for prompts, not for
+            single queries. Or codes that `tilewise.quantize_qkv` made of q, k and v: to use them again, or with
+            `rope=`, which q and k that are given here then have not met; without gradients.
         select: which tiles of keys are computed: a `tilewise.Select` or one of its parts (`tilewise.Sparge(...)`, a
             Mask), or what `tilewise.select_tiles` has found. A mask says which pairs may meet, a selection which of
             those matter, by tiles; `far=` of a Select says what stands for the rest. Keys in pages are copied, too.

@@ -180,13 +180,25 @@ def _more(call: Call, plan: Plan, lists: triton_attention.Lists) -> tuple[Any, .
 
 def counter_of(call: Call, plan: Plan, lists: triton_attention.Lists) -> torch.Tensor | None:
     """How many items have been dealt out, or how many programs have come to meetings, none yet: what stands behind
-    lists, else a number of its own.
+    lists, else a number of its own, or one that programs which deal out leave at 0.
     """
     fixed = plan.constants[0]
     if not fixed.dealt.value and fixed.meets is None:
         return None
     listed: torch.Tensor | None = lists[0]
-    return torch.zeros(1, dtype=torch.int32, device=call.q.device) if listed is None else listed[-1]
+    if listed is not None:
+        return listed[-1]
+    device = call.q.device
+    in_turn = device.type == "cuda" and not torch.cuda.current_stream(device).cuda_stream
+    return _none_dealt(device) if in_turn and fixed.meets is None else torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _none_dealt(device: torch.device) -> torch.Tensor:
+    """For kernels of the default stream, which run one after another; a CUDA graph, which is of another stream when it
+    is captured, may be replayed beside anything, and has numbers of its own.
+    """
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def pages_of(call: Call) -> tuple[Any, ...]:

@@ -99,20 +99,22 @@ def find_run(item, g, sums, grid, fixed, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def fetch_tiles(inputs, run, first, last, done, meeting, memory, bars, grid, fixed, MEETS: gl.constexpr):
-    """Fetch Q with its shifts and dO with its centres, from the `first` of a run's tiles up to the `last`, if it MEETS
-    after meetings with others; whether those were not in vain.
+def fetch_tiles(inputs, run, first, last, done, meeting, memory, bars, grid, fixed):
+    """Fetch Q with its shifts and dO with its centres, from the `first` of a run's tiles up to the `last`, where there
+    is a `meeting` after those with others; whether they were not in vain.
     """
-    MET, meetings, patient = meeting
     _K, _V, Q, DO, SHIFT, CENTRE = inputs
     _, _, q_ring, do_ring, shift_ring, centre_ring, _, _, _ = memory
     q_full, q_empty, do_full, do_empty = bars[4], bars[5], bars[6], bars[7]
     BLOCK_M: gl.constexpr = q_ring.shape[4]
     queries, _keys, _lengths, row0, tiles = where_of(run, grid, fixed, BLOCK_M)
     tile0 = first_tile_of(run, row0, grid, fixed, BLOCK_M)
+    patient = run[7] >= 0
+    if meeting is not None:
+        patient = meeting[2]
     for t in range(first, last):
-        if MEETS:
-            patient = meet(MET, t, meetings, patient, fixed)
+        if meeting is not None:
+            patient = meet(meeting[0], t, meeting[1], patient, fixed)
         m = visit_any(t, tiles, fixed.lists)
         row, tile = m * BLOCK_M, tile0 + m
         fill_with(Q, SHIFT, done + t, queries, run[1], row, tile, q_ring, shift_ring, q_full, q_empty)
@@ -130,7 +132,6 @@ def fetch(inputs, sums, memory, bars, grid, fixed):
     k_ring, v_tile, q_ring, _, _, _, _, _, board = memory
     k_full, k_empty, v_full, v_empty = bars[0], bars[1], bars[2], bars[3]
     BLOCK_M: gl.constexpr = q_ring.shape[4]
-    MEETS: gl.constexpr = fixed.meets is not None
     done = 0
     at = 0
     # the first item is taken too, since others may wait for it, and this program come late (`wait_for_place`)
@@ -155,22 +156,22 @@ def fetch(inputs, sums, memory, bars, grid, fixed):
                 async_load(
                     K, at_row(keys, h // fixed.group, start + 64 * c), k_full.index(spot), k_ring.index(spot * 2 + c)
                 )
-        meeting = (COUNTS + 2, meetings_of(at, gl.maximum(count - 2, 1) - 1, grid, fixed) if MEETS else 0, patient)
-        fetch_tiles(inputs, run, 0, 1, done, meeting, memory, bars, grid, fixed, False)
+        near = gl.maximum(count - 2, 1)
+        meetings = meetings_of(at, near - 1, grid, fixed)
+        fetch_tiles(inputs, run, 0, 1, done, None, memory, bars, grid, fixed)
         if g == 0:  # after the first tile: its place is the last to be free
             mbarrier.wait(v_empty, (turn & 1) ^ 1)
             mbarrier.expect(v_full, 2 * tile_bytes(v_tile))
             for c in gl.static_range(2):
                 async_load(V, at_row(keys, h // fixed.group, start + 64 * c), v_full, v_tile.index(c))
-        near = gl.maximum(count - 2, 1)
-        patient = fetch_tiles(inputs, run, 1, near, done, meeting, memory, bars, grid, fixed, MEETS)
+        patient = fetch_tiles(inputs, run, 1, near, done, (COUNTS + 2, meetings, patient), memory, bars, grid, fixed)
         g += 1
         if g == fixed.group:
             g = 0 * g
             item = take(COUNTS)
         item, g, coming = find_run(item, g, sums, grid, fixed, BLOCK_M)
         free = place_is_free(coming, sums, grid, fixed)
-        fetch_tiles(inputs, run, near, count, done, meeting, memory, bars, grid, fixed, False)
+        fetch_tiles(inputs, run, near, count, done, None, memory, bars, grid, fixed)
         if not free:
             wait_for_place(coming, sums, grid, fixed)
         done += count

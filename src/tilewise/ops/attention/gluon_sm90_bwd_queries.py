@@ -73,11 +73,9 @@ def fetch(inputs, memory, bars, grid, fixed):
                 async_load(Q, at_row(queries, h, start + HALF * c), own_full.index(c), q_tile.index(c))
                 async_load(DO, at_row(queries, h, start + HALF * c), own_full.index(c), do_tile.index(c))
             fill(V, done, keys, h_kv, n * BLOCK_N, v_ring, v_full, v_empty)
-            if fixed.meets is not None:
-                meetings = meetings_of(at, count - 1, grid, fixed)
+            meetings = meetings_of(at, count - 1, grid, fixed)
             for t in range(1, count):
-                if fixed.meets is not None:
-                    patient = meet(COUNTS + 3, t, meetings, patient, fixed)
+                patient = meet(COUNTS + 3, t, meetings, patient, fixed)
                 n = visit_any(t, tiles, fixed.lists)
                 fill(K, done + t, keys, h_kv, n * BLOCK_N, k_ring, k_full, k_empty)
                 fill(V, done + t, keys, h_kv, n * BLOCK_N, v_ring, v_full, v_empty)

@@ -74,11 +74,9 @@ def fetch(inputs, memory, bars, grid, fixed):
                     mbarrier.wait(own_empty.index(0), phase ^ 1)
                     mbarrier.expect(own_full.index(0), tile_bytes(k_tile))
                     async_load(K, at_row(keys, h // fixed.group, start), own_full.index(0), k_tile.index(0))
-                if fixed.meets is not None:
-                    meetings = meetings_of(at, count - 1, grid, fixed)
+                meetings = meetings_of(at, count - 1, grid, fixed)
                 for t in range(count):
-                    if fixed.meets is not None:
-                        patient = meet(COUNTS + 2, t, meetings, patient, fixed)
+                    patient = meet(COUNTS + 2, t, meetings, patient, fixed)
                     m = visit_any(t, tiles, fixed.lists)
                     row, tile = m * TILE, tile0 + m
                     fill_with(Q, SHIFT, done, queries, h, row, tile, q_ring, shift_ring, q_full, q_empty)

@@ -8,14 +8,23 @@ from tilewise.ops.attention.gluon_sm90_meetings import meet, meetings_of
 from tilewise.ops.attention.gluon_sm90_pages import fill_pages, fill_tile, gather_rows, pages_of_keys, table_of
 from tilewise.ops.attention.gluon_sm90_runs import run_of_queries, where_of
 from tilewise.tiles.gluon_api import async_load
-from tilewise.tiles.hopper import at_row, deal, fill, post, posted, ring_turn, tile_bytes
+from tilewise.tiles.hopper import at_row, fill, post, posted, ring_turn, take, tile_bytes
 from tilewise.tiles.visit import snake, visit_any
 
 
 @gluon.jit
-def next_item(turn, NEXT, fixed):
-    """A program's item in its `turn`-th turn, which is not the first: dealt out, or known beforehand."""
-    return deal(NEXT) if fixed.dealt else snake(turn, gl.program_id(0), gl.num_programs(0))
+def next_item(turn, NEXT, grid, fixed):
+    """A program's item in its `turn`-th turn, which is not the first: dealt out, or known before. Programs ask until
+    there is none, as often in all as there are items: who asks last makes the count 0 again, for the next launch.
+    """
+    if fixed.dealt:
+        taken = take(NEXT)
+        if taken == grid[0][6] - 1:
+            gl.store(NEXT, 0)
+        item = gl.num_programs(0) + taken
+    else:
+        item = snake(turn, gl.program_id(0), gl.num_programs(0))
+    return item
 
 
 @gluon.jit
@@ -29,7 +38,7 @@ def find_run(item, turn, NEXT, grid, fixed):
         looking = run[7] == 0
         if looking:
             turn += 1
-            item = next_item(turn, NEXT, fixed)
+            item = next_item(turn, NEXT, grid, fixed)
             looking = item < grid[0][6]
     return item, turn, run
 
@@ -93,18 +102,16 @@ def fetch(inputs, memory, bars, grid, fixed):
         if not EARLY:
             fetch_queries(Q, run, at, memory, bars, grid, fixed)
         near = gl.maximum(count - 2, 1)
-        if fixed.meets is not None:
-            meetings = meetings_of(at, near - 1, grid, fixed)
+        meetings = meetings_of(at, near - 1, grid, fixed)
         for t in range(1, near):
-            if fixed.meets is not None:
-                patient = meet(NEXT, t, meetings, patient, fixed)
+            patient = meet(NEXT, t, meetings, patient, fixed)
             ahead = visit_any(t + 1, tiles, fixed.lists)
             fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
             fill_values(V, done + t - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)
             n = after
             after = ahead
         turn += 1
-        item = next_item(turn, NEXT, fixed)
+        item = next_item(turn, NEXT, grid, fixed)
         item, turn, coming = find_run(item, turn, NEXT, grid, fixed)
         post(coming, at + 1, board)
         if EARLY:
@@ -190,7 +197,7 @@ def fetch_rows(inputs, memory, bars, grid, fixed):
             here = ahead
             if t == gl.maximum(count - 3, 0):
                 turn += 1
-                item = next_item(turn, NEXT, fixed)
+                item = next_item(turn, NEXT, grid, fixed)
                 item, turn, coming = find_run(item, turn, NEXT, grid, fixed)
                 post(coming, at + 1, board, 4)
                 if EARLY:

@@ -12,7 +12,7 @@ from tilewise.formula.emit import Captured, Emitter, import_source
 from tilewise.formula.expr import Expr, lit, sym
 from tilewise.formula.grad import UPSTREAM, gradients
 from tilewise.formula.linear import linear
-from tilewise.formula.optimize import base_2, cheaper, hoist
+from tilewise.formula.optimize import base_2, cheaper, hoist, written_once
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import postorder
 from tilewise.schedule.rule import tile_rule
@@ -25,10 +25,10 @@ _POSITIONS = ("b", "h", "i", "j")
 class Side:
     """Device functions for kernels whose programs own the positions of one axis.
 
-    `tiles(b, h, first, last)` gives the visible run of the other axis for a tile, and `rows(b, h, x)` for each row
-    (both None where tile lists are used). `once(b, h, x)` gives what a program computes once, which
-    `visible(b, h, i, j, once)` reads; in Gluon `columns(b, h, x, start, layout)` adds to that what the other axis's
-    positions of a tile need (None where that is little).
+    `tiles(b, h, first, last)` gives the visible run of the other axis for a tile (None where tile lists are used), and
+    `rows(b, h, x)` for each row (None where what it sees need not be one run). `once(b, h, x)` gives what a program
+    computes once, which `visible(b, h, i, j, once)` reads; in Gluon `columns(b, h, x, start, layout)` adds to that what
+    the other axis's positions of a tile need (None where that is little).
     """
 
     tiles: Any
@@ -87,11 +87,12 @@ def mask_functions(
     sources = []
     for axis in ("i", "j"):
         if rule.spans is not None:
-            tiles, rows = rule.spans[axis]
+            tiles, _rows = rule.spans[axis]
             sources.append(emitter.function(f"tiles_{axis}", ("b", "h", f"{axis}0", f"{axis}1"), tiles))
-            sources.append(emitter.function(f"rows_{axis}", ("b", "h", axis), rows))
+        if axis in rule.rows:
+            sources.append(emitter.function(f"rows_{axis}", ("b", "h", axis), rule.rows[axis]))
         else:
-            (visible,), hoisting = _hoisted(emitter, [cheaper(rule.structure.root)], axis)
+            (visible,), hoisting = _hoisted(emitter, [cheaper(written_once(rule.structure.root))], axis)
             sources += hoisting
             sources.append(emitter.function(f"visible_{axis}", (*_POSITIONS, "once"), [visible]))
     if rule.spans is None:
