@@ -70,7 +70,7 @@ _PORTABLE = (
     *_FORMULA,
     *_SHARED,
     _LAUNCH,
-    *(f"src/tilewise/tiles/{name}.py" for name in ("arithmetic", "dropout", "load", "visit")),
+    *(f"src/tilewise/tiles/{name}.py" for name in ("arithmetic", "dropout", "early", "load", "visit")),
     *(_ATTENTION + f"triton_{name}.py" for name in ("attention", "bwd", "decode", "fwd", "keys", "lists", "plans")),
     *(_ATTENTION + name for name in ("configs.py", "variant.py")),
 )
@@ -146,6 +146,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         _CODES,
         "src/tilewise/rotary.py",
         _ROTARY,
+        "src/tilewise/tiles/early.py",
         "src/tilewise/tiles/visit.py",
         _ATTENTION + "arguments.py",
     ),

@@ -30,6 +30,7 @@ from tilewise.ops.attention.triton_plans import (
 )
 from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
+from tilewise.tiles.early import AT_FIRST
 
 NO_LISTS = (None, 0, 0, 0)
 LOG2E = math.log2(math.e)
@@ -176,7 +177,7 @@ def lists_of(
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
         return NO_LISTS
-    early = by_length and capability(call.q.device) >= 90
+    early = AT_FIRST.value if by_length and capability(call.q.device) >= 90 else 0
     slots = slots_of(call, cfg, for_keys)
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch
@@ -189,11 +190,11 @@ def lists_of(
     plans = _PLANS.get(list_key)
     if plans is None:
         constants = (heads, cfg.block_m, cfg.block_n, 128, parts, mask.classify, call.packed, for_keys, early)
-        lister = Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1, early=early)
+        lister = Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1, early=early > 0)
         sorter = None
         if by_length and 1 < slots <= _SORTED:
             constants = (triton.next_power_of_2(slots), 32, early)
-            sorter = Plan(sort_lists, batches * heads, (), (slots,), constants, 8, 1, early=early)
+            sorter = Plan(sort_lists, batches * heads, (), (slots,), constants, 8, 1, early=early > 0)
         plans = _PLANS.put(list_key, (lister, sorter))
     lister, sorter = plans
     args, nums = bound_arguments(call.mask)
@@ -207,7 +208,7 @@ def lists_of(
 
 
 def _tables(
-    rule: TileRule, tensors: Sequence[torch.Tensor], block_i: int, block_j: int, early: bool
+    rule: TileRule, tensors: Sequence[torch.Tensor], block_i: int, block_j: int, early: int
 ) -> tuple[torch.Tensor, ...]:
     """The rule's block extrema: tensors as they are where nothing is blocked, by one kernel where only the last
     dimension is, else by PyTorch.
@@ -241,7 +242,7 @@ def _tables(
             if plan is None:
                 grid = extrema[0].numel()
                 plan = _PLANS.put(
-                    extrema_key, Plan(block_extrema, grid, (), (size, blocks), (block, early), 1, 1, early=early)
+                    extrema_key, Plan(block_extrema, grid, (), (size, blocks), (block, early), 1, 1, early=early > 0)
                 )
             plan.launch((tensor, *extrema), ())
         result.append(extrema[0 if table.kind == "min" else 1])

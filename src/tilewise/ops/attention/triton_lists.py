@@ -5,15 +5,8 @@ a host sync.
 import triton
 import triton.language as tl
 
+from tilewise.tiles.early import begin_early
 from tilewise.tiles.visit import TILE_BITS, locate
-
-
-@triton.jit
-def begin_early(EARLY: tl.constexpr):
-    """Of a kernel that is launched early: the next one may be, too, and what was before this one is waited for."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["size", "blocks"])

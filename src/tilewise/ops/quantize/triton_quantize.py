@@ -23,6 +23,7 @@ from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
 from tilewise.quant.schemes import SAMPLE, SAMPLED_FROM, SAMPLED_OF
 from tilewise.tiles.codes import MIDDLE, SMALLEST, codes_of
+from tilewise.tiles.early import AT_FIRST, BEHIND, begin_early, end_early
 from tilewise.tiles.rotary import angles_of, turned
 from tilewise.tiles.visit import locate
 
@@ -36,8 +37,6 @@ _ROTATED = (128, 16)
 TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
 SOME = tl.constexpr(SAMPLE)  # rows of a chunk that a mean is of,
 MANY = tl.constexpr(SAMPLED_FROM)  # in sequences of so many
-# when a kernel waits for the one before, while whose end it was launched: then, or at its own end
-AT_FIRST, BEHIND = tl.constexpr(1), tl.constexpr(2)
 _ROUND_TWICE = {"enable_fp_fusion": False}  # a product, and then its sum with what makes it whole, as the CPU does
 _PLANS = Plans()
 
@@ -84,24 +83,6 @@ def program_of(BACK: tl.constexpr):
         return tl.num_programs(0) - 1 - tl.program_id(0)
     else:
         return tl.program_id(0)
-
-
-@triton.jit
-def begin_early(EARLY: tl.constexpr):
-    """Launched while the kernel before still runs: its end is waited for, AT_FIRST or by `end_early`. Only then may the
-    next one be launched, so that for one BEHIND all that was before its predecessor is complete.
-    """
-    if EARLY == AT_FIRST:
-        tl.extra.cuda.gdc_wait()
-    if EARLY > 0:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def end_early(EARLY: tl.constexpr):
-    """So that who waits for this kernel waits for the one before it, too."""
-    if EARLY == BEHIND:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -1,0 +1,25 @@
+"""Kernels that are launched while the one before still runs (programmatic dependent launch), on GPUs that can."""
+
+import triton
+import triton.language as tl
+
+# EARLY of a kernel is 0 where it is not, or says when it waits for the end of the one before
+AT_FIRST, BEHIND = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def begin_early(EARLY: tl.constexpr):
+    """Wait for the end of the kernel before, AT_FIRST or by `end_early`. Only then may the next one be launched, so that
+    for one BEHIND all that was before its predecessor is complete.
+    """
+    if EARLY == AT_FIRST:
+        tl.extra.cuda.gdc_wait()
+    if EARLY > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def end_early(EARLY: tl.constexpr):
+    """So that who waits for this kernel waits for the one before it, too."""
+    if EARLY == BEHIND:
+        tl.extra.cuda.gdc_wait()
