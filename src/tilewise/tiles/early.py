@@ -9,8 +9,8 @@ AT_FIRST, BEHIND = tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def begin_early(EARLY: tl.constexpr):
-    """Wait for the end of the kernel before, AT_FIRST or by `end_early`. Only then may the next one be launched, so that
-    for one BEHIND all that was before its predecessor is complete.
+    """Wait for the end of the kernel before, AT_FIRST or by `end_early`. Only then may the next one be launched: for
+    one BEHIND, all that was before its predecessor is complete.
     """
     if EARLY == AT_FIRST:
         tl.extra.cuda.gdc_wait()
