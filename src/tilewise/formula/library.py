@@ -112,12 +112,13 @@ def _runs_of_documents(ids: torch.Tensor) -> Mask:
     ends[..., :-1] = ids[..., 1:] != ids[..., :-1]
     begins = ids.new_ones(ids.shape, dtype=torch.bool)
     begins[..., 1:] = ends[..., :-1]
-    first = torch.where(begins, at, 0).cummax(-1).values.int()
-    last = torch.where(ends, at, ids.shape[-1]).flip(-1).cummin(-1).values.flip(-1).int()
+    first = torch.where(begins, at, 0).cummax(-1).values
+    last = torch.where(ends, at, ids.shape[-1]).flip(-1).cummin(-1).values.flip(-1)
+    both = torch.stack([first, last]).int()  # in one tensor, whose extrema of blocks are one kernel's
 
     def inside(b: Any, x: Any, y: Any) -> Any:
-        where = x if ids.ndim == 1 else (b, x)
-        return (first[where] <= y) & (y <= last[where])
+        where = (x,) if ids.ndim == 1 else (b, x)
+        return (both[(0, *where)] <= y) & (y <= both[(1, *where)])
 
     of_keys = mask(lambda b, h, i, j: inside(b, i, j))
     of_queries = mask(lambda b, h, i, j: inside(b, j, i))
