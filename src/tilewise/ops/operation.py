@@ -67,14 +67,16 @@ class Operation(Generic[C]):
     def __call__(self, call: C, impl: str | None = None) -> tuple[torch.Tensor, ...]:
         """The outputs; raises InputError for an unknown `impl`, UnsupportedError where nothing runs this call."""
         row = dispatch.choose(self.rows, self.name, call, impl)
-        tensors = fields_of(call)
         if being_traced():
-            how = _written(call)
-            return tuple(self._operators[0](list(tensors.values()), how, row.name)[: self.count(call)])
-        if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors.values()):
-            return tuple(self.run_forward(row, call).values())[: self.count(call)]
-        found: tuple[torch.Tensor, ...] = _Eager.apply(self, row, call, *tensors.values())  # type: ignore[no-untyped-call]
-        return found
+            tensors, how = list(fields_of(call).values()), _written(call)
+            return tuple(self._operators[0](tensors, how, row.name)[: self.count(call)])
+        if torch.is_grad_enabled():
+            tensors = list(fields_of(call).values())
+            if any(x.requires_grad for x in tensors):
+                found: tuple[torch.Tensor, ...] = _Eager.apply(self, row, call, *tensors)  # type: ignore[no-untyped-call]
+                return found
+        results = tuple(self.run_forward(row, call).values())
+        return results if len(results) == 1 else results[: self.count(call)]
 
     def count(self, call: C) -> int:
         """How many results go to the caller."""
@@ -200,12 +202,13 @@ class _Eager(torch.autograd.Function):
 
 def fields_of(call: Any) -> Tensors:
     """Its tensors by field, in the order of the fields."""
-    found = ((field.name, getattr(call, field.name)) for field in dataclasses.fields(call))
+    found = [(name, getattr(call, name)) for name in call.__dataclass_fields__]  # `dataclasses.fields` takes longer
     return {name: value for name, value in found if isinstance(value, torch.Tensor)}
 
 
 def _empty(call: Any) -> bool:
-    return next(iter(fields_of(call).values())).numel() == 0
+    values = (getattr(call, name) for name in call.__dataclass_fields__)
+    return next(x for x in values if isinstance(x, torch.Tensor)).numel() == 0
 
 
 def _written(call: Any) -> str:

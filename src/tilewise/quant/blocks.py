@@ -186,6 +186,15 @@ def row_groups(side: str, shared: str) -> list[int]:
     return [r // WARP if shared == "warp" else 0 for r in rows]
 
 
+_SHARED = ("token", "thread", "warp", "block", "head")
+_GROUPS = {(side, shared): 1 + row_groups(side, shared)[-1] for side in ("q", "k") for shared in _SHARED}
+
+
+def groups_of_block(side: str, shared: str) -> int:
+    """How many scales a block of queries ("q") or keys ("k") has."""
+    return _GROUPS[side, shared]
+
+
 def sequences(cu_seqlens: torch.Tensor, side: str) -> list[tuple[int, slice, slice]]:
     """Of packed queries ("q") or keys ("k") each sequence, its rows and its slots; reads the lengths on the host."""
     cu = host_values(cu_seqlens)

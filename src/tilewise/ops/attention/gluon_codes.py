@@ -35,7 +35,7 @@ from tilewise.ops.attention.triton_plans import (
     together,
 )
 from tilewise.ops.triton_launch import Plan, Plans, on_device
-from tilewise.quant.blocks import Quantized, row_groups, rows_of_block
+from tilewise.quant.blocks import Quantized, groups_of_block, rows_of_block
 from tilewise.quant.schemes import KEYS, Scheme
 
 _CONFIG = Config(128, KEYS, 4, 2, True)
@@ -119,8 +119,8 @@ def forward_plan(scheme: Scheme, call: Call) -> Plan:
                 head_dim_v=call.head_dim_v,
                 codes=True,
                 p_largest=int(scheme.p_largest),
-                q_groups=row_groups("q", scheme.q_scale)[-1] + 1,
-                k_groups=row_groups("k", scheme.k_scale)[-1] + 1,
+                q_groups=groups_of_block("q", scheme.q_scale),
+                k_groups=groups_of_block("k", scheme.k_scale),
                 biased="k" in scheme.smooth,
                 centred="v" in scheme.smooth,
                 value_blocks=scheme.v_scale == "block",

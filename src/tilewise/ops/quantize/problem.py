@@ -11,7 +11,7 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.layouts import Dense, Packed, Paged, check_packing
 from tilewise.ops.attention.arguments import check_shapes, check_tensors, layout_of
-from tilewise.quant.blocks import row_groups, rows_of_block, sequences
+from tilewise.quant.blocks import groups_of_block, rows_of_block, sequences
 from tilewise.quant.schemes import LARGEST, Scheme, check_scheme
 from tilewise.rotary import Rope, check_angles, check_rope, rotated
 
@@ -92,27 +92,41 @@ class Call:
 
 def names(call: Call) -> list[str]:
     """Of the results: codes, and those of scale, mean, bias and sums that there are."""
-    there = {"scale": call.kind not in NUMBERS, "mean": call.smooth, "bias": call.other is not None}
-    there |= {"sum": call.sums, "unit_sum": call.sums}
-    return ["codes", *(name for name, yes in there.items() if yes)]
+    there = ["codes"]
+    if call.kind not in NUMBERS:
+        there.append("scale")
+    if call.smooth:
+        there.append("mean")
+    if call.other is not None:
+        there.append("bias")
+    if call.sums:
+        there += ["sum", "unit_sum"]
+    return there
 
 
 def results(call: Call) -> Tensors:
     """Empty ones, by name."""
-    x, lead = call.x, call.lead
+    lead, device = call.lead, call.x.device
+    forms = {name: _form(call, lead, name) for name in names(call)}
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in forms.items()}
+
+
+def _form(call: Call, lead: tuple[int, ...], name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a result."""
     by_head = (call.batch, call.heads, call.dim)
-    dtype = NUMBERS.get(call.kind, torch.float8_e4m3fn if call.kind == "fp8" else torch.int8)
-    columns = (*lead[:-1], call.dim, lead[-1] * rows_of_block(call.side))
-    by_block = (*lead, 1) if call.side == "v" else (*lead, 1 + row_groups(call.side, call.shared)[-1])
-    made: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "codes": (columns if call.columns else tuple(x.shape), dtype),
-        "scale": (by_head if call.shared in ("channel", "head") and call.side == "v" else by_block, torch.float32),
-        "mean": ((*lead, call.dim), x.dtype) if call.side == "q" else (by_head, torch.float32),
-        "bias": ((*x.shape[:-3], call.heads, x.shape[-3]), torch.float32),
-        "sum": ((*lead, call.dim), torch.float32),
-        "unit_sum": ((*lead, call.dim), torch.float32),
-    }
-    return {name: torch.empty(made[name][0], dtype=made[name][1], device=x.device) for name in names(call)}
+    if name == "codes":
+        dtype = NUMBERS.get(call.kind, torch.float8_e4m3fn if call.kind == "fp8" else torch.int8)
+        blocks = lead[-1] * rows_of_block(call.side)
+        return (*lead[:-1], call.dim, blocks) if call.columns else tuple(call.x.shape), dtype
+    if name == "scale" and call.side == "v":
+        return by_head if call.shared in ("channel", "head") else (*lead, 1), torch.float32
+    if name == "scale":
+        return (*lead, groups_of_block(call.side, call.shared)), torch.float32
+    if name == "mean":
+        return ((*lead, call.dim), call.x.dtype) if call.side == "q" else (by_head, torch.float32)
+    if name == "bias":
+        return (*call.x.shape[:-3], call.heads, call.x.shape[-3]), torch.float32
+    return (*lead, call.dim), torch.float32
 
 
 def gradients(call: Call, kept: Tensors, wanted: Sequence[str]) -> Tensors:
