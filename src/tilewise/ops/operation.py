@@ -75,8 +75,7 @@ class Operation(Generic[C]):
             if any(x.requires_grad for x in tensors):
                 found: tuple[torch.Tensor, ...] = _Eager.apply(self, row, call, *tensors)  # type: ignore[no-untyped-call]
                 return found
-        results = tuple(self.run_forward(row, call).values())
-        return results if len(results) == 1 else results[: self.count(call)]
+        return tuple(self.run_forward(row, call).values())[: self.count(call)]
 
     def count(self, call: C) -> int:
         """How many results go to the caller."""
