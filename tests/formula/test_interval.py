@@ -137,6 +137,34 @@ def test_spans_of_library_masks(name: str, axis: str) -> None:
     assert check_span(LIBRARY[name], axis), "the mask is one run, but no span was found"
 
 
+IDS = torch.tensor([0, 0, 0, 1, 3, 3, 3, 3, 3, 4, 4, 7, 7, 7])
+RUNS = {
+    "ascending": tw.document(IDS, ascending=True),
+    "ascending_by_batch": tw.document(torch.stack([IDS, IDS.flip(0).neg()]), ascending=True),
+    "ascending_causal_window": tw.causal & tw.window(3) & tw.document(IDS, ascending=True),
+    "not_not_ascending": ~~tw.document(IDS, ascending=True),
+}
+
+
+@pytest.mark.parametrize("axis", ["i", "j"])
+@pytest.mark.parametrize("name", RUNS)
+def test_spans_of_documents_whose_ids_ascend(name: str, axis: str) -> None:
+    """Along either axis, by the form of the condition that has it."""
+    assert check_span(RUNS[name], axis), "what is seen is one run, but no span was found"
+
+
+def test_what_is_written_twice_is_the_same_twice() -> None:
+    both = RUNS["ascending"].structure.root
+    assert both.op == "alike"
+    pairs = pair_symbols((0, EXTENT - 1, 0, EXTENT - 1))
+    first, second = evaluate(
+        list(both.args), pairs, RUNS["ascending"].tensors, RUNS["ascending"].numbers, torch.float64
+    )
+    assert torch.equal(first, second)
+    same = IDS[:, None] == IDS
+    assert torch.equal(first.expand(2, 3, EXTENT, EXTENT)[0, 0], same)
+
+
 @pytest.mark.parametrize("mask", [~tw.window(3, 2), tw.dilated(2), tw.document(torch.arange(EXTENT) // 4)], ids=repr)
 def test_masks_that_need_not_be_one_run_have_no_span(mask: Mask) -> None:
     assert not check_span(mask, "j")
