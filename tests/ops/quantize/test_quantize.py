@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tests.ops.quantize.shapes import SAMPLED, any_case
+from tilewise.ops import quantize
 from tilewise.ops.quantize import cpu
 from tilewise.quant import encode, rotate
 from tilewise.quant.blocks import KEY_ORDER, row_groups
@@ -252,3 +253,35 @@ def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_scale", lambda largest, code: 1.001 * real(largest, code))
     with pytest.raises(AssertionError, match="other bits"):
         cases.check(BY_NAME["sage2"], torch.float32, "cpu", like="reference")
+
+
+# how launches follow each other ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        (tw.FP8("block", "block", "block"), {"k": False, "v": True, "q": True}),
+        (tw.Sage("fp8", v_scale="block"), {"k": False, "v": False, "q": True}),  # means of keys take memory meanwhile
+        (tw.Sage2(), {"k": False, "v": False, "q": False}),
+        (tw.Sage(pv="bf16", smooth=()), {"k": False, "q": False}),  # values, which no kernel of ours encodes, between
+        (tw.FP8("head", "block", "block"), {"k": False, "v": True, "q": True}),
+        (tw.FP8("block", "head", "block"), {"k": False, "v": False, "q": True}),
+    ],
+    ids=repr,
+)
+def test_who_need_not_wait_for_the_one_before(
+    scheme: Any, expected: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those behind one whose kernels leave no memory that they may take (`tiles.early`)."""
+    found: dict[str, bool] = {}
+    run = type(quantize.QUANTIZE).__call__
+
+    def noted(operation: Any, call: Any, impl: Any = None) -> Any:
+        found[call.side] = call.behind
+        return run(operation, call, impl)
+
+    monkeypatch.setattr(type(quantize.QUANTIZE), "__call__", noted)
+    q = torch.randn(1, 130, 2, 64)
+    tw.quantize_qkv(q, q, q, scheme=scheme)
+    assert found == expected
