@@ -447,8 +447,8 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     rope = None
     if call.cos is not None:
         rope = (call.cos, call.sin, call.positions, call.cos.stride(0), call.sin.stride(0))
-    tensors = (call.x, call.cu_seqlens, call.other, call.cos, call.sin, call.positions, *results.values())
-    key = tensors_key(*(x for x in tensors if x is not None))
+    tensors = (call.x, call.cu_seqlens, call.other, call.cos, call.sin, call.positions)
+    key = tensors_key(*(x for x in tensors if x is not None))  # of which results follow, new and so aligned
     facts = (call.cu_seqlens is None, call.side, call.kind, call.shared, call.largest, call.smooth, call.rotate)
     key = None if key is None else (key, facts, call.sums, call.cos is None, call.interleaved, call.behind)
     plans = _PLANS.get(key)
