@@ -28,7 +28,7 @@ def linear(score: Expr, mask: Expr | None) -> Linear | None:
 
 def _shows_only_the_past(mask: Expr) -> bool:
     """Whether j <= i is a condition of the mask."""
-    if mask.op in ("and", "alike"):
+    if mask.op == "and":
         return any(map(_shows_only_the_past, mask.args))
     return mask.op == "le" and [arg.op == "sym" and arg.value for arg in mask.args] == ["j", "i"]
 

@@ -61,8 +61,6 @@ def _earlier(a: Expr, b: Expr) -> Expr:
 def _complement(inner: Expr, axis: str) -> Span | None:
     if inner.op in ("lt", "le"):
         return solve(Expr("le" if inner.op == "lt" else "lt", (inner.args[1], inner.args[0]), "bool"), axis)
-    if inner.op == "alike":
-        return solve(Expr("alike", tuple(map(negate, inner.args)), "bool"), axis)
     if inner.op in ("and", "or"):
         flipped = Expr("or" if inner.op == "and" else "and", tuple(negate(a) for a in inner.args), "bool")
         return solve(flipped, axis)

@@ -186,6 +186,11 @@ def row_groups(side: str, shared: str) -> list[int]:
     return [r // WARP if shared == "warp" else 0 for r in rows]
 
 
+def num_slots(rows: int, step: int, sequences: int | None) -> int:
+    """Blocks of `step` rows that a sequence has, or slots of packed `sequences` of so many rows in all."""
+    return -(-rows // step) if sequences is None else rows // step + sequences
+
+
 _SHARED = ("token", "thread", "warp", "block", "head")
 _GROUPS = {(side, shared): 1 + row_groups(side, shared)[-1] for side in ("q", "k") for shared in _SHARED}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from tilewise.formula.expr import Expr
 from tilewise.formula.interval import Bounds, Extremum
 from tilewise.formula.optimize import written_once
-from tilewise.formula.span import solve, span_bounds
+from tilewise.formula.span import Span, solve, span_bounds
 from tilewise.formula.structure import Structure, parse, share
 from tilewise.formula.walk import symbols
 
@@ -21,15 +21,15 @@ class TileRule:
     """What a mask's structure says about tiles.
 
     `spans` is for masks whose visible keys are one run for every query, and whose visible queries are one run for every
-    key: by the axis ('i' or 'j') whose positions a program owns, the ends of the other axis' run. First for a tile,
-    over (b, h, i0, i1): first and last that any of its rows sees, first and last that all of them see; then for a row,
-    over (b, h, i). `rows` are the latter alone, by axis, also of masks whose tiles want lists. `sure` and `maybe` are
+    key: by the axis ('i' or 'j') whose positions a program owns, the ends of the other axis' run for a tile, over (b,
+    h, i0, i1): first and last that any of its rows sees, first and last that all of them see. `rows` are the ends for a
+    row, over (b, h, i), by the axes that have them, also of masks whose tiles want lists. `sure` and `maybe` are
     expressions over (b, h, i0, i1, j0, j1): the tile is FULL where `sure` holds, and EMPTY where `maybe` does not; they
     read the `tables`.
     """
 
     structure: Structure
-    spans: dict[str, tuple[tuple[Expr, ...], tuple[Expr, ...]]] | None
+    spans: dict[str, tuple[Expr, ...]] | None
     rows: dict[str, tuple[Expr, ...]]
     sure: Expr
     maybe: Expr
@@ -48,24 +48,19 @@ def tile_rule(text: str) -> TileRule:
     assert interval.high is not None
     sure, maybe = share(interval.low, interval.high)
     names = symbols(structure.root)
-    spans, rows = _spans(structure.root), _rows(structure.root)
-    return TileRule(structure, spans, rows, sure, maybe, tuple(bounds.tables), "b" in names, "h" in names)
+    runs = {owned: solve(structure.root, other) for owned, other in (("i", "j"), ("j", "i"))}
+    rows = {owned: tuple(share(*run)) for owned, run in runs.items() if run is not None}
+    return TileRule(structure, _spans(runs), rows, sure, maybe, tuple(bounds.tables), "b" in names, "h" in names)
 
 
-def _spans(root: Expr) -> dict[str, tuple[tuple[Expr, ...], tuple[Expr, ...]]] | None:
+def _spans(runs: Mapping[str, Span | None]) -> dict[str, tuple[Expr, ...]] | None:
     found = {}
-    for owned, other in (("i", "j"), ("j", "i")):
-        span = solve(root, other)
-        ends = None if span is None else span_bounds(span)
-        if span is None or ends is None:
+    for owned, run in runs.items():
+        ends = None if run is None else span_bounds(run)
+        if ends is None:
             return None
-        found[owned] = (tuple(share(*ends)), tuple(share(*span)))
+        found[owned] = tuple(share(*ends))
     return found
-
-
-def _rows(root: Expr) -> dict[str, tuple[Expr, ...]]:
-    found = {owned: solve(root, other) for owned, other in (("i", "j"), ("j", "i"))}
-    return {owned: tuple(share(*span)) for owned, span in found.items() if span is not None}
 
 
 def build_tables(

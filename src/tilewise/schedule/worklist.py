@@ -217,7 +217,7 @@ def _visited(
     rule = tile_rule(bound.text)
     if rule.spans is None:
         return np.zeros_like(keys), -(-keys // block_n)
-    low, high = rule.spans["i"][0][:2]  # that any query sees
+    low, high = rule.spans["i"][:2]  # that any query sees
     at = {name: torch.as_tensor(x)[None] for name, x in (("b", request), ("i0", first), ("i1", last))}
     at["h"] = torch.arange(heads if rule.by_head else 1)[:, None]
     found = evaluate([low, high], at, bound.tensors, bound.numbers)

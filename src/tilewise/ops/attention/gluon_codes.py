@@ -35,7 +35,7 @@ from tilewise.ops.attention.triton_plans import (
     together,
 )
 from tilewise.ops.triton_launch import Plan, Plans, on_device
-from tilewise.quant.blocks import Quantized, groups_of_block, rows_of_block
+from tilewise.quant.blocks import Quantized, groups_of_block, num_slots, rows_of_block
 from tilewise.quant.schemes import KEYS, Scheme
 
 _CONFIG = Config(128, KEYS, 4, 2, True)
@@ -50,10 +50,9 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Gluon kernel. What it is told beside the codes is made before them: then it is launched while the
     last of them are made.
     """
-    scheme = call.scheme if call.codes is None else call.codes.scheme
-    assert scheme is not None
+    assert call.scheme is not None
     with on_device(call.q):
-        plan, beside = _prepared(scheme, call)
+        plan, beside = _prepared(call.scheme, call)
         return _launched(plan, encoded(call), call, beside)
 
 
@@ -139,5 +138,5 @@ def forward_plan(scheme: Scheme, call: Call) -> Plan:
 
 def _blocks(call: Call, side: str) -> int:
     """How many blocks of queries or keys, or slots for packed ones, a head has."""
-    rows, step = call.rows_q if side == "q" else call.rows_k, rows_of_block(side)
-    return rows // step + call.batch if call.packed else -(-rows // step)
+    rows = call.rows_q if side == "q" else call.rows_k
+    return num_slots(rows, rows_of_block(side), call.batch if call.packed else None)

@@ -8,7 +8,7 @@ from tilewise.ops.attention.gluon_sm90_meetings import meet, meetings_of
 from tilewise.ops.attention.gluon_sm90_pages import fill_pages, fill_tile, gather_rows, pages_of_keys, table_of
 from tilewise.ops.attention.gluon_sm90_runs import run_of_queries, where_of
 from tilewise.tiles.gluon_api import async_load
-from tilewise.tiles.hopper import at_row, fill, post, posted, ring_turn, take, tile_bytes
+from tilewise.tiles.hopper import at_row, deal, fill, post, posted, ring_turn, tile_bytes
 from tilewise.tiles.visit import snake, visit_any
 
 
@@ -18,10 +18,9 @@ def next_item(turn, NEXT, grid, fixed):
     there is none, as often in all as there are items: who asks last makes the count 0 again, for the next launch.
     """
     if fixed.dealt:
-        taken = take(NEXT)
-        if taken == grid[0][6] - 1:
+        item = deal(NEXT)
+        if item == gl.num_programs(0) + grid[0][6] - 1:
             gl.store(NEXT, 0)
-        item = gl.num_programs(0) + taken
     else:
         item = snake(turn, gl.program_id(0), gl.num_programs(0))
     return item

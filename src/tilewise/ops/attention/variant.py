@@ -87,8 +87,7 @@ def mask_functions(
     sources = []
     for axis in ("i", "j"):
         if rule.spans is not None:
-            tiles, _rows = rule.spans[axis]
-            sources.append(emitter.function(f"tiles_{axis}", ("b", "h", f"{axis}0", f"{axis}1"), tiles))
+            sources.append(emitter.function(f"tiles_{axis}", ("b", "h", f"{axis}0", f"{axis}1"), rule.spans[axis]))
         if axis in rule.rows:
             sources.append(emitter.function(f"rows_{axis}", ("b", "h", axis), rule.rows[axis]))
         else:
@@ -194,8 +193,8 @@ def formula_kind(mask: str | None, score: str | None) -> str:
 @functools.lru_cache(maxsize=4096)
 def is_band(mask: str) -> bool:
     """Whether both ends of the visible run of keys move with the query, as a window's."""
-    spans = tile_rule(mask).spans
-    return spans is not None and all(end.op != "lit" for end in spans["i"][1])
+    rule = tile_rule(mask)
+    return rule.spans is not None and all(end.op != "lit" for end in rule.rows["i"])
 
 
 def _grad_position(captured: tuple[Captured, ...], wanted: tuple[bool, ...], slot: int) -> int:

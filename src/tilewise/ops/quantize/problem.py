@@ -11,7 +11,7 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.layouts import Dense, Packed, Paged, check_packing
 from tilewise.ops.attention.arguments import check_shapes, check_tensors, layout_of
-from tilewise.quant.blocks import groups_of_block, rows_of_block, sequences
+from tilewise.quant.blocks import groups_of_block, num_slots, rows_of_block, sequences
 from tilewise.quant.schemes import LARGEST, Scheme, check_scheme
 from tilewise.rotary import Rope, check_angles, check_rope, rotated
 
@@ -73,15 +73,28 @@ class Call:
         return self.side == "v" and self.kind not in NUMBERS
 
     @property
+    def spanned(self) -> bool:
+        """Whether scales of channels span a sequence,"""
+        return self.columns and self.shared != "block"
+
+    @property
+    def summed(self) -> bool:
+        """means that are taken off,"""
+        return self.smooth and self.side != "q"
+
+    @property
+    def of_head(self) -> bool:
+        """or a scale of all queries or keys."""
+        return self.shared == "head" and self.side != "v"
+
+    @property
     def by_block(self) -> bool:
         """Whether what a block becomes depends on that block alone, and for queries on means of keys."""
-        return self.shared not in ("channel", "head") and (self.side == "q" or not self.smooth)
+        return not (self.spanned or self.summed or self.of_head)
 
     def slots(self, rows: int) -> int:
         """Blocks of so many rows that a sequence has, or slots of packed ones."""
-        if self.cu_seqlens is None:
-            return -(-self.x.shape[1] // rows)
-        return self.x.shape[0] // rows + self.batch
+        return num_slots(self.x.shape[-3], rows, None if self.cu_seqlens is None else self.batch)
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -480,17 +480,15 @@ class _Plans:
         stride_b, stride_t, stride_h = (0, *call.x.stride()[:2]) if call.x.ndim == 3 else call.x.stride()[:3]
         self.strides = (stride_b, stride_t, stride_h)
         self.sums, self.join, self.most = None, None, None
-        self.spanned = call.columns and call.shared != "block"
-        self.summed = call.smooth and call.side != "q"
+        self.spanned, self.summed = call.spanned, call.summed
         self.turned = self.summed and call.rotate and call.x.dtype != torch.float32
         if self.spanned or self.summed:
             self._statistics(call)
         self.cells = self._programs(call, self.rows)
         make = self._columns if call.columns else self._rows
-        of_head = call.shared == "head" and call.side != "v"
         summed = self.sums is not None
-        self.most = make(call, summed) if of_head else None
-        self.codes = make(call, summed != of_head)
+        self.most = make(call, summed) if call.of_head else None
+        self.codes = make(call, summed != call.of_head)
 
     def statistics(
         self,
@@ -528,7 +526,7 @@ class _Plans:
     def _statistics(self, call: Call) -> None:
         sampled = self.summed and call.side == "k"
         chunk = SAMPLED_OF if sampled else _CHUNK
-        programs, early = self._programs(call, chunk), min(_early(call), AT_FIRST.value)
+        programs, early = self._programs(call, chunk), _early(call)
         self.parts, self.by_head = programs * call.dim, call.batch * call.heads * call.dim
         sizes = self._sizes(call, chunk)
         # where rows are turned, angles and the other numbers of pairs want registers, too
