@@ -35,6 +35,7 @@ INCLUDES = {
 METRIC = "relative l2 to exact attention in float64, one head"
 SCHEMES: dict[str, Scheme] = {
     "sage2": tw.Sage2(),
+    "sage_blocks": tw.Sage(v_scale="block"),
     "sage2_rotated": tw.Sage(rotate="hadamard"),
     "fp8": tw.Sage("fp8"),
     "fp8_rotated": tw.Sage("fp8", rotate="hadamard"),

@@ -182,11 +182,11 @@ def test_launches_leave_the_count_of_items_at_0(quantize: Any) -> None:
     cu = torch.tensor([0, 900, 900, 3000, 4100], dtype=torch.int32, device=DEVICE)
     row = {"impl": "hopper" if quantize is None else "hopper_codes", "quantize": quantize}
     of_rows = {"mask": tw.causal} | row
-    in_rows, packed = (draw(2, 4100, 4, 64),) * 3, (draw(4100, 4, 64),) * 3
+    in_rows, packed = (draw(2, 5000, 4, 64),) * 3, (draw(4100, 4, 64),) * 3
     calls: list[Callable[[], torch.Tensor]] = [
         lambda: tw.attention(*in_rows, **of_rows),
         lambda: tw.attention(*packed, layout=tw.Packed(cu), **row),  # with slots that have nothing to do
-        lambda: tw.attention(*(x[:, :2100] for x in in_rows), **of_rows),
+        lambda: tw.attention(*(x[:, :2500] for x in in_rows), **of_rows),
     ]
     first = [call() for call in calls]
     count = gluon_attention._none_dealt(first[0].device)

@@ -29,11 +29,12 @@ def test_of_many_an_eighth(length: int) -> None:
     assert [int(row) // SAMPLED_OF for row in rows[: whole * SAMPLE : SAMPLE]] == list(range(whole))
 
 
+@pytest.mark.parametrize("length", [SAMPLED_FROM, 2 * SAMPLED_FROM, 4 * SAMPLED_FROM])
 @pytest.mark.parametrize("period", [0, 64, 80, 128, 4096])
-def test_it_is_as_good_a_centre(period: int) -> None:
+def test_it_is_as_good_a_centre(period: int, length: int) -> None:
     """Channels far from 0, also by rows of an image: scales are those of the exact mean."""
     generator = torch.Generator().manual_seed(0)
-    length, dim = 2 * SAMPLED_FROM, 32
+    dim = 32
     k = torch.randn(1, length, 1, dim, generator=generator) + 8.0 * torch.randn(dim, generator=generator)
     if period:
         k = k + 3.0 * torch.sin(torch.arange(length) * (2 * torch.pi / period))[None, :, None, None]

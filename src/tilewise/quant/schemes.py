@@ -16,7 +16,7 @@ from tilewise.core.errors import InputError
 
 QUERIES = 64  # of a block
 KEYS = 128  # of a block
-SAMPLED_FROM = 4096  # keys of a sequence from which some of them, as good a centre, are the mean's
+SAMPLED_FROM = 2048  # keys of a sequence from which some of them, as good a centre, are the mean's
 SAMPLE, SAMPLED_OF = 64, 512  # so many of so many, the first of which take turns
 WARP = 16  # queries of a warp's part of a block
 SIDES = ("q", "k", "v")
@@ -39,7 +39,7 @@ class Sage:
         k_scale: likewise, inside a block of 128 keys: "token", "thread" 32 keys, those 8 n + 2 t and 8 n + 2 t + 1 for
             the t-th of four scales, "block".
         smooth: what is centred, in any order: "q" by the mean of a block of queries, "k" and "v" by that of a
-            sequence, "k" of 4,096 keys or more by that of an eighth of them (`quant.blocks.keys_of_mean`). What that
+            sequence, "k" of 2,048 keys or more by that of an eighth of them (`quant.blocks.keys_of_mean`). What that
             changes is made up for, so attention means the same.
         rotate: "hadamard" rotates queries and keys after centring (`tilewise.quant.rotate`), which spreads outliers;
             head_dim is then a power of 2.
