@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 import tilewise as tw
+from tilewise.quant.schemes import SAMPLED_FROM
 from tilewise.testing.quantize import QuantizeCase
 
 SCHEMES = st.one_of(
@@ -49,7 +50,7 @@ def any_case(draw: st.DrawFn) -> QuantizeCase:
 
 # keys of which the centre is the mean of some
 SAMPLED = [
-    QuantizeCase("sampled", tw.Sage(smooth=("k", "v")), ((1, 4096 + 200),), (1, 1), 4, 4),
-    QuantizeCase("sampled_exactly", tw.Sage2(), ((1, 4096),), (1, 1), 4, 4),
+    QuantizeCase("sampled", tw.Sage(smooth=("k", "v")), ((1, SAMPLED_FROM + 200),), (1, 1), 4, 4),
+    QuantizeCase("sampled_exactly", tw.Sage2(), ((1, SAMPLED_FROM),), (1, 1), 4, 4),
     QuantizeCase("sampled_packed", tw.Sage(rotate="hadamard"), ((1, 4095), (2, 4097)), (1, 1), 4, 4, packed=True),
 ]
