@@ -188,18 +188,21 @@ def plot(device: str, question: str, rows: Table, folder: Path) -> Path | None:
         return None
     settings = {"svg.hashsalt": question, "svg.fonttype": "none", "font.size": 9}
     with matplotlib.rc_context(settings):
-        figure, axes = plt.subplots(figsize=(max(1.6 + 1.5 * len(rows), 1.4 * len(impls)), 3.2), layout="constrained")
+        across = max(1.6 + 1.5 * len(rows), 7.0)  # inches, of which a name takes 0.6 and 0.07 a letter
+        beside = min(len(impls), int(across / (0.6 + 0.07 * max(map(len, impls)))))
+        lines = -(-len(impls) // beside)
+        figure, axes = plt.subplots(figsize=(across, 3.4 + 0.2 * lines), layout="constrained")
+        colours = plt.get_cmap("tab20" if len(impls) > 10 else "tab10").colors
         width = 0.8 / len(impls)
         for index, impl in enumerate(impls):
             places = [place + (index - (len(impls) - 1) / 2) * width for place in range(len(rows))]
             heights = [(row[impl].tflops or 0.0) if impl in row else 0.0 for _, row in rows]
-            axes.bar(places, heights, width * 0.95, label=impl)
-        axes.set_xticks(range(len(rows)), [label.split(",")[0] for label, _ in rows])
+            axes.bar(places, heights, width * 0.95, label=impl, color=colours[index])
+        axes.set_xticks(range(len(rows)), ["\n".join(label.split(", ")[:3]) for label, _ in rows])
         axes.set_ylabel("TFLOP/s, visible pairs")
         axes.set_title(f"{question.replace('_', ' ')} on {device}", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, ncols=len(impls), loc="upper right", fontsize=8)
-        axes.margins(y=0.18)
+        figure.legend(frameon=False, ncols=beside, loc="outside lower center", fontsize=8)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{device}-{question}.svg"
         figure.savefig(path, metadata={"Date": None, "Creator": None})
