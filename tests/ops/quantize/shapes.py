@@ -52,5 +52,13 @@ def any_case(draw: st.DrawFn) -> QuantizeCase:
 SAMPLED = [
     QuantizeCase("sampled", tw.Sage(smooth=("k", "v")), ((1, SAMPLED_FROM + 200),), (1, 1), 4, 4),
     QuantizeCase("sampled_exactly", tw.Sage2(), ((1, SAMPLED_FROM),), (1, 1), 4, 4),
-    QuantizeCase("sampled_packed", tw.Sage(rotate="hadamard"), ((1, 4095), (2, 4097)), (1, 1), 4, 4, packed=True),
+    QuantizeCase(
+        "sampled_packed",
+        tw.Sage(rotate="hadamard"),
+        ((1, SAMPLED_FROM - 1), (2, SAMPLED_FROM + 1)),
+        (1, 1),
+        4,
+        4,
+        packed=True,
+    ),
 ]
