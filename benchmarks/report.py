@@ -189,15 +189,15 @@ def plot(device: str, question: str, rows: Table, folder: Path) -> Path | None:
     settings = {"svg.hashsalt": question, "svg.fonttype": "none", "font.size": 9}
     with matplotlib.rc_context(settings):
         across = max(1.6 + 1.5 * len(rows), 7.0)  # inches, of which a name takes 0.6 and 0.07 a letter
-        beside = min(len(impls), int(across / (0.6 + 0.07 * max(map(len, impls)))))
+        beside = max(1, min(len(impls), int(across / (0.6 + 0.07 * max(map(len, impls))))))
         lines = -(-len(impls) // beside)
         figure, axes = plt.subplots(figsize=(across, 3.4 + 0.2 * lines), layout="constrained")
-        colours = plt.get_cmap("tab20" if len(impls) > 10 else "tab10").colors
+        axes.set_prop_cycle(color=plt.get_cmap("tab20" if len(impls) > 10 else "tab10").colors)
         width = 0.8 / len(impls)
         for index, impl in enumerate(impls):
             places = [place + (index - (len(impls) - 1) / 2) * width for place in range(len(rows))]
             heights = [(row[impl].tflops or 0.0) if impl in row else 0.0 for _, row in rows]
-            axes.bar(places, heights, width * 0.95, label=impl, color=colours[index])
+            axes.bar(places, heights, width * 0.95, label=impl)
         axes.set_xticks(range(len(rows)), ["\n".join(label.split(", ")[:3]) for label, _ in rows])
         axes.set_ylabel("TFLOP/s, visible pairs")
         axes.set_title(f"{question.replace('_', ' ')} on {device}", loc="left")

@@ -150,7 +150,8 @@ def of_earlier(records: Iterable[Record]) -> str:
         return ""
     commits = sorted({record.commit[:7] for record in found})
     return (
-        f" Measured at {', '.join(commits)}: sources have changed since, and records of today's are still to be made."
+        f" Measured at {', '.join(commits)}: sources have changed since, and this GPU's records of today's are still "
+        "to be made."
     )
 
 
