@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.formula.limits import stays_near_zero
+from tilewise.ops.attention import gluon_sm90_prepare, triton_attention
 from tilewise.ops.attention import gluon_sm90_sums as dq_sums
-from tilewise.ops.attention import triton_attention
 from tilewise.ops.attention.configs import Config, Row, first_fit, padded
 from tilewise.ops.attention.gluon_sm90_bwd import attention_bwd_sm90
 from tilewise.ops.attention.gluon_sm90_bwd_queries import OWN, attention_bwd_queries_sm90
@@ -348,10 +348,9 @@ def turns_of(call: Call, slots: int, pairs: int) -> int:
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-    """Gradients: what queries begin with, then dK, dV and dQ. The programs for dK and dV add to sums of dQ, and convert
-    those that are complete; or dQ has a kernel like theirs (`_sums`): where head dimensions are above 128, gradients
-    must repeat bit by bit under most masks, queries and keys are few, or sequences are so short that tiles are mostly
-    empty.
+    """Gradients: the programs for dK and dV add to sums of dQ, which they begin and end, too. Or dQ has a kernel like
+    theirs, and there is one before both (`_sums`): where head dimensions are above 128, gradients must repeat bit by
+    bit under most masks, queries and keys are few, or sequences are so short that tiles are mostly empty.
     """
     if call.dropout > 0.0 or (any(call.grad_captured) and not _sums(call)):
         return triton_attention.backward(call, o, lse, do, dlse)
@@ -362,12 +361,10 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
         if not reached(call.q, call.k, call.v, o, do):
             return triton_attention.on_padded(backward, reached, call, o, lse, do, dlse)
         plans = _PLANS.put(key, backward_plans(call, o, do))
-    prepare, keys, queries = plans
-    shift, centre = lse.new_empty((2, prepare.grid, keys.extra[0].block_m))
-    counts = lse.new_empty(dq_sums.TAKEN.value + 2 * call.num_heads_q * batches_of(call), dtype=torch.int32)
-    *_, slots_q, places = prepare.sizes
-    share = (dq_sums.ROWS.value, dq_sums.COLUMNS.value)
-    sums = lse.new_empty((places * slots_q * 2 * share[0], share[1])) if queries is None else None
+    keys, prepare, queries = plans
+    heads, slots_q = call.num_heads_q * batches_of(call), keys.sizes[3]
+    numbers = lse.new_empty((2, heads * slots_q, keys.extra[0].block_m))
+    shift, centre = numbers
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     captured = captured_buffers(call)
     dlse = None if dlse is None else dlse.contiguous()
@@ -375,13 +372,21 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     inputs = (call.q, call.k, call.v, do, shift, centre)
     cu_seqlens = (call.cu_seqlens_q, call.cu_seqlens_k)
     with on_device(call.q):
-        unit = LOG2E if prepare.extra else 1.0 / call.scale
-        prepare.launch((o, do, lse, dlse, shift, centre, sums, counts, call.cu_seqlens_q), (), (unit,))
         tables: dict[Any, Any] = {}
+        added: tuple[Any, ...] = (None,) * 8  # what sums of dQ need
         part = 64 if keys.constants[0].parts.value else None
+        if prepare is None:
+            places = keys.sizes[-1]
+            sums = lse.new_empty((places * slots_q * 2 * dq_sums.ROWS.value, dq_sums.COLUMNS.value))
+            counts = torch.zeros(dq_sums.TAKEN.value + 2 * heads, dtype=torch.int32, device=call.q.device)
+            added = (sums, sums, dq, _order(call, keys), o, lse, dlse, numbers)
+        else:
+            counts = torch.empty(dq_sums.TAKEN.value, dtype=torch.int32, device=call.q.device)
+            unit = LOG2E if prepare.extra else 1.0 / call.scale
+            prepare.launch((o, do, lse, dlse, shift, centre, counts, call.cu_seqlens_q), (), (unit,))
         lists = triton_attention.lists_of(call, keys, True, key, tables, by_length=True, part=part)
         if keys.kernel is attention_bwd_sm90:
-            pointers = (*inputs, dk, dv, counts, sums, sums, dq, _order(call, keys), *cu_seqlens, *lists)
+            pointers = (*inputs, dk, dv, counts, *added, *cu_seqlens, *lists)
             keys.launch(pointers, (*formula, accumulators(captured)), scalars)
         else:
             keys.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
@@ -394,39 +399,40 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     return grads
 
 
-def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan, Plan | None]:
-    """The plans of `prepare`, of the kernel for dK and dV, and of one for dQ where that is not from sums."""
+def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan | None, Plan | None]:
+    """The plans of the kernel for dK and dV, and where dQ is not from sums those of `prepare` and one for dQ."""
     _mask, score = functions(call, "gluon")
     cfg, of_queries = config_of("hopper backward", call), config_of("hopper queries", call)
     d, block = _columns(call), cfg.block_m
     slots_q = slots_of(call, cfg, False)
-    prepare = Plan(
-        dq_sums.prepare,
-        call.num_heads_q * batches_of(call) * slots_q,
-        (*strides_of(o), *strides_of(do)),
-        (call.batch, call.rows_q, slots_q, _places(call)),
-        (call.num_heads_q, call.head_dim_v, d, block, call.packed),
-        4,
-        1,
-        extra=_scale_first(call, score),
-    )
     rows, numbers = (64, d), (1, block)
     # q, k, v, do, shift, centre, dk, dv
     boxes = {0: (block, d), 1: rows, 2: rows, 3: (block, d), 4: numbers, 5: numbers, 6: rows, 7: rows}
     kernel = attention_bwd_sm90 if d <= 128 else attention_bwd_wide_sm90
     if _sums(call):
-        boxes |= {10: (dq_sums.ROWS.value, dq_sums.COLUMNS.value), 11: (64, 64)}  # shares of the sums, and of dq
-        return prepare, _gradient_plan(kernel, call, cfg, block, slots_q, boxes), None
+        # shares of the sums, dq, o
+        boxes |= {10: (dq_sums.ROWS.value, dq_sums.COLUMNS.value), 11: (64, 64), 13: (block, d)}
+        return _gradient_plan(kernel, call, cfg, block, slots_q, boxes), None, None
+    prepare = Plan(
+        gluon_sm90_prepare.prepare,
+        call.num_heads_q * batches_of(call) * slots_q,
+        (*strides_of(o), *strides_of(do)),
+        (call.batch, call.rows_q, slots_q),
+        (call.num_heads_q, call.head_dim_v, d, block, call.packed),
+        4,
+        1,
+        extra=_scale_first(call, score),
+    )
     keys = _gradient_plan(kernel, call, cfg, block, slots_q, boxes)
     tiles = (of_queries.block_n, d)
     boxes = {0: rows, 1: tiles, 2: tiles, 3: rows, 6: rows}  # q, k, v, do, dq
-    return prepare, keys, _gradient_plan(attention_bwd_queries_sm90, call, of_queries, block, slots_q, boxes)
+    return keys, prepare, _gradient_plan(attention_bwd_queries_sm90, call, of_queries, block, slots_q, boxes)
 
 
 def _gradient_plan(
     kernel: Any, call: Call, cfg: Config, block: int, slots_q: int, boxes: dict[int, tuple[int, int]]
 ) -> Plan:
-    """The plan of a kernel whose programs own keys or queries; `block` and `slots_q` are of what `prepare` left."""
+    """The plan of a kernel whose programs own keys or queries; `block` and `slots_q` are of what queries begin with."""
     mask, score = functions(call, "gluon")
     of_keys = kernel is not attention_bwd_queries_sm90
     slots = slots_of(call, cfg, of_keys)

@@ -1,6 +1,6 @@
 """FlashAttention-3's backward for Hopper, in Gluon: a program owns 128 keys, 64 for each of two warpgroups, which hold
 dK and dV in registers and add to sums of dQ in memory; one warp fetches tiles of queries, another writes dK and dV, and
-two make dQ of sums that are complete (`gluon_sm90_sums`).
+two begin and end sums of dQ (`gluon_sm90_sums`).
 
 Scores are held transposed, so that P and dS enter the products with dO and Q from registers. dQ needs dS of all 128
 keys: it goes through shared memory, and its product is taken one tile later, so that the warpgroups need not keep step.
@@ -36,16 +36,16 @@ from tilewise.ops.attention.gluon_sm90_scores import (
     through_score,
 )
 from tilewise.ops.attention.gluon_sm90_sums import (
-    CONVERTERS,
+    KEEPERS,
     add_to_sums,
     await_order,
-    convert,
     count_additions,
     count_run,
     has_added,
     head_of,
+    keep_places,
     order_of,
-    place_is_free,
+    place_is_ready,
     seen_of,
     share_ring,
     tile_of_sums,
@@ -137,7 +137,7 @@ def fetch(inputs, sums, memory, bars, grid, fixed):
     # the first item is taken too, since others may wait for it, and this program come late (`wait_for_place`)
     item, g, run = find_run(take(COUNTS), 0 * done, sums, grid, fixed, BLOCK_M)
     patient = run[7] >= 0
-    if not place_is_free(run, sums, grid, fixed):
+    if not place_is_ready(run, sums, grid, fixed):
         wait_for_place(run, sums, grid, fixed)
     while run[7] > 0:
         h, start, count = run[1], run[3], run[7]
@@ -170,9 +170,9 @@ def fetch(inputs, sums, memory, bars, grid, fixed):
             g = 0 * g
             item = take(COUNTS)
         item, g, coming = find_run(item, g, sums, grid, fixed, BLOCK_M)
-        free = place_is_free(coming, sums, grid, fixed)
+        ready = place_is_ready(coming, sums, grid, fixed)
         fetch_tiles(inputs, run, near, count, done, None, memory, bars, grid, fixed)
-        if not free:
+        if not ready:
             wait_for_place(coming, sums, grid, fixed)
         done += count
         at += 1
@@ -457,12 +457,12 @@ def compute(sums, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     ]
 )  # fmt: skip
 def attention_bwd_sm90(
-    Q, K, V, DO, SHIFT, CENTRE, DK, DV, COUNTS, SUM, SHARES, DQ, ORDER, CU_Q, CU_K, LISTED, list_stride_b,
-    list_stride_h, list_stride_r, mask_args, mask_nums, score_args, score_nums, grads,
+    Q, K, V, DO, SHIFT, CENTRE, DK, DV, COUNTS, SUM, SHARES, DQ, ORDER, O, LSE, DLSE, NUMBERS, CU_Q, CU_K, LISTED,
+    list_stride_b, list_stride_h, list_stride_r, mask_args, mask_nums, score_args, score_nums, grads,
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, places, scale, fixed,
 ):  # fmt: skip
     """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
-    tl.extra.cuda.gdc_wait()  # for `prepare`
+    tl.extra.cuda.gdc_wait()  # for what counts to be 0
     # shared memory: K of two items, V, rings of Q and dO with a number for each query, dS of two tiles, shares of dQ
     D: gl.constexpr = Q.block_shape[4]
     BLOCK_M: gl.constexpr = Q.block_shape[3]
@@ -535,8 +535,8 @@ def attention_bwd_sm90(
             (compute, (sums, memory, bars, grid, scalars, fixed, 1)),
             (fetch, (inputs, sums, memory, bars, grid, fixed)),
             (send, ((DK, DV), sums, memory, bars, grid, fixed)),
-            (convert, (sums, shares, grid, scale, fixed)),
+            (keep_places, ((O, DO, LSE, DLSE, NUMBERS), sums, shares, grid, scale, fixed)),
         ],
-        [4, 1, 1, CONVERTERS],
+        [4, 1, 1, KEEPERS],
         [fixed.registers, 24, 24, 24],
     )

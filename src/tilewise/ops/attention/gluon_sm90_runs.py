@@ -167,7 +167,7 @@ def where_of(run, grid, fixed, BLOCK: gl.constexpr):
 
 @gluon.jit
 def first_tile_of(run, row0, grid, fixed, BLOCK_M: gl.constexpr):
-    """Where in tensors of tiles (`prepare`) those of a run's sequence and head begin."""
+    """Where in tensors of tiles (what queries begin with) those of a run's sequence and head begin."""
     b, h = run[0], run[1]
     tile0 = (h if fixed.packed else b * fixed.heads + h) * grid[0][3]
     if fixed.packed:

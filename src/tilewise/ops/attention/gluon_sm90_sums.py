@@ -1,75 +1,20 @@
-"""What goes before Hopper's backward, and float32 sums of dQ: how programs that own keys add to them, and how those
-that are complete become dQ meanwhile.
+"""Float32 sums of dQ: how programs that own keys add to them, and how those that are complete become dQ meanwhile. A
+few heads at a time have memory for sums, a place each; who makes dQ leaves there what the next head begins with.
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.gluon_api import async_load, async_store, barrier, reinterpret
-from tilewise.tiles.hopper import at_row, matrix, read_by_tma, sequence, take, wait_for_count
-from tilewise.tiles.load import POINTER, load_rows, rows_of
+from tilewise.tiles.hopper import at_row, matrix, read_by_tma, sequence, take, tile_bytes, wait_for_count
 from tilewise.tiles.visit import locate, visit_any
 
 TAKEN = gl.constexpr(4)  # counts before those of heads: what two roles or kernels have taken, who came to meetings
-CONVERTERS = gl.constexpr(2)  # warps
+KEEPERS = gl.constexpr(2)  # warps that keep places
 ROWS = gl.constexpr(128)  # of a share, which is one warpgroup's 64 x 64 of a tile of dQ, as the TMA sees the sums
 COLUMNS = gl.constexpr(32)
-
-
-@triton.jit(do_not_specialize=["batch", "rows_q", "slots", "places", "unit"])
-def prepare(
-    O, DO, LSE, DLSE, SHIFT, CENTRE, SUM, COUNTS, CU_Q, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
-    stride_dh, batch, rows_q, slots, places, unit,
-    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """What the scores and dP of each query begin with, -lse (times `unit`) and -delta, tile by tile, and what begins at
-    0: sums of dQ, of the first heads only, which leave their places to others (`convert`), and what is counted: what
-    has been taken, and for each head runs that have added to its sums, and tiles of them that are converted.
-    """
-    tl.extra.cuda.gdc_launch_dependents()
-    h = tl.program_id(0) % HEADS  # heads of a row lie beside each other
-    slot = tl.program_id(0) // HEADS % slots
-    b = tl.program_id(0) // HEADS // slots
-    head = b * HEADS + h
-    tile = (head * slots + slot).to(tl.int64)
-    m = slot
-    row0 = b * 0
-    seqlen_q = rows_q
-    if PACKED:
-        b, m = locate(slot, CU_Q, batch, BLOCK_M)
-        row0 = tl.load(CU_Q + b)
-        seqlen_q = tl.load(CU_Q + b + 1) - row0
-    start = m * BLOCK_M
-    offs = start + tl.arange(0, BLOCK_M)
-    inside = offs < seqlen_q
-    rows = (row0 + offs).to(tl.int64)
-    b64, h64 = b.to(tl.int64), h.to(tl.int64)
-    O_rows = rows_of(O, b, row0, h, seqlen_q, stride_ob, stride_os, stride_oh, HEAD_DIM_V, BLOCK_M, D, POINTER)
-    DO_rows = rows_of(DO, b, row0, h, seqlen_q, stride_db, stride_ds, stride_dh, HEAD_DIM_V, BLOCK_M, D, POINTER)
-    o = load_rows(O_rows, start, stride_os, inside, HEAD_DIM_V, BLOCK_M, D, True, POINTER)
-    do = load_rows(DO_rows, start, stride_ds, inside, HEAD_DIM_V, BLOCK_M, D, True, POINTER)
-    at = (h64 if PACKED else b64 * HEADS + h64) * rows_q + rows
-    lse = tl.load(LSE + at, mask=inside, other=float("inf"))
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if DLSE is not None:
-        delta -= tl.load(DLSE + at, mask=inside, other=0.0)
-    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(SHIFT + at, tl.where(lse == float("-inf"), 0.0, -lse * unit))
-    tl.store(CENTRE + at, -delta)
-    if SUM is not None:
-        within = tl.arange(0, BLOCK_M * D)
-        at = tile * (BLOCK_M * D) + within
-        seen = (start + 0 * within < seqlen_q) & (head < places)  # packed sequences have tiles to spare
-        tl.store(SUM + at, tl.zeros([BLOCK_M * D], tl.float32), mask=seen)
-        if slot == 0:
-            tl.store(COUNTS + TAKEN + 2 * head, 0)
-            tl.store(COUNTS + TAKEN + 2 * head + 1, 0)
-    if tl.program_id(0) == 0:
-        for n in tl.static_range(TAKEN):
-            tl.store(COUNTS + n, 0)
 
 
 @gluon.jit
@@ -92,34 +37,32 @@ def runs_of(head, sums):
 
 
 @gluon.jit
-def converted_of(head, sums):
-    """The count of a head's tiles that are converted."""
+def ready_of(head, sums):
+    """The count of a head's tiles whose place is ready: sums that are 0, and what queries begin with."""
     return sums[3] + (TAKEN + 1 + 2 * head)
 
 
 @gluon.jit
-def place_is_free(run, sums, grid, fixed):
-    """Whether the sums of the head that had the place of this run's are converted, and zeros again."""
-    free = run[7] >= 0
+def place_is_ready(run, sums, grid, fixed):
+    """Whether a run's head has its place."""
+    ready = run[7] >= 0
     if fixed.sums:
-        places = sums[4]
-        head = head_of(run, fixed)
-        if head >= places:
-            free = gl.atomic_add(converted_of(head - places, sums), 0, sem="acquire") >= grid[0][3]
-    return free
+        ready = gl.atomic_add(ready_of(head_of(run, fixed), sums), 0, sem="acquire") >= grid[0][3]
+        read_by_tma(1)
+    return ready
 
 
 @gluon.jit
 def wait_for_place(run, sums, grid, fixed):
-    """Wait until a run's place is free.
+    """Wait until a run's head has its place.
 
-    All items of the head that had it come before this run's in the order in which items are taken, and tiles to convert
-    are taken in order of heads. So who has the first item that is not done waits at most for tiles whose runs are all
+    All items of the head that had it before come before this run's in the order in which items are taken, and tiles are
+    made ready in order of heads. So who has the first item that is not done waits at most for tiles whose runs are all
     counted, however many programs the GPU runs at a time.
     """
     if fixed.sums:
-        places = sums[4]
-        wait_for_count(converted_of(head_of(run, fixed) - places, sums), grid[0][3], 1)
+        wait_for_count(ready_of(head_of(run, fixed), sums), grid[0][3], 1)
+        read_by_tma(1)
 
 
 @gluon.jit
@@ -229,49 +172,114 @@ def share_ring(SHARES, fixed):
 
 
 @gluon.jit
-def convert(sums, memory, grid, scale, fixed):
-    """The warps that make dQ of its sums, tile by tile as they come to them, once all runs of a head are counted. They
-    leave zeros for the head that has the place next.
+def keep_places(given, sums, memory, grid, scale, fixed):
+    """The warps that keep places, tile by tile as they come to them: they make dQ of the sums of the head that has it,
+    once all of its runs are counted, and leave there what the head that has it next begins with.
     """
     if fixed.sums:
-        SUM, SHARES, DQ, COUNTS, places = sums[0], sums[1], sums[2], sums[3], sums[4]
-        ring, full = memory
+        COUNTS, places = sums[3], sums[4]
+        batch, _seqlen_q, _seqlen_k, slots_q, _slots, _together, _items = grid[0]
         CU_Q = grid[3][0]
-        batch, seqlen_q, _seqlen_k, slots_q, slots, _together, _items = grid[0]
         heads = fixed.heads * (1 if fixed.packed else batch)
-        done = 0
-        tile = take(COUNTS + 1)
-        while tile < heads * slots_q:
+        uses = 0
+        tile = take(COUNTS + 1)  # that becomes ready; the one before it in its place is that of `places` heads before
+        while tile < (heads + places) * slots_q:
             head = tile // slots_q
-            b = head // fixed.heads
             m = tile % slots_q
+            b = 0 * m
             if fixed.packed:
                 b, m = locate(m, CU_Q, batch, fixed.block_m)
-            queries, _row0, rows = sequence(b, CU_Q, seqlen_q, fixed.packed)
             start = m * fixed.block_m
-            if start < rows:
-                wait_for_count(runs_of(head, sums), slots, CONVERTERS)
-                read_by_tma(CONVERTERS)
-                share = tile_of_sums(tile, head, sums, grid) * 2
-                for c in gl.static_range(2):
-                    mbarrier.expect(full.index(c), ROWS * COLUMNS * 4)
-                    async_load(SHARES, [(share + c) * ROWS, 0], full.index(c), ring.index(c))
-                for c in gl.static_range(2):
-                    mbarrier.wait(full.index(c), done & 1)
-                    out = reinterpret(ring, 4, DQ).index(2 * c)
-                    for warp in gl.static_range(4):
-                        convert_rows(ring.index(c), out, warp, scale)
-                    fence_async_shared()
-                    barrier()
-                    row, column = (start, 64 * c) if fixed.block_m == 64 else (start + 64 * c, 0)
-                    async_store(DQ, at_row(queries, head % fixed.heads, row, column), out)
-                    if head + places < heads:
-                        leave_zeros(SUM + (share + c).to(gl.int64) * (ROWS * COLUMNS))
-                tma.store_wait(0)
-                barrier()  # zeros are on their way
-                done += 1
-            gl.atomic_add(converted_of(head, sums), 1, sem="release")
+            if head >= places:
+                before = head - places
+                uses = convert(before, b, start, tile - places * slots_q, sums, memory, uses, grid, scale, fixed)
+            if head < heads:
+                uses = make_ready(head, b, start, tile, given, sums, memory, uses, grid, scale, fixed)
+                gl.atomic_add(ready_of(head, sums), 1, sem="release")
             tile = take(COUNTS + 1)
+
+
+@gluon.jit
+def rows_of_head(head, b, grid, fixed):
+    """(how descriptors know a head's sequence, its first query, how many it has)"""
+    if not fixed.packed:
+        b = head // fixed.heads
+    return sequence(b, grid[3][0], grid[0][1], fixed.packed)
+
+
+@gluon.jit
+def convert(head, b, start, tile, sums, memory, uses, grid, scale, fixed):
+    """dQ of a head's tile; how often the tiles of shared memory have been used."""
+    SHARES, DQ = sums[1], sums[2]
+    ring, full = memory
+    queries, _row0, rows = rows_of_head(head, b, grid, fixed)
+    if start < rows:
+        wait_for_count(runs_of(head, sums), grid[0][4], KEEPERS)
+        read_by_tma(KEEPERS)
+        share = tile_of_sums(tile, head, sums, grid) * 2
+        for c in gl.static_range(2):
+            mbarrier.expect(full.index(c), ROWS * COLUMNS * 4)
+            async_load(SHARES, [(share + c) * ROWS, 0], full.index(c), ring.index(c))
+        for c in gl.static_range(2):
+            mbarrier.wait(full.index(c), uses & 1)
+            out = reinterpret(ring, 4, DQ).index(2 * c)
+            for warp in gl.static_range(4):
+                convert_rows(ring.index(c), out, warp, scale)
+            fence_async_shared()
+            barrier()
+            row, column = (start, 64 * c) if fixed.block_m == 64 else (start + 64 * c, 0)
+            async_store(DQ, at_row(queries, head % fixed.heads, row, column), out)
+        tma.store_wait(0)
+        barrier()  # for all of these warps
+        uses += 1
+    return uses
+
+
+@gluon.jit
+def make_ready(head, b, start, tile, given, sums, memory, uses, grid, scale, fixed):
+    """What a head's tile of queries begins with: sums that are 0; of scores -lse, in units of what they are before they
+    are scaled; of dP -delta, of which o and dO are brought. How often the tiles of shared memory have been used.
+    """
+    O, DO, LSE, DLSE, NUMBERS = given
+    SUM = sums[0]
+    ring, full = memory
+    BLOCK_M: gl.constexpr = fixed.block_m
+    OF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [KEEPERS, 1], [1, 0])
+    ROWS_OF: gl.constexpr = gl.BlockedLayout([1], [32], [KEEPERS], [0])
+    queries, row0, rows = rows_of_head(head, b, grid, fixed)
+    if start < rows:
+        h = head % fixed.heads
+        brought = reinterpret(ring, 2, DO)
+        mbarrier.expect(full.index(0), tile_bytes(brought))
+        async_load(O, at_row(queries, h, start), full.index(0), brought.index(0))
+        mbarrier.expect(full.index(1), tile_bytes(brought))
+        async_load(DO, at_row(queries, h, start), full.index(1), brought.index(1))
+        total = grid[0][1]  # queries of a head in lse
+        lse_rows = (head.to(gl.int64) * total + row0) + start
+        row = gl.arange(0, BLOCK_M, layout=ROWS_OF)
+        lse = gl.load(LSE + lse_rows + row, mask=start + row < rows, other=float("inf"))
+        share = tile_of_sums(tile, head, sums, grid) * 2
+        for c in gl.static_range(2):
+            leave_zeros(SUM + (share + c).to(gl.int64) * (ROWS * COLUMNS))
+        unit = LOG2E if fixed.scale_first else 1.0 / scale
+        shifts = NUMBERS + tile.to(gl.int64) * BLOCK_M
+        gl.store(shifts + row, gl.where(lse == float("-inf"), 0.0, -lse * unit))
+        heads = fixed.heads * (1 if fixed.packed else grid[0][0])
+        centres = shifts + (heads * grid[0][3]).to(gl.int64) * BLOCK_M
+        for n in gl.static_range(2):
+            mbarrier.wait(full.index(n), uses & 1)
+        of_eight = gl.arange(0, 8, layout=gl.SliceLayout(1, OF_ROWS))
+        for eight in gl.static_range(BLOCK_M // 8):
+            o = matrix(brought.index(0)).slice(8 * eight, 8).load(OF_ROWS).to(gl.float32)
+            do = matrix(brought.index(1)).slice(8 * eight, 8).load(OF_ROWS).to(gl.float32)
+            centre = -gl.sum(o * do, 1)
+            if DLSE is not None:
+                inside = start + 8 * eight + of_eight < rows
+                centre += gl.load(DLSE + lse_rows + 8 * eight + of_eight, mask=inside, other=0.0)
+            gl.store(centres + 8 * eight + of_eight, centre)
+        uses += 1
+    barrier()  # for all of these warps
+    return uses
 
 
 @gluon.jit
@@ -287,6 +295,6 @@ def convert_rows(share, out, warp: gl.constexpr, scale):
 @gluon.jit
 def leave_zeros(SHARE):
     """Zeros in place of a share."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [CONVERTERS], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [KEEPERS], [0])
     zeros = gl.zeros([ROWS * COLUMNS], gl.float32, layout=LAYOUT)
     gl.store(SHARE + gl.arange(0, ROWS * COLUMNS, layout=LAYOUT), zeros)
