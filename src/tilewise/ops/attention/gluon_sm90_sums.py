@@ -215,6 +215,8 @@ def convert(head, b, start, tile, sums, memory, uses, grid, scale, fixed):
     queries, _row0, rows = rows_of_head(head, b, grid, fixed)
     if start < rows:
         wait_for_count(runs_of(head, sums), grid[0][4], KEEPERS)
+        if fixed.packed:  # runs that visit nothing have not waited for it
+            wait_for_count(ready_of(head, sums), grid[0][3], KEEPERS)
         read_by_tma(KEEPERS)
         share = tile_of_sums(tile, head, sums, grid) * 2
         for c in gl.static_range(2):
