@@ -262,8 +262,10 @@ def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     ("scheme", "expected"),
     [
         (tw.FP8("block", "block", "block"), {"k": False, "v": True, "q": True}),
-        (tw.Sage("fp8", v_scale="block"), {"k": False, "v": False, "q": True}),  # means of keys take memory meanwhile
-        (tw.Sage2(), {"k": False, "v": False, "q": False}),
+        (tw.Sage("fp8", v_scale="block"), {"k": False, "v": True, "q": True}),
+        (tw.Sage2(), {"k": False, "v": True, "q": True}),
+        (tw.Sage(rotate="hadamard"), {"k": False, "v": False, "q": True}),  # rotated means of keys are forgotten
+        (tw.Sage(smooth=("k", "v")), {"k": False, "v": True, "q": False}),  # and how large centred values are
         (tw.Sage(pv="bf16", smooth=()), {"k": False, "q": False}),  # values, which no kernel of ours encodes, between
         (tw.FP8("head", "block", "block"), {"k": False, "v": True, "q": True}),
         (tw.FP8("block", "head", "block"), {"k": False, "v": False, "q": True}),

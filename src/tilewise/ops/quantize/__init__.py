@@ -8,7 +8,7 @@ from tilewise.core.errors import InputError
 from tilewise.core.readback import being_traced
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.paged_rows import rows_of_call
-from tilewise.ops.quantize.problem import NUMBERS, check, check_ropes, has_sums, make_call, names
+from tilewise.ops.quantize.problem import NUMBERS, check, check_ropes, has_spans, has_sums, make_call, names
 from tilewise.ops.quantize.table import QUANTIZE
 from tilewise.ops.rope import rope as turn
 from tilewise.quant.blocks import Quantized
@@ -85,13 +85,17 @@ def quantize_qkv(
     for side in ("k", "v", "q"):  # queries meet the means of keys
         other = found["k"].get("mean") if side == "q" else None
         call = make_call(side, given[side], scheme, layout, other, sums, ropes.get(side))
+        if side == "k" and call.summed and has_spans(scheme):
+            call.values = v
+        if side == "v":
+            call.most = found["k"].get("most")
         call.behind = behind
         if call.kind in NUMBERS and not call.smooth:
             found[side] = {"codes": v.detach().to(NUMBERS[call.kind]).contiguous()}
             behind = False
         else:
             found[side] = dict(zip(names(call), QUANTIZE(call, impl), strict=True))
-            behind = call.by_block and not being_traced()  # a compiler may order them otherwise
+            behind = not (call.leaves_memory or being_traced())  # a compiler may order them otherwise
     of_q, of_k, of_v = (found[side] for side in "qkv")
     return Quantized(
         scheme,

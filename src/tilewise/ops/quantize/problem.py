@@ -29,9 +29,11 @@ class Call:
     num_heads_kv, dim), with which queries are multiplied. `kind` is "int8", "int4", "fp8", or for values "fp16" or
     "bf16"; `shared` who shares a scale, in a scheme's words; `largest` what the largest number of a group becomes;
     `sums` whether sums of blocks are wanted, too, of queries or keys that are not rotated, with no scale for a head.
-    With `cos`, `sin` and `positions` rows are turned first, and rounded to their dtype (`Rope`). `behind` says that the
-    kernel launched before encodes another of the three by blocks alone: it has no memory that results of this one may
-    take, and who runs behind it need not wait for its end to begin.
+    With `cos`, `sin` and `positions` rows are turned first, and rounded to their dtype (`Rope`). Who looks at all keys
+    for their means looks at `values`, too, if there are any, (batch, seqlen, heads, dim_v) or (total, heads, dim_v):
+    how large a channel's are at most, of which their own call, given that as `most` (batch, heads, dim_v), makes codes.
+    `behind` says that the kernel launched before has no memory that results of this one may take, and that who runs
+    behind it need not wait for its end to begin.
     """
 
     x: torch.Tensor
@@ -48,6 +50,8 @@ class Call:
     sin: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     interleaved: bool = False
+    values: torch.Tensor | None = None
+    most: torch.Tensor | None = None
     behind: bool = False
 
     @property
@@ -74,8 +78,8 @@ class Call:
 
     @property
     def spanned(self) -> bool:
-        """Whether scales of channels span a sequence,"""
-        return self.columns and self.shared != "block"
+        """Whether scales of channels span a sequence that nobody has looked at,"""
+        return self.columns and self.shared != "block" and self.most is None
 
     @property
     def summed(self) -> bool:
@@ -89,8 +93,13 @@ class Call:
 
     @property
     def by_block(self) -> bool:
-        """Whether what a block becomes depends on that block alone, and for queries on means of keys."""
+        """Whether what a block becomes depends on that block alone, and on what another call has left."""
         return not (self.spanned or self.summed or self.of_head)
+
+    @property
+    def leaves_memory(self) -> bool:
+        """Whether the kernel that makes the codes reads what is forgotten when this call returns."""
+        return self.spanned or self.of_head or (self.summed and self.rotate)
 
     def slots(self, rows: int) -> int:
         """Blocks of so many rows that a sequence has, or slots of packed ones."""
@@ -114,6 +123,8 @@ def names(call: Call) -> list[str]:
         there.append("bias")
     if call.sums:
         there += ["sum", "unit_sum"]
+    if call.values is not None:
+        there.append("most")
     return there
 
 
@@ -135,6 +146,9 @@ def _form(call: Call, lead: tuple[int, ...], name: str) -> tuple[tuple[int, ...]
         return by_head if call.shared in ("channel", "head") else (*lead, 1), torch.float32
     if name == "scale":
         return (*lead, groups_of_block(call.side, call.shared)), torch.float32
+    if name == "most":
+        assert call.values is not None
+        return (*by_head[:2], call.values.shape[-1]), torch.float32
     if name == "mean":
         return ((*lead, call.dim), call.x.dtype) if call.side == "q" else (by_head, torch.float32)
     if name == "bias":
@@ -177,9 +191,23 @@ def parts(call: Call, results: Tensors) -> Iterator[tuple[torch.Tensor, torch.Te
             "bias": (slice(None), rows),
             "sum": (slice(None), slots),
             "unit_sum": (slice(None), slots),
+            "most": b,
         }
         found = {name: y[where[name]] for name, y in results.items()}
         yield x[rows], None if other is None else other[b], found
+
+
+def most_of_channels(call: Call) -> torch.Tensor:
+    """How large the values of a channel are in a sequence at most, what is no number infinitely: `most` of results."""
+    assert call.values is not None
+    size = torch.where(call.values.isfinite(), call.values.abs().float(), torch.inf)
+    if call.cu_seqlens is None:
+        return size.amax(1) if size.shape[1] else size.new_zeros(size.shape[0], *size.shape[2:])
+    found = size.new_zeros(call.batch, *size.shape[1:])
+    for b, rows, _slots in sequences(call.cu_seqlens, "v"):
+        if rows.stop > rows.start:
+            found[b] = size[rows].amax(0)
+    return found
 
 
 def make_call(
@@ -207,6 +235,11 @@ def make_call(
 def has_sums(scheme: Scheme) -> bool:
     """Whether encoding queries and keys may give sums of their blocks, too: in one pass, over rows as they were."""
     return scheme.rotate == "none" and "head" not in (scheme.q_scale, scheme.k_scale)
+
+
+def has_spans(scheme: Scheme) -> bool:
+    """Whether codes of values, as they are, have scales of channels that span a sequence."""
+    return scheme.pv == "fp8" and scheme.v_scale != "block" and "v" not in scheme.smooth
 
 
 def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Dense | Packed]:

@@ -181,22 +181,18 @@ def most_of_blocks(MOST, first, blocks, PARTS: tl.constexpr):
     return tl.max(most, 0) + tl.zeros([1], tl.float32)
 
 
-# kernels -------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
-def sum_chunks(
-    X, CU, ROPE, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks,
+@triton.jit
+def look_at_chunk(
+    program, X, CU, ROPE, SUMS, SPANS, SIZES, strides, batch, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Sums, extremes or sizes of the largest of the columns of a head's ROWS rows, or of some of them."""
-    begin_early(EARLY)
     # who am I
-    h = tl.program_id(0) % HEADS
-    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    h = program % HEADS
+    b, block, first, length, cell = place_of(program // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
     d = tl.arange(0, BLOCK_D)
-    x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
+    x_rows = X + b * strides[0] + h.to(tl.int64) * strides[2]
     offs = tl.arange(0, STEP)
 
     # main loop: a thread adds up what it has of a step's rows, every AT_ONCE-th
@@ -210,7 +206,7 @@ def sum_chunks(
         in_x = row < length
         inside = in_x[:, None] & (d < DIM)[None, :]
         token = first + row if CU is not None else b * seqlen + row
-        at = x_rows + ((first + row) * stride_t)[:, None]
+        at = x_rows + ((first + row) * strides[1])[:, None]
         x = rows_given(at, token, d, in_x, inside, ROPE, BLOCK_D, TURNS).to(tl.float32)
         if SUMS is not None:
             total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
@@ -234,19 +230,18 @@ def sum_chunks(
         tl.store(SPANS + (2 * cell + 1) * DIM + d, tl.max(high, 0), mask=d < DIM)
 
 
-@triton.jit(do_not_specialize=["seqlen", "blocks"])
-def join_chunks(
-    SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SIZE, CU, seqlen, blocks,
+@triton.jit
+def join_head(
+    program, SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SIZE, CU, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    SAMPLED: tl.constexpr, EARLY: tl.constexpr,
+    SAMPLED: tl.constexpr,
 ):  # fmt: skip
     """A head's means of columns in a sequence, as they are and rotated, and how far from them (or from 0) a column's
     numbers are at most.
     """
-    begin_early(EARLY)
     # who am I
-    h = tl.program_id(0) % HEADS
-    b = (tl.program_id(0) // HEADS).to(tl.int64)
+    h = program % HEADS
+    b = (program // HEADS).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     if CU is None:
         length = seqlen
@@ -292,6 +287,59 @@ def join_chunks(
     if SPANS is not None:
         size = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
         tl.store(SIZE + place, tl.where(parts > 0, size_of(size), 0.0), mask=d < DIM)
+
+
+# kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
+def sum_chunks(
+    X, CU, ROPE, SUMS, SPANS, SIZES, VALUES, VALUE_SIZES, stride_b, stride_t, stride_h, value_b, value_t, value_h,
+    batch, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr, OF_VALUES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """`look_at_chunk`, a program a chunk; where there are VALUES the first half of the programs look at theirs."""
+    begin_early(EARLY)
+    program = tl.program_id(0)
+    others = 0
+    if VALUES is not None:
+        others = tl.num_programs(0) // 2
+    if program >= others:
+        look_at_chunk(
+            program - others, X, CU, ROPE, SUMS, SPANS, SIZES, (stride_b, stride_t, stride_h), batch, seqlen, blocks,
+            HEADS, DIM, ROWS, STEP, STAGES, AT_ONCE, BLOCK_D, SAMPLED, TURNS,
+        )  # fmt: skip
+    elif VALUES is not None:
+        look_at_chunk(
+            program, VALUES, CU, None, None, None, VALUE_SIZES, (value_b, value_t, value_h), batch, seqlen, blocks,
+            HEADS, OF_VALUES[0], ROWS, OF_VALUES[1], OF_VALUES[2], OF_VALUES[3], OF_VALUES[4], False, (0, False),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["seqlen", "blocks"])
+def join_chunks(
+    SUMS, SPANS, SIZES, VALUE_SIZES, ROTATION, MEAN, TURNED, SIZE, MOST, CU, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    SAMPLED: tl.constexpr, OF_VALUES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`join_head`, a program a head; where there are VALUE_SIZES half of the programs join these."""
+    begin_early(EARLY)
+    program = tl.program_id(0)
+    others = 0
+    if VALUE_SIZES is not None:
+        others = tl.num_programs(0) // 2
+    if program >= others:
+        join_head(
+            program - others, SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SIZE, CU, seqlen, blocks,
+            HEADS, DIM, ROWS, PARTS, BLOCK_D, SAMPLED,
+        )  # fmt: skip
+    elif VALUE_SIZES is not None:
+        join_head(
+            program, None, None, VALUE_SIZES, None, None, None, MOST, CU, seqlen, blocks,
+            HEADS, OF_VALUES[0], ROWS, PARTS, OF_VALUES[1], False,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "seqlen", "total", "blocks"])
@@ -443,14 +491,15 @@ def encode_columns(
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
-    """Fills codes, and those of scale, mean, bias and sums that there are."""
+    """Fills codes, and those of scale, mean, bias, sums and most that there are."""
     rope = None
     if call.cos is not None:
         rope = (call.cos, call.sin, call.positions, call.cos.stride(0), call.sin.stride(0))
-    tensors = (call.x, call.cu_seqlens, call.other, call.cos, call.sin, call.positions)
+    tensors = (call.x, call.cu_seqlens, call.other, call.cos, call.sin, call.positions, call.values, call.most)
     key = tensors_key(*(x for x in tensors if x is not None))  # of which results follow, new and so aligned
     facts = (call.cu_seqlens is None, call.side, call.kind, call.shared, call.largest, call.smooth, call.rotate)
-    key = None if key is None else (key, facts, call.sums, call.cos is None, call.interleaved, call.behind)
+    given = (call.cos is None, call.values is None, call.most is None)
+    key = None if key is None else (key, facts, call.sums, given, call.interleaved, call.behind)
     plans = _PLANS.get(key)
     if plans is None:
         plans = _PLANS.put(key, _Plans(call))
@@ -460,9 +509,9 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     codes = codes if call.kind in NUMBERS else codes.view(torch.uint8)
     with on_device(x):
         rotation = _signs(call.dim, x.device, x.dtype) if call.rotate else None
-        size, turned = plans.statistics(x, cu, rope, mean, rotation)
+        size, turned = plans.statistics(call, rope, mean, rotation, results.get("most"))
         if call.columns:
-            plans.codes.launch((x, cu, mean, size, codes, scale), ())
+            plans.codes.launch((x, cu, mean, size if call.most is None else call.most, codes, scale), ())
             return
         most = None
         if plans.most is not None:
@@ -476,9 +525,7 @@ class _Plans:
 
     def __init__(self, call: Call) -> None:
         self.rows = rows_of_block(call.side)
-        self.block_d = max(16, triton.next_power_of_2(call.dim))
-        stride_b, stride_t, stride_h = (0, *call.x.stride()[:2]) if call.x.ndim == 3 else call.x.stride()[:3]
-        self.strides = (stride_b, stride_t, stride_h)
+        self.block_d, self.strides = _block_of(call.dim), _strides(call.x)
         self.sums, self.join, self.most = None, None, None
         self.spanned, self.summed = call.spanned, call.summed
         self.turned = self.summed and call.rotate and call.x.dtype != torch.float32
@@ -492,28 +539,29 @@ class _Plans:
 
     def statistics(
         self,
-        x: torch.Tensor,
-        cu: torch.Tensor | None,
+        call: Call,
         rope: tuple[Any, ...] | None,
         mean: torch.Tensor | None,
         rotation: torch.Tensor | None,
+        most: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Fills means of sequences. (How large a column's numbers are, by head, where scales want that; rotated means,
-        where numbers of 16 bits are rotated before they are centred.)
+        """Fills means of sequences, and how large values of channels are. (How large a column's numbers are, by head,
+        where scales want that; rotated means, where numbers of 16 bits are rotated before they are centred.)
         """
         if self.sums is None:
             return None, None
-        parts, by_head = self.parts, self.by_head
+        parts, by_head, device = self.parts, self.by_head, call.x.device
 
         def floats(count: int, wanted: bool) -> torch.Tensor | None:
-            return torch.empty(count, dtype=torch.float32, device=x.device) if wanted else None
+            return torch.empty(count, dtype=torch.float32, device=device) if wanted else None
 
-        sums = torch.empty(parts, dtype=torch.float64, device=x.device) if self.summed else None
+        sums = torch.empty(parts, dtype=torch.float64, device=device) if self.summed else None
         spans, sizes = floats(2 * parts, self.spanned and self.summed), floats(parts, self.spanned and not self.summed)
+        of_values = floats(self.value_parts, most is not None)
         size, turned = floats(by_head, self.spanned), floats(by_head, self.turned)
-        self.sums.launch((x, cu, rope, sums, spans, sizes), ())
-        turn = rotation if self.turned else None
-        self.join.launch((sums, spans, sizes, turn, mean if self.summed else None, turned, size, cu), ())
+        self.sums.launch((call.x, call.cu_seqlens, rope, sums, spans, sizes, call.values, of_values), ())
+        turn, mean = rotation if self.turned else None, mean if self.summed else None
+        self.join.launch((sums, spans, sizes, of_values, turn, mean, turned, size, most, call.cu_seqlens), ())
         return size, turned
 
     def _programs(self, call: Call, rows: int) -> int:
@@ -527,19 +575,36 @@ class _Plans:
         sampled = self.summed and call.side == "k"
         chunk = SAMPLED_OF if sampled else _CHUNK
         programs, early = self._programs(call, chunk), _early(call)
-        self.parts, self.by_head = programs * call.dim, call.batch * call.heads * call.dim
+        self.parts, self.by_head, self.value_parts = programs * call.dim, call.batch * call.heads * call.dim, 0
         sizes = self._sizes(call, chunk)
         # where rows are turned, angles and the other numbers of pairs want registers, too
         step, stages = (_STEP, _STAGES) if call.cos is None else (_STEP // 2, 1)
         warps = max(1, _STEP * self.block_d // (32 * _EACH))
-        at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
-        constants = (call.heads, call.dim, chunk, step, stages, at_once, self.block_d, sampled, _turns(call), early)
+        values, heads, value_strides = call.values, call.batch * call.heads, (0, 0, 0)
+        width = self.block_d
+        if values is not None:
+            width = _block_of(values.shape[-1])
+            warps = max(warps, _STEP * width // (32 * _EACH))
+            value_strides, self.value_parts = _strides(values), programs * values.shape[-1]
+            programs, heads = 2 * programs, 2 * heads
+
+        def at_once(block_d: int, step: int) -> int:
+            """Rows that a program's threads hold with 16 bytes each."""
+            return min(step, max(1, 32 * warps * 16 // (call.x.element_size() * block_d)))
+
+        dim_v = 0 if values is None else values.shape[-1]
+        of_values = (dim_v, _STEP, _STAGES, at_once(width, _STEP), width)
+        constants = (
+            call.heads, call.dim, chunk, step, stages, at_once(self.block_d, step), self.block_d, sampled, _turns(call),
+            of_values, early,
+        )  # fmt: skip
+        strides = (*self.strides, *value_strides)
         self.sums = Plan(
-            sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
+            sum_chunks, programs, strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
-        constants = (call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, early)
+        constants = (call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, (dim_v, width), early)
         warps = max(warps, self.block_d**2 // (32 * _EACH)) if self.turned else warps
-        self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1, early=early > 0)
+        self.join = Plan(join_chunks, heads, (), sizes[1:], constants, warps, 1, early=early > 0)
 
     def _warps(self, halved: bool = False) -> int:
         found = max(4, self.rows * self.block_d // (32 * _EACH))
@@ -571,6 +636,15 @@ class _Plans:
         return Plan(
             encode_columns, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
+
+
+def _block_of(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
+    """From a sequence, a row and a head to the next."""
+    return (0, *x.stride()[:2]) if x.ndim == 3 else x.stride()[:3]
 
 
 def _turns(call: Call) -> tuple[int, bool]:
