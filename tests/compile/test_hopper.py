@@ -103,15 +103,15 @@ def test_loops_over_tiles_spill_nothing(variant: Variant) -> None:
     [
         (64, (512, 512), {}, (OF_KEYS,)),
         (64, (16, 4096), {}, (OF_KEYS,)),
-        (64, (8, 8), {}, (OF_KEYS, PREPARE, OF_QUERIES)),
-        (128, (512, 512), {}, (OF_KEYS, PREPARE, OF_QUERIES)),
+        (64, (8, 8), {}, (OF_KEYS, OF_QUERIES)),
+        (128, (512, 512), {}, (OF_KEYS, OF_QUERIES)),
         (128, (512, 4096), {}, (OF_KEYS,)),
         (128, (513, 513), {}, (OF_KEYS,)),
         (128, (513, 513), {"deterministic": True}, (OF_KEYS,)),
-        (64, (513, 513), {"deterministic": True, "mask": tw.window(64)}, (OF_KEYS, PREPARE, OF_QUERIES)),
+        (64, (513, 513), {"deterministic": True, "mask": tw.window(64)}, (OF_KEYS, OF_QUERIES)),
         (128, (512, 512), {"score": tw.alibi(torch.ones(2, requires_grad=True))}, (OF_KEYS,)),
-        (129, (513, 513), {}, (OF_WIDE_KEYS, PREPARE, OF_QUERIES)),
-        (256, (513, 513), {"deterministic": True}, (OF_WIDE_KEYS, PREPARE, OF_QUERIES)),
+        (129, (513, 513), {}, (OF_WIDE_KEYS, OF_QUERIES)),
+        (256, (513, 513), {"deterministic": True}, (OF_WIDE_KEYS, OF_QUERIES)),
     ],
 )
 def test_dq_has_sums_or_a_kernel_of_its_own(

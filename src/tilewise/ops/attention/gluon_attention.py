@@ -130,6 +130,7 @@ class Fixed(NamedTuple):
     accumulate: Any = None  # adds the gradients of captured tensors
     block_m: int | None = None  # queries of a tile
     parts: bool | None = None  # lists say of which tiles a warpgroup's keys are seen by nothing
+    begins: bool | None = None  # programs work out what their queries begin with
     sums: bool | None = None  # programs add to dQ in memory,
     ordered: bool | None = None  # each when those with later keys have
 
@@ -349,7 +350,7 @@ def turns_of(call: Call, slots: int, pairs: int) -> int:
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients: the programs for dK and dV add to sums of dQ, which they begin and end, too. Or dQ has a kernel like
-    theirs, and there is one before both (`_sums`): where head dimensions are above 128, gradients must repeat bit by
+    theirs (`_sums`): where head dimensions are above 128, gradients must repeat bit by
     bit under most masks, queries and keys are few, or sequences are so short that tiles are mostly empty.
     """
     if call.dropout > 0.0 or (any(call.grad_captured) and not _sums(call)):
@@ -373,26 +374,27 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     cu_seqlens = (call.cu_seqlens_q, call.cu_seqlens_k)
     with on_device(call.q):
         tables: dict[Any, Any] = {}
+        of_heads = 0 if queries is not None else 2 * heads
+        counts = torch.zeros(dq_sums.TAKEN.value + of_heads, dtype=torch.int32, device=call.q.device)
+        if prepare is not None:
+            unit = LOG2E if prepare.extra else 1.0 / call.scale
+            prepare.launch((o, do, lse, dlse, shift, centre, call.cu_seqlens_q), (), (unit,))
         added: tuple[Any, ...] = (None,) * 8  # what sums of dQ need
-        part = 64 if keys.constants[0].parts.value else None
-        if prepare is None:
+        if queries is None:
             places = keys.sizes[-1]
             sums = lse.new_empty((places * slots_q * 2 * dq_sums.ROWS.value, dq_sums.COLUMNS.value))
-            counts = torch.zeros(dq_sums.TAKEN.value + 2 * heads, dtype=torch.int32, device=call.q.device)
             added = (sums, sums, dq, _order(call, keys), o, lse, dlse, numbers)
-        else:
-            counts = torch.empty(dq_sums.TAKEN.value, dtype=torch.int32, device=call.q.device)
-            unit = LOG2E if prepare.extra else 1.0 / call.scale
-            prepare.launch((o, do, lse, dlse, shift, centre, counts, call.cu_seqlens_q), (), (unit,))
+        else:  # before the other, for which it leaves what queries begin with
+            given = (o, lse, dlse) if prepare is None else (None,) * 3
+            lists = triton_attention.lists_of(call, queries, False, key, tables, by_length=True)
+            queries.launch((*inputs, dq, counts, *given, *cu_seqlens, *lists), formula, scalars)
+        part = 64 if keys.constants[0].parts.value else None
         lists = triton_attention.lists_of(call, keys, True, key, tables, by_length=True, part=part)
         if keys.kernel is attention_bwd_sm90:
             pointers = (*inputs, dk, dv, counts, *added, *cu_seqlens, *lists)
             keys.launch(pointers, (*formula, accumulators(captured)), scalars)
         else:
             keys.launch((*inputs, dk, dv, counts, *cu_seqlens, *lists), formula, scalars)
-        if queries is not None:
-            lists = triton_attention.lists_of(call, queries, False, key, tables, by_length=True)
-            queries.launch((*inputs, dq, counts, *cu_seqlens, *lists), formula, scalars)
     grads = Gradients(dq, dk, dv, None, rounded(call, captured))
     if call.grad_sink:
         grads.dsink = sink_gradient(call, lse, delta_of(o, do, dlse, call.packed))
@@ -400,7 +402,9 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
 
 
 def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan, Plan | None, Plan | None]:
-    """The plans of the kernel for dK and dV, and where dQ is not from sums those of `prepare` and one for dQ."""
+    """The plans of the kernel for dK and dV; where dQ is not from sums of one for dQ, and where sequences are packed,
+    some of which may have no keys, of `prepare`, which the one for dQ sees to else.
+    """
     _mask, score = functions(call, "gluon")
     cfg, of_queries = config_of("hopper backward", call), config_of("hopper queries", call)
     d, block = _columns(call), cfg.block_m
@@ -413,25 +417,29 @@ def backward_plans(call: Call, o: torch.Tensor, do: torch.Tensor) -> tuple[Plan,
         # shares of the sums, dq, o
         boxes |= {10: (dq_sums.ROWS.value, dq_sums.COLUMNS.value), 11: (64, 64), 13: (block, d)}
         return _gradient_plan(kernel, call, cfg, block, slots_q, boxes), None, None
+    keys = _gradient_plan(kernel, call, cfg, block, slots_q, boxes)
+    tiles = (of_queries.block_n, d)
+    boxes = {0: rows, 1: tiles, 2: tiles, 3: rows, 6: rows}  # q, k, v, do, dq
+    queries = _gradient_plan(attention_bwd_queries_sm90, call, of_queries, block, slots_q, boxes, strides_of(o))
+    if not call.packed:
+        return keys, None, queries
     prepare = Plan(
         gluon_sm90_prepare.prepare,
-        call.num_heads_q * batches_of(call) * slots_q,
+        call.num_heads_q * slots_q,
         (*strides_of(o), *strides_of(do)),
         (call.batch, call.rows_q, slots_q),
-        (call.num_heads_q, call.head_dim_v, d, block, call.packed),
+        (call.num_heads_q, call.head_dim_v, d, block),
         4,
         1,
         extra=_scale_first(call, score),
     )
-    keys = _gradient_plan(kernel, call, cfg, block, slots_q, boxes)
-    tiles = (of_queries.block_n, d)
-    boxes = {0: rows, 1: tiles, 2: tiles, 3: rows, 6: rows}  # q, k, v, do, dq
-    return keys, prepare, _gradient_plan(attention_bwd_queries_sm90, call, of_queries, block, slots_q, boxes)
+    return keys, prepare, queries
 
 
 def _gradient_plan(
-    kernel: Any, call: Call, cfg: Config, block: int, slots_q: int, boxes: dict[int, tuple[int, int]]
-) -> Plan:
+    kernel: Any, call: Call, cfg: Config, block: int, slots_q: int, boxes: dict[int, tuple[int, int]],
+    strides: tuple[int, ...] = (),
+) -> Plan:  # fmt: skip
     """The plan of a kernel whose programs own keys or queries; `block` and `slots_q` are of what queries begin with."""
     mask, score = functions(call, "gluon")
     of_keys = kernel is not attention_bwd_queries_sm90
@@ -444,7 +452,7 @@ def _gradient_plan(
     return Plan(
         kernel,
         grid=min(slots * pairs, multiprocessors(call.q.device)),
-        strides=(),
+        strides=strides,
         sizes=(*lengths_of(call)[:3], slots_q, slots, _turns_of_gradients(call, slots, pairs), slots * pairs, *places),
         constants=(
             constants(
@@ -455,6 +463,8 @@ def _gradient_plan(
                 slope=side and side.slope if linear_of(call, score) is None else None,
                 accumulate=side and side.accumulate,
                 sums=_sums(call),
+                begins=not of_keys and not call.packed,
+                head_dim_v=None if of_keys else call.head_dim_v,
                 ordered=of_keys and _ordered(call),
                 meets=None if apart else meets(call, tiles),
                 registers=_REGISTERS[2],

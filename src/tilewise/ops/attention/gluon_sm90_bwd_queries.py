@@ -109,10 +109,44 @@ def add_dq(dq, done, n, begins, own, memory, bars, formula, scalars, fixed, C: g
 
 
 @gluon.jit
-def compute_dq(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
+def begin_rows(given, outputs, run, first, lengths, row, do_tile, full, phase, scalars, grid, fixed):
+    """What the scores and dP of a warpgroup's 64 queries begin with, -lse, in units of what scores are before they are
+    scaled, and -delta, whose dO comes to shared memory; left for the kernel that owns keys, too.
+    """
+    O, o_strides, LSE, DLSE = given
+    _, SHIFT, CENTRE = outputs
+    D: gl.constexpr = do_tile.shape[4]
+    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(fixed.block_n))
+    OF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    b, h = run[0], run[1]
+    offs = gl.arange(0, HALF, layout=ROW)
+    inside = first + offs < lengths[0]
+    # counted from the sequence's first row, or offsets would be worked out before all items and kept in registers
+    of_row = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OF_ROWS))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, OF_ROWS))
+    rows = O + b.to(gl.int64) * o_strides[0] + h.to(gl.int64) * o_strides[2]
+    there = (of_row < lengths[0])[:, None] & (column < fixed.head_dim_v)[None, :]
+    o = gl.load(rows + of_row.to(gl.int64)[:, None] * o_strides[1] + column[None, :], mask=there, other=0.0)
+    of_lse = (b * fixed.heads + h).to(gl.int64) * grid[0][1] + first
+    lse = gl.load(LSE + of_lse + offs, mask=inside, other=float("inf"))
+    unit = LOG2E if fixed.scale_first else 1.0 / scalars[0]
+    shift = gl.where(lse == float("-inf"), 0.0, -lse * unit)
+    mbarrier.wait(full, phase)
+    do = matrix(do_tile).load(OF_ROWS)
+    centre = -gl.convert_layout(gl.sum(o.to(gl.float32) * do.to(gl.float32), 1), ROW)
+    if DLSE is not None:
+        centre += gl.load(DLSE + of_lse + offs, mask=inside, other=0.0)
+    kept = first + offs < (lengths[0] + fixed.block_m - 1) // fixed.block_m * fixed.block_m  # in whole tiles
+    gl.store(SHIFT + row + offs, shift, mask=kept)
+    gl.store(CENTRE + row + offs, centre, mask=kept)
+    return shift[:, None], centre[:, None]
+
+
+@gluon.jit
+def compute_dq(given, outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     """One warpgroup: dQ of its 64 queries of every item."""
     DQ, SHIFT, CENTRE = outputs
-    q_tile, _, k_ring, _, board = memory
+    q_tile, do_tile, k_ring, _, board = memory
     own_full, own_empty, _, _, _, _ = bars
     formula = grid[1]
     D: gl.constexpr = k_ring.shape[5]
@@ -129,21 +163,25 @@ def compute_dq(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, BLOCK_N)
         own = own_rows(run, lengths, first, formula, fixed, BLOCK_N)
         row = first_tile_of(run, row0, grid, fixed, BLOCK_M).to(gl.int64) * BLOCK_M + first
-        offs = gl.arange(0, HALF, layout=ROW)
-        inside = first + offs < lengths[0]
-        begins = (
-            gl.load(SHIFT + row + offs, mask=inside, other=float("-inf"))[:, None],
-            gl.load(CENTRE + row + offs, mask=inside, other=0.0)[:, None],
-        )
+        if fixed.begins:
+            mine, full = do_tile.index(C), own_full.index(C)
+            begins = begin_rows(given, outputs, run, first, lengths, row, mine, full, at & 1, scalars, grid, fixed)
+        else:
+            mbarrier.wait(own_full.index(C), at & 1)
+            offs = gl.arange(0, HALF, layout=ROW)
+            inside = first + offs < lengths[0]
+            begins = (
+                gl.load(SHIFT + row + offs, mask=inside, other=float("-inf"))[:, None],
+                gl.load(CENTRE + row + offs, mask=inside, other=0.0)[:, None],
+            )
         dq = gl.zeros([HALF, D], gl.float32, layout=product_layout(D))
-        mbarrier.wait(own_full.index(C), at & 1)
-        full = 0
+        whole = 0
         if fixed.guard:
             for t in range(num_partial):
                 n = visit_any(t, tiles, fixed.lists)
                 dq = add_dq(dq, done + t, n, begins, own, memory, bars, formula, scalars, fixed, C, True)
-            full = num_partial
-        for t in range(full, count):
+            whole = num_partial
+        for t in range(whole, count):
             n = visit_any(t, tiles, fixed.lists)
             dq = add_dq(dq, done + t, n, begins, own, memory, bars, formula, scalars, fixed, C, False)
         done += count
@@ -165,8 +203,8 @@ def compute_dq(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     ]
 )  # fmt: skip
 def attention_bwd_queries_sm90(
-    Q, K, V, DO, SHIFT, CENTRE, DQ, COUNTS, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h, list_stride_r,
-    mask_args, mask_nums, score_args, score_nums,
+    Q, K, V, DO, SHIFT, CENTRE, DQ, COUNTS, O, LSE, DLSE, CU_Q, CU_K, LISTED, list_stride_b, list_stride_h,
+    list_stride_r, o_stride_b, o_stride_s, o_stride_h, mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, scale, fixed,
 ):  # fmt: skip
     """dQ; `fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
@@ -205,11 +243,12 @@ def attention_bwd_queries_sm90(
         (CU_Q, CU_K) if fixed.packed else (0, 0),
     )
     scalars = (scale, scale * LOG2E)
+    given = (O, (o_stride_b, o_stride_s, o_stride_h), LSE, DLSE)
     outputs = (DQ, SHIFT, CENTRE)
     gl.warp_specialize(
         [
-            (compute_dq, (outputs, memory, bars, grid, scalars, fixed, 0)),
-            (compute_dq, (outputs, memory, bars, grid, scalars, fixed, 1)),
+            (compute_dq, (given, outputs, memory, bars, grid, scalars, fixed, 0)),
+            (compute_dq, (given, outputs, memory, bars, grid, scalars, fixed, 1)),
             (fetch, ((Q, K, V, DO, COUNTS), memory, bars, grid, fixed)),
         ],
         [4, 1],
