@@ -29,7 +29,9 @@ def moved(kernel: Any, what: str) -> set[str]:
     return found | {{16: ".v4.b32", 8: ".v2.b32", 4: ".b32"}[int(size, 16)] for size in copied if what == "ld"}
 
 
-@pytest.mark.parametrize("variant", ["q thread", "k thread", "k token", "v channel", "v block", "q turned", "k turned"])
+@pytest.mark.parametrize(
+    "variant", ["q thread", "k thread", "k token", "v channel", "v most", "v block", "q turned", "k turned"]
+)
 def test_16_bytes_travel_at_once(variant: str) -> None:
     """Of q, k and v; codes are 8 numbers of a thread or more, in one piece."""
     kernels = compiled(VARIANTS[variant](4096, torch.bfloat16)[1])
