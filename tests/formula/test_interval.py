@@ -15,7 +15,7 @@ from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import Mask
 from tilewise.formula.interval import Bounds
 from tilewise.formula.span import solve, span_bounds
-from tilewise.schedule.rule import build_tables
+from tilewise.schedule.rule import build_tables, tile_rule
 from tilewise.testing.strategies import (
     SIZE,
     as_mask_function,
@@ -163,6 +163,13 @@ def test_what_is_written_twice_is_the_same_twice() -> None:
     assert torch.equal(first, second)
     same = IDS[:, None] == IDS
     assert torch.equal(first.expand(2, 3, EXTENT, EXTENT)[0, 0], same)
+
+
+@pytest.mark.parametrize(("mask", "at_ends"), [*((mask, True) for mask in RUNS.values()), (tw.document(IDS), False)])
+def test_what_never_falls_is_read_at_the_ends_of_a_tile(mask: Mask, at_ends: bool) -> None:
+    """Nobody looks for the least and largest numbers of its blocks."""
+    tables = tile_rule(mask.structure.text).tables
+    assert all(set(table.dims) == {"keep"} for table in tables) is at_ends
 
 
 @pytest.mark.parametrize("mask", [~tw.window(3, 2), tw.dilated(2), tw.document(torch.arange(EXTENT) // 4)], ids=repr)

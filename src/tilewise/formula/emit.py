@@ -178,6 +178,8 @@ class Emitter:
             return str(node.value), True
         if op == "lit":
             return self._literal(node), True
+        if op == "rising":
+            return args[0], True
         if op == "num":
             return f"decoded(nums[{node.value}])" if node.kind == "int" else f"nums[{node.value}]", False
         if op in ("load", "table"):

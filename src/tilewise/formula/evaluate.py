@@ -17,6 +17,7 @@ def _divide_floor(a: Any, b: Any) -> Any:
 
 _UNARY: dict[str, Callable[..., Any]] = {
     "neg": torch.neg,
+    "rising": torch.clone,
     "not": torch.logical_not,
     "abs": torch.abs,
     "floor": torch.floor,

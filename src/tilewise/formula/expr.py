@@ -377,6 +377,11 @@ def alike(first: Expr, second: Expr) -> Expr:
     return Expr("alike", (_as_bool(first, "alike"), _as_bool(second, "alike")), "bool")
 
 
+def rising(index: Any) -> Expr:
+    """An index along which a captured tensor's values never fall: over a tile they lie between those at its ends."""
+    return Expr("rising", (as_expr(index),), "int")
+
+
 def negate(expr: Expr) -> Expr:
     """Boolean not, with literals and double negation folded."""
     if expr.op == "lit":

@@ -10,7 +10,8 @@ somewhere in the tile, an end is NaN or missing, and such a comparison is undeci
 A captured tensor enters through tables of minima and maxima (`Extremum`), which `Bounds.tables` lists and the caller
 builds. A dimension indexed by i or j, plus or minus something exact, is reduced in blocks of `block_i` or `block_j`
 elements (a tile then meets two at most); one whose index moves in another way is read at the index's two ends where
-they are neighbours, and reduced as a whole where not (a boolean one counts as both then).
+they are neighbours, and reduced as a whole where not (a boolean one counts as both then). Where values never fall along
+an index (`expr.rising`) those at its ends are the extrema.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Bounds:
             return Interval(node, node) if node.value != "s" else Interval(None, None)
         if node.op in ("num", "lit"):
             return Interval(node, node)
+        if node.op == "rising":
+            return args[0]
         if node.op == "load":
             return self._load(node, args)
         if all(a.exact for a in args):
@@ -86,6 +89,10 @@ class Bounds:
             return Interval(*(self._extreme(node, ["all"] * len(indices), nowhere, kind) for kind in ("min", "max")))
         if all(index.exact for index in indices):
             return Interval(node, node)
+        if all(index.exact or arg.op == "rising" for arg, index in zip(node.args, indices, strict=True)):
+            kept = ["keep"] * len(indices)
+            first, last = ([[_low(index) if at == 0 else _high(index)] for index in indices] for at in (0, 1))
+            return Interval(self._extreme(node, kept, first, "min"), self._extreme(node, kept, last, "max"))
         dims: list[str] = []
         choices: list[list[Expr]] = []
         narrow = TRUE  # whether every other moving index takes at most two neighbouring values over the tile
@@ -144,6 +151,11 @@ _NAN_OF_INFINITY = ("add", "sub", "mul", "div", "floordiv", "mod", "sin", "cos")
 def _low(interval: Interval) -> Expr:
     assert interval.low is not None
     return interval.low
+
+
+def _high(interval: Interval) -> Expr:
+    assert interval.high is not None
+    return interval.high
 
 
 def _moves_with(index: Expr) -> str | None:

@@ -117,7 +117,7 @@ def _runs_of_documents(ids: torch.Tensor) -> Mask:
     both = torch.stack([first, last]).int()  # in one tensor, whose extrema of blocks are one kernel's
 
     def inside(b: Any, x: Any, y: Any) -> Any:
-        where = (x,) if ids.ndim == 1 else (b, x)
+        where = (e.rising(x),) if ids.ndim == 1 else (b, e.rising(x))
         return (both[(0, *where)] <= y) & (y <= both[(1, *where)])
 
     of_keys = mask(lambda b, h, i, j: inside(b, i, j))

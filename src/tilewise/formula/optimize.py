@@ -35,7 +35,12 @@ _DEAR = {
 
 
 def written_once(root: Expr) -> Expr:
-    """Of each condition that is written twice (`expr.alike`) the first form."""
+    """Of each condition that is written twice (`expr.alike`) the first form; what is said of indices, left out."""
+    return transform(root, lambda node, args: args[0] if node.op in ("alike", "rising") else None)
+
+
+def first_forms(root: Expr) -> Expr:
+    """Of each condition that is written twice the first form."""
     return transform(root, lambda node, args: args[0] if node.op == "alike" else None)
 
 

@@ -158,6 +158,9 @@ def parse(text: str) -> Structure:
     return Structure(text, root, tuple(loads.values()), kinds)
 
 
+_OF_ITS_ARGUMENT = ("neg", "rising", "abs", "floor", "add", "sub", "mul", "floordiv", "mod", "min", "max")
+
+
 def _kind(op: str, args: list[Expr]) -> str:
     if op.startswith("to_"):
         return op[3:]
@@ -165,6 +168,4 @@ def _kind(op: str, args: list[Expr]) -> str:
         return "bool"
     if op == "where":
         return args[1].kind
-    return (
-        args[0].kind if op in ("neg", "abs", "floor", "add", "sub", "mul", "floordiv", "mod", "min", "max") else "float"
-    )
+    return args[0].kind if op in _OF_ITS_ARGUMENT else "float"

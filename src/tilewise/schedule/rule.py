@@ -10,7 +10,7 @@ import torch
 
 from tilewise.formula.expr import Expr
 from tilewise.formula.interval import Bounds, Extremum
-from tilewise.formula.optimize import written_once
+from tilewise.formula.optimize import first_forms
 from tilewise.formula.span import Span, solve, span_bounds
 from tilewise.formula.structure import Structure, parse, share
 from tilewise.formula.walk import symbols
@@ -43,7 +43,7 @@ def tile_rule(text: str) -> TileRule:
     """The rule of a mask with structure `text`."""
     structure = parse(text)
     bounds = Bounds()
-    interval = bounds.of(written_once(structure.root))
+    interval = bounds.of(first_forms(structure.root))
     assert interval.low is not None
     assert interval.high is not None
     sure, maybe = share(interval.low, interval.high)
