@@ -191,12 +191,14 @@ def keep_places(given, sums, memory, grid, scale, fixed):
                 b, m = locate(m, CU_Q, batch, fixed.block_m)
             start = m * fixed.block_m
             if head >= places:
-                before = head - places
-                uses = convert(before, b, start, tile - places * slots_q, sums, memory, uses, grid, scale, fixed)
+                ask_for_sums(head - places, b, start, tile - places * slots_q, sums, memory, grid, fixed)
+            coming = take(COUNTS + 1)  # meanwhile
+            if head >= places:
+                uses = convert(head - places, b, start, sums, memory, uses, grid, scale, fixed)
             if head < heads:
                 uses = make_ready(head, b, start, tile, given, sums, memory, uses, grid, scale, fixed)
                 gl.atomic_add(ready_of(head, sums), 1, sem="release")
-            tile = take(COUNTS + 1)
+            tile = coming
 
 
 @gluon.jit
@@ -208,13 +210,14 @@ def rows_of_head(head, b, grid, fixed):
 
 
 @gluon.jit
-def convert(head, b, start, tile, sums, memory, uses, grid, scale, fixed):
-    """dQ of a head's tile; how often the tiles of shared memory have been used."""
-    SHARES, DQ = sums[1], sums[2]
+def ask_for_sums(head, b, start, tile, sums, memory, grid, fixed):
+    """Have a tile of a head's sums brought, once all of its runs are counted."""
+    SHARES = sums[1]
     ring, full = memory
-    queries, _row0, rows = rows_of_head(head, b, grid, fixed)
+    _queries, _row0, rows = rows_of_head(head, b, grid, fixed)
     if start < rows:
-        wait_for_count(runs_of(head, sums), grid[0][4], KEEPERS)
+        if gl.atomic_add(runs_of(head, sums), 0, sem="acquire") < grid[0][4]:
+            wait_for_count(runs_of(head, sums), grid[0][4], KEEPERS)
         if fixed.packed:  # runs that visit nothing have not waited for it
             wait_for_count(ready_of(head, sums), grid[0][3], KEEPERS)
         read_by_tma(KEEPERS)
@@ -222,6 +225,15 @@ def convert(head, b, start, tile, sums, memory, uses, grid, scale, fixed):
         for c in gl.static_range(2):
             mbarrier.expect(full.index(c), ROWS * COLUMNS * 4)
             async_load(SHARES, [(share + c) * ROWS, 0], full.index(c), ring.index(c))
+
+
+@gluon.jit
+def convert(head, b, start, sums, memory, uses, grid, scale, fixed):
+    """dQ of a head's tile, whose sums are brought; how often the tiles of shared memory have been used."""
+    DQ = sums[2]
+    ring, full = memory
+    queries, _row0, rows = rows_of_head(head, b, grid, fixed)
+    if start < rows:
         for c in gl.static_range(2):
             mbarrier.wait(full.index(c), uses & 1)
             out = reinterpret(ring, 4, DQ).index(2 * c)
