@@ -350,8 +350,8 @@ def turns_of(call: Call, slots: int, pairs: int) -> int:
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients: the programs for dK and dV add to sums of dQ, which they begin and end, too. Or dQ has a kernel like
-    theirs (`_sums`): where head dimensions are above 128, gradients must repeat bit by
-    bit under most masks, queries and keys are few, or sequences are so short that tiles are mostly empty.
+    theirs (`_sums`): where head dimensions are above 128, gradients must repeat bit by bit under most masks, queries
+    and keys are few, or sequences are so short that tiles are mostly empty.
     """
     if call.dropout > 0.0 or (any(call.grad_captured) and not _sums(call)):
         return triton_attention.backward(call, o, lse, do, dlse)
