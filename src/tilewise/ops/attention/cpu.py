@@ -16,6 +16,7 @@ from tilewise.core.philox import keep_mask
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr
 from tilewise.formula.grad import gradients
+from tilewise.formula.optimize import written_once
 from tilewise.formula.structure import Bound
 from tilewise.formula.walk import postorder
 from tilewise.ops.attention.gradient import Gradients, delta_of
@@ -148,6 +149,7 @@ class _Sequence:
         self.shift = call.rows_k - call.rows_q
         self.b = torch.arange(call.first_batch, call.first_batch + call.batch, device="cpu")[:, None, None, None]
         self.h = torch.arange(call.num_heads_q, device="cpu")[:, None, None]
+        self.visible = None if call.mask is None else written_once(call.mask.structure.root)
         self.slope: Expr | None = None
         self.captured: list[tuple[Expr, Expr]] = []  # (load, its gradient)
         if call.score is not None:
@@ -223,8 +225,8 @@ class _Sequence:
         if call.score is not None:
             symbols = {**self._symbols(rows, keys), "s": raw}
             s = self._evaluate(call.score, call.score.structure.root, symbols).expand_as(raw).mul(LOG2E)
-        if call.mask is not None and cuts:
-            seen = self._evaluate(call.mask, call.mask.structure.root, self._symbols(rows, *cuts))
+        if call.mask is not None and self.visible is not None and cuts:
+            seen = self._evaluate(call.mask, self.visible, self._symbols(rows, *cuts))
             parts = [s[..., cut.start - keys.start : cut.stop - keys.start] for cut in cuts]
             _fill(parts, seen, -torch.inf)
         return raw, s
