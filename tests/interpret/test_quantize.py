@@ -15,7 +15,7 @@ import tilewise as tw
 from tests.interpret.test_twins import broken_copy
 from tests.ops.quantize.shapes import SAMPLED, any_case
 from tilewise.ops import triton_launch
-from tilewise.ops.quantize import triton_quantize
+from tilewise.ops.quantize import triton_quantize, triton_statistics
 from tilewise.ops.quantize.problem import Call
 from tilewise.ops.quantize.table import QUANTIZE
 from tilewise.testing import quantize as cases
@@ -130,7 +130,8 @@ def test_a_broken_twin_is_caught(
 ) -> None:
     case = (BY_NAME | {case.name: case for case in (BLANK, *SAMPLED)})[name]
     cases.check(case, torch.float32, "triton")  # whole, it passes
-    copy = broken_copy(triton_quantize, old, new, tmp_path)
+    module = triton_statistics if kernel.endswith("_chunks") else triton_quantize
+    copy = broken_copy(module, old, new, tmp_path)
     monkeypatch.setattr(triton_quantize, kernel, getattr(copy, kernel))
     with pytest.raises(AssertionError):
         cases.check(case, torch.float32, "triton")

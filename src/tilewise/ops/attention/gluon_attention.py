@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.formula.limits import stays_near_zero
 from tilewise.ops.attention import gluon_sm90_prepare, triton_attention
 from tilewise.ops.attention import gluon_sm90_sums as dq_sums
 from tilewise.ops.attention.configs import Config, Row, first_fit, padded
+from tilewise.ops.attention.gluon_boxes import box_of_pages, describe, eights_of_page
 from tilewise.ops.attention.gluon_sm90_bwd import attention_bwd_sm90
 from tilewise.ops.attention.gluon_sm90_bwd_queries import OWN, attention_bwd_queries_sm90
 from tilewise.ops.attention.gluon_sm90_bwd_wide import attention_bwd_wide_sm90
@@ -33,7 +33,6 @@ from tilewise.ops.attention.triton_plans import (
 from tilewise.ops.attention.variant import CAUSAL, MaskFunctions, ScoreFunctions, ScoreSide, formula_kind, is_band
 from tilewise.ops.triton_launch import Plan, Plans, describable, on_device
 from tilewise.tiles.arithmetic import LOG2E
-from tilewise.tiles.hopper import LAST_ROW
 
 # One compute warpgroup for each 64 queries. Chosen by timing on an H200 (benchmarks/NOTES.md).
 _FORWARD = (
@@ -54,15 +53,10 @@ _QUERIES = (  # of the kernel for dQ alone
 _PLANS = Plans()
 _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
 _GATHER = (216, 80)  # of two compute warpgroups, and of the one that gathers
-_DTYPES = {
-    torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int8: gl.int8,
-    torch.float8_e4m3fn: gl.float8e4nv,
-}  # fmt: skip
 SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles, as all over pages do
 _FEW_ROWS = 512  # queries and keys of a sequence, up to which two products more cost less than sums of dQ
 _FEW_KEYS = 2048  # of a paged request, up to which rows are gathered
-_MANY = 0x7FFF0000
 _FEW_TILES = 24  # of a sequence, up to which those of unequal length may be divided beforehand,
 _FEWEST_TILES = 8  # and up to which they are, whether or not they come out even
 _HELD = 24 * 2**20  # bytes of sums of dQ that L2 holds beside what else is used
@@ -246,7 +240,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
     boxed = call.pages is not None and in_boxes(call)
     gathered = call.pages is not None and not boxed
     if boxed:
-        boxes |= {1: _box_of_pages(call.k, cfg.block_n), 2: _box_of_pages(call.v, cfg.block_n)}
+        boxes |= {1: box_of_pages(call.k, cfg.block_n), 2: box_of_pages(call.v, cfg.block_n)}
     if gathered:
         del boxes[1], boxes[2]
     skips = call.skip is not None
@@ -565,51 +559,3 @@ def in_boxes(call: Call) -> bool:
     whole = size in (16, 32, 64) or size % 128 == 0
     even = all(pool.stride(1) > 0 and pool.stride(0) % (8 * pool.stride(1)) == 0 for pool in (call.k, call.v))
     return whole and even and min(call.head_dim, call.head_dim_v) > 32 and call.rows_k > _FEW_KEYS
-
-
-def eights_of_page(pool: torch.Tensor) -> int:
-    """How many times eight tokens of a pool (pages, tokens, heads, dim) lie from one page to the next."""
-    return pool.stride(0) // (8 * pool.stride(1)) if pool.shape[0] > 1 else pool.shape[1] // 8
-
-
-def _box_of_pages(pool: torch.Tensor, block_n: int) -> tuple[int, ...]:
-    """A tile's share of a page, as (heads, eights of tokens, 64 columns, tokens of an eight, columns): all of it where
-    columns are whole 64s, since a box ends where the tensor does in its last dimension only.
-    """
-    dim = pool.shape[3]
-    if dim > 64 and dim % 64 != 0:
-        return (1, 1, 1, 8, 64)
-    return (1, min(pool.shape[1], block_n) // 8, padded(dim) // 64, 8, 64)
-
-
-def _describe_pool(x: torch.Tensor, box: tuple[int, ...]) -> Any:
-    """A descriptor whose boxes are `_box_of_pages`; pages follow one another as eights of tokens do."""
-    pages, page, heads, dim = x.shape
-    _of_page, of_token, of_head, _ = x.stride()
-    apart = dim % 64 == 0
-    sizes = [heads, (pages - 1) * eights_of_page(x) + page // 8, dim // 64 if apart else 1, 8, 64 if apart else dim]
-    strides = [of_head if heads > 1 else of_token, 8 * of_token, 64, of_token, 1]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
-    return TensorDescriptor(x, sizes, strides, list(box), layout)
-
-
-def describe(x: torch.Tensor, box: tuple[int, ...]) -> Any:
-    """A descriptor of a (batch, seqlen, heads, dim) or packed (rows, heads, dim) tensor whose tiles are (rows, columns)
-    of one head (see `tiles.hopper.sequence`), of a pool of pages, or of a matrix.
-    """
-    if len(box) == 5:
-        return _describe_pool(x, box)
-    if x.ndim == 2:
-        layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.float32)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)
-    row = -(-x.shape[-1] // 16) * 16  # any multiple of 16 bytes does where there is but one
-    sizes, strides = list(x.shape), [n if size > 1 else row for size, n in zip(x.shape, x.stride(), strict=True)]
-    rows, heads, dim = sizes[-3:]
-    if x.ndim == 3:
-        sizes = [_MANY, _MANY, heads, int(LAST_ROW), dim]
-        strides = [2**34 - strides[0], strides[0], strides[1], strides[0], 1]
-    else:
-        sizes = [sizes[0], 1, heads, rows, dim]
-        strides = [strides[0], row, strides[2], strides[1], 1]
-    tile = [1, 1, 1, *box]
-    return TensorDescriptor(x, sizes, strides, tile, gl.NVMMASharedLayout.get_default_for(tile, _DTYPES[x.dtype]))

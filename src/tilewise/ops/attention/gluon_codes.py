@@ -15,12 +15,12 @@ from tilewise.ops.attention.gluon_attention import (
     constants,
     counter_of,
     dealt,
-    describe,
     equal,
     linear_of,
     meets,
     turns_of,
 )
+from tilewise.ops.attention.gluon_boxes import describe
 from tilewise.ops.attention.gluon_sm90_codes import attention_codes_sm90
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_attention import lists_of
