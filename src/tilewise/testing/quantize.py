@@ -11,7 +11,7 @@ import torch
 
 import tilewise as tw
 from tilewise.ops.operation import Operation
-from tilewise.ops.quantize.problem import has_spans, has_sums, make_call
+from tilewise.ops.quantize.problem import has_sums, make_call
 from tilewise.ops.quantize.table import QUANTIZE
 from tilewise.quant import Quantized
 from tilewise.quant.schemes import Scheme
@@ -234,10 +234,9 @@ def _variant(
         other = mean if side == "q" and "k" in scheme.smooth else None
         table = torch.zeros(300, dim // 2)
         rope = tw.Rope(table, table, torch.zeros(x.shape[:-2].numel(), dtype=torch.int32)) if turns else None
-        call = make_call(side, x, scheme, layout, other, sums, rope)
-        if "k" in scheme.smooth and has_spans(scheme):
-            call.values = x if side == "k" else None
-            call.most = mean if side == "v" else None
+        call = make_call(side[0], x, scheme, layout, other, sums, rope)
+        if side == "kv":
+            call.take_along(make_call("v", x, scheme, layout))
         return QUANTIZE, call
 
     return make
@@ -255,7 +254,8 @@ VARIANTS = {
     "k token": _variant(tw.Sage("fp8", k_scale="token"), "k"),
     "k rotated": _variant(replace(tw.Sage2(), rotate="hadamard"), "k"),
     "v channel": _variant(tw.Sage(smooth=("v",)), "v"),
-    "v most": _variant(tw.Sage2(), "v"),
+    "v meets": _variant(tw.Sage2(), "v"),
+    "k and v": _variant(tw.Sage2(), "kv"),
     "v block": _variant(tw.FP8(v_scale="block"), "v"),
     "v numbers": _variant(tw.Sage(pv="fp16", smooth=("v",)), "v"),
 }

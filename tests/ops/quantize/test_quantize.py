@@ -262,11 +262,12 @@ def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     ("scheme", "expected"),
     [
         (tw.FP8("block", "block", "block"), {"k": False, "v": True, "q": True}),
-        (tw.Sage("fp8", v_scale="block"), {"k": False, "v": True, "q": True}),
-        (tw.Sage2(), {"k": False, "v": True, "q": True}),
-        (tw.Sage(rotate="hadamard"), {"k": False, "v": False, "q": True}),  # rotated means of keys are forgotten
-        (tw.Sage(smooth=("k", "v")), {"k": False, "v": True, "q": False}),  # and how large centred values are
-        (tw.Sage(pv="bf16", smooth=()), {"k": False, "q": False}),  # values, which no kernel of ours encodes, between
+        (tw.Sage("fp8", v_scale="block"), {"k": False, "q": True}),  # values come along with keys
+        (tw.Sage2(), {"k": False, "q": True}),
+        (tw.Sage(rotate="hadamard"), {"k": False, "q": False}),  # rotated means of keys are forgotten
+        (tw.Sage(smooth=("k", "v")), {"k": False, "q": True}),
+        (tw.Sage(pv="bf16"), {"k": False, "q": False}),  # values, which no kernel of ours encodes, between
+        (tw.Sage(smooth=()), {"k": False, "v": True, "q": False}),  # how large channels are is forgotten
         (tw.FP8("head", "block", "block"), {"k": False, "v": True, "q": True}),
         (tw.FP8("block", "head", "block"), {"k": False, "v": False, "q": True}),
     ],

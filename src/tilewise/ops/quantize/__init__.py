@@ -8,7 +8,16 @@ from tilewise.core.errors import InputError
 from tilewise.core.readback import being_traced
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.paged_rows import rows_of_call
-from tilewise.ops.quantize.problem import NUMBERS, check, check_ropes, has_spans, has_sums, make_call, names
+from tilewise.ops.quantize.problem import (
+    NUMBERS,
+    Call,
+    check,
+    check_ropes,
+    has_sums,
+    make_call,
+    names,
+    of_values,
+)
 from tilewise.ops.quantize.table import QUANTIZE
 from tilewise.ops.rope import rope as turn
 from tilewise.quant.blocks import Quantized
@@ -79,24 +88,14 @@ def quantize_qkv(
             expected=f"False for {scheme.text}",
             hint="a scheme that does not rotate, with scales of blocks or less",
         )
-    given = {"q": q, "k": k, "v": v}
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    behind = False
-    for side in ("k", "v", "q"):  # queries meet the means of keys
-        other = found["k"].get("mean") if side == "q" else None
-        call = make_call(side, given[side], scheme, layout, other, sums, ropes.get(side))
-        if side == "k" and call.summed and has_spans(scheme):
-            call.values = v
-        if side == "v":
-            call.most = found["k"].get("most")
-        call.behind = behind
-        if call.kind in NUMBERS and not call.smooth:
-            found[side] = {"codes": v.detach().to(NUMBERS[call.kind]).contiguous()}
-            behind = False
-        else:
-            found[side] = dict(zip(names(call), QUANTIZE(call, impl), strict=True))
-            behind = not (call.leaves_memory or being_traced())  # a compiler may order them otherwise
-    of_q, of_k, of_v = (found[side] for side in "qkv")
+    keys, values = make_call("k", k, scheme, layout, None, sums, ropes.get("k")), make_call("v", v, scheme, layout)
+    along = keys.summed and not _as_they_are(values)
+    if along:
+        keys.take_along(values)
+    of_k = _encoded(keys, impl)
+    of_v = of_values(of_k) if along else _encoded(values, impl, _nothing_left(keys))
+    queries = make_call("q", q, scheme, layout, of_k.get("mean"), sums, ropes.get("q"))
+    of_q = _encoded(queries, impl, _nothing_left(keys if along else values))
     return Quantized(
         scheme,
         layout,
@@ -115,3 +114,21 @@ def quantize_qkv(
         (of_k["sum"], of_k["unit_sum"]) if sums else None,
         turned,
     )
+
+
+def _encoded(call: Call, impl: str | None, behind: bool = False) -> dict[str, torch.Tensor]:
+    """The results by name; `behind` as in the call."""
+    if _as_they_are(call):
+        return {"codes": call.x.detach().to(NUMBERS[call.kind]).contiguous()}
+    call.behind = behind
+    return dict(zip(names(call), QUANTIZE(call, impl), strict=True))
+
+
+def _as_they_are(call: Call) -> bool:
+    """Whether values stay numbers that nothing is taken off."""
+    return call.kind in NUMBERS and not call.smooth
+
+
+def _nothing_left(call: Call) -> bool:
+    """Whether the call's last kernel is known, and reads nothing that was forgotten since."""
+    return not (_as_they_are(call) or call.leaves_memory or being_traced())  # a compiler may order them otherwise

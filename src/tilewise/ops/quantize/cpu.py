@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.ops.quantize.problem import NUMBERS, Call, most_of_channels, parts
+from tilewise.ops.quantize.problem import NUMBERS, Call, alone, of_values, parts
 from tilewise.quant.blocks import KEY_ORDER, keys_of_mean, row_groups, rows_of_block
 from tilewise.quant.codes import SMALLEST
 from tilewise.quant.rotation import rotate
@@ -13,12 +13,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def forward(call: Call, results: Tensors) -> None:
-    """Fills codes, and those of scale, mean, bias, sums and most that there are."""
+    """Fills codes, and those of scale, mean, bias and sums that there are; those of values that come along, too."""
     for x in results.values():
         x.zero_()  # slots that no block has
-    if call.values is not None:
-        results["most"].copy_(most_of_channels(call))
-    for x, other, into in parts(call, results):
+    if call.beside is not None:
+        forward(call.beside, of_values(results))
+    for x, other, into in parts(call, alone(results)):
         if x.shape[0]:
             _encode(call, x.float(), other, into)
 

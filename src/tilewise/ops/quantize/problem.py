@@ -18,6 +18,7 @@ from tilewise.rotary import Rope, check_angles, check_rope, rotated
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256
+_OF_VALUES = "v_"  # before the names of their results, where they come along
 NUMBERS = {"fp16": torch.float16, "bf16": torch.bfloat16}  # kinds that are no codes
 
 
@@ -29,11 +30,10 @@ class Call:
     num_heads_kv, dim), with which queries are multiplied. `kind` is "int8", "int4", "fp8", or for values "fp16" or
     "bf16"; `shared` who shares a scale, in a scheme's words; `largest` what the largest number of a group becomes;
     `sums` whether sums of blocks are wanted, too, of queries or keys that are not rotated, with no scale for a head.
-    With `cos`, `sin` and `positions` rows are turned first, and rounded to their dtype (`Rope`). Who looks at all keys
-    for their means looks at `values`, too, if there are any, (batch, seqlen, heads, dim_v) or (total, heads, dim_v):
-    how large a channel's are at most, of which their own call, given that as `most` (batch, heads, dim_v), makes codes.
-    `behind` says that the kernel launched before has no memory that results of this one may take, and that who runs
-    behind it need not wait for its end to begin.
+    With `cos`, `sin` and `positions` rows are turned first, and rounded to their dtype (`Rope`). `values`, of (batch,
+    seqlen, heads, dim_v) or (total, heads, dim_v), come along with keys that are looked at for their means, as a call
+    of their own (`beside`), whose kernels run meanwhile. `behind` says that the kernel launched before has no memory
+    that results of this one may take, and that who runs behind it need not wait for its end to begin.
     """
 
     x: torch.Tensor
@@ -51,8 +51,24 @@ class Call:
     positions: torch.Tensor | None = None
     interleaved: bool = False
     values: torch.Tensor | None = None
-    most: torch.Tensor | None = None
+    values_kind: str = "fp8"
+    values_shared: str = "channel"
+    values_largest: float = 0.0
+    values_smooth: bool = False
     behind: bool = False
+
+    @property
+    def beside(self) -> Call | None:
+        """The call of values that come along."""
+        if self.values is None:
+            return None
+        how = (self.values_kind, self.values_shared, self.values_largest, self.values_smooth)
+        return Call(self.values, self.cu_seqlens, None, "v", *how, False, behind=True)
+
+    def take_along(self, values: Call) -> None:
+        """Have values of the same sequences encoded, too."""
+        self.values, self.values_kind, self.values_shared = values.x, values.kind, values.shared
+        self.values_largest, self.values_smooth = values.largest, values.smooth
 
     @property
     def batch(self) -> int:
@@ -78,8 +94,8 @@ class Call:
 
     @property
     def spanned(self) -> bool:
-        """Whether scales of channels span a sequence that nobody has looked at,"""
-        return self.columns and self.shared != "block" and self.most is None
+        """Whether scales of channels span a sequence,"""
+        return self.columns and self.shared != "block"
 
     @property
     def summed(self) -> bool:
@@ -123,16 +139,27 @@ def names(call: Call) -> list[str]:
         there.append("bias")
     if call.sums:
         there += ["sum", "unit_sum"]
-    if call.values is not None:
-        there.append("most")
-    return there
+    beside = call.beside
+    return there if beside is None else there + [f"{_OF_VALUES}{name}" for name in names(beside)]
+
+
+def of_values(results: Tensors) -> Tensors:
+    """Those of values that come along, by the names of their own call."""
+    return {name.removeprefix(_OF_VALUES): x for name, x in results.items() if name.startswith(_OF_VALUES)}
+
+
+def alone(results: Tensors) -> Tensors:
+    """The others."""
+    return {name: x for name, x in results.items() if not name.startswith(_OF_VALUES)}
 
 
 def results(call: Call) -> Tensors:
     """Empty ones, by name."""
-    lead, device = call.lead, call.x.device
-    forms = {name: _form(call, lead, name) for name in names(call)}
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in forms.items()}
+    lead, device, beside = call.lead, call.x.device, call.beside
+    own = [name for name in names(call) if not name.startswith(_OF_VALUES)]
+    forms = {name: _form(call, lead, name) for name in own}
+    made = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in forms.items()}
+    return made if beside is None else made | {f"{_OF_VALUES}{name}": x for name, x in results(beside).items()}
 
 
 def _form(call: Call, lead: tuple[int, ...], name: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -146,9 +173,6 @@ def _form(call: Call, lead: tuple[int, ...], name: str) -> tuple[tuple[int, ...]
         return by_head if call.shared in ("channel", "head") else (*lead, 1), torch.float32
     if name == "scale":
         return (*lead, groups_of_block(call.side, call.shared)), torch.float32
-    if name == "most":
-        assert call.values is not None
-        return (*by_head[:2], call.values.shape[-1]), torch.float32
     if name == "mean":
         return ((*lead, call.dim), call.x.dtype) if call.side == "q" else (by_head, torch.float32)
     if name == "bias":
@@ -191,23 +215,9 @@ def parts(call: Call, results: Tensors) -> Iterator[tuple[torch.Tensor, torch.Te
             "bias": (slice(None), rows),
             "sum": (slice(None), slots),
             "unit_sum": (slice(None), slots),
-            "most": b,
         }
         found = {name: y[where[name]] for name, y in results.items()}
         yield x[rows], None if other is None else other[b], found
-
-
-def most_of_channels(call: Call) -> torch.Tensor:
-    """How large the values of a channel are in a sequence at most, what is no number infinitely: `most` of results."""
-    assert call.values is not None
-    size = torch.where(call.values.isfinite(), call.values.abs().float(), torch.inf)
-    if call.cu_seqlens is None:
-        return size.amax(1) if size.shape[1] else size.new_zeros(size.shape[0], *size.shape[2:])
-    found = size.new_zeros(call.batch, *size.shape[1:])
-    for b, rows, _slots in sequences(call.cu_seqlens, "v"):
-        if rows.stop > rows.start:
-            found[b] = size[rows].amax(0)
-    return found
 
 
 def make_call(
@@ -235,11 +245,6 @@ def make_call(
 def has_sums(scheme: Scheme) -> bool:
     """Whether encoding queries and keys may give sums of their blocks, too: in one pass, over rows as they were."""
     return scheme.rotate == "none" and "head" not in (scheme.q_scale, scheme.k_scale)
-
-
-def has_spans(scheme: Scheme) -> bool:
-    """Whether codes of values, as they are, have scales of channels that span a sequence."""
-    return scheme.pv == "fp8" and scheme.v_scale != "block" and "v" not in scheme.smooth
 
 
 def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Dense | Packed]:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tilewise.ops.quantize.problem import NUMBERS, Call, most_of_channels, parts
+from tilewise.ops.quantize.problem import NUMBERS, Call, alone, of_values, parts
 from tilewise.quant.blocks import KEY_ORDER, keys_of_mean, row_groups, rows_of_block
 from tilewise.quant.codes import SMALLEST
 from tilewise.quant.rotation import matrix
@@ -15,12 +15,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def forward(call: Call, results: Tensors) -> None:
-    """Fills codes, and those of scale, mean, bias, sums and most that there are."""
+    """Fills codes, and those of scale, mean, bias and sums that there are; those of values that come along, too."""
     for x in results.values():
         x.zero_()
-    if call.values is not None:
-        results["most"].copy_(most_of_channels(call))
-    for x, other, into in parts(call, results):
+    if call.beside is not None:
+        forward(call.beside, of_values(results))
+    for x, other, into in parts(call, alone(results)):
         for head in range(call.heads if x.shape[0] else 0):
             y = _prepared(call, x[:, head].float(), None if other is None else other[head], head, into)
             if call.kind in NUMBERS:

@@ -2,28 +2,36 @@
 
 Where a mean or a scale spans a sequence, a kernel before has sums, in float64, and largest and least numbers of chunks
 of rows (of long sequences' keys, sums of some), and a second one puts them together; the scale of a whole head of
-queries or keys needs what its blocks have at most, by the kernel that encodes, which then writes nothing else. The
+queries or keys needs what its blocks have at most, by the kernel that encodes, which then writes nothing else. Where
+blocks of values are few enough to run at once their programs find out together (`triton_columns`). The
 rotation is a product with signs, which numbers of 16 bits take as they are, and float32 in two parts that tensor cores
 of 10 bits do not change; the mean is rotated, too, and taken off behind. Whatever is multiplied by a stride is 64 bits
 wide.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tilewise.core.dispatch import capability
-from tilewise.ops.quantize.problem import NUMBERS, Call
+from tilewise.core.dispatch import capability, interpreting, multiprocessors
+from tilewise.ops.quantize.problem import NUMBERS, Call, of_values
+from tilewise.ops.quantize.triton_code_bytes import bytes_of, scale_of
+from tilewise.ops.quantize.triton_columns import encode_columns
 from tilewise.ops.quantize.triton_row_sums import sums_of_rows
-from tilewise.ops.quantize.triton_statistics import join_chunks, place_of, rows_given, size_of, sum_chunks
-from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.ops.quantize.triton_statistics import (
+    join_chunks,
+    place_of,
+    program_of,
+    rows_given,
+    size_of,
+    sum_chunks,
+)
+from tilewise.ops.triton_launch import Plan, Plans, left_at_zero, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
 from tilewise.quant.schemes import SAMPLED_OF
-from tilewise.tiles.codes import MIDDLE, SMALLEST, codes_of
 from tilewise.tiles.early import AT_FIRST, BEHIND, begin_early, end_early
 
 _CHUNK = 512  # rows of a program that sums
@@ -35,19 +43,11 @@ _EACH = 64  # elements of a thread
 _ROTATED = (128, 16)
 TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
 _ROUND_TWICE = {"enable_fp_fusion": False}  # a product, and then its sum with what makes it whole, as the CPU does
+_AT_ONCE = 2  # programs whose heads meet that a multiprocessor surely runs at a time
 _PLANS = Plans()
 
 
 # device functions ----------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def program_of(BACK: tl.constexpr):
-    """Which program this is, the last one first on the way BACK: L2 still has rows that were looked at last."""
-    if BACK:
-        return tl.num_programs(0) - 1 - tl.program_id(0)
-    else:
-        return tl.program_id(0)
 
 
 @triton.jit
@@ -60,28 +60,6 @@ def size_of_rows(x, inside, HALVINGS: tl.constexpr):
         a, b = x.reshape(x.shape[0], x.shape[1] // 2, 2).split()
         x = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(inside, tl.max(size_of(x), 1), 0.0)
-
-
-@triton.jit
-def scale_of(largest, CODE: tl.constexpr):
-    """The scale of groups whose largest numbers become CODE"""
-    scale = tl.div_rn(largest, tl.full(largest.shape, CODE, tl.float32))
-    scale = tl.where(scale < SMALLEST, 0.0, scale)
-    return tl.where(largest < float("inf"), scale, float("nan"))
-
-
-@triton.jit
-def bytes_of(x, scale, ENCODING: tl.constexpr, CONVERTS: tl.constexpr):
-    """The bytes of the codes nearest to x; CONVERTS where the GPU makes FP8 of float32  # [ROWS, COLS], [ROWS]"""
-    some = scale > 0  # neither 0 nor NaN
-    by = tl.div_rn(some.to(tl.float32), tl.where(some, scale, 1.0))
-    x = tl.where(some[:, None], x, 0.0) * by[:, None]
-    if ENCODING == "int8":
-        return (x + MIDDLE).to(tl.int32, bitcast=True).to(tl.uint8)
-    elif CONVERTS:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        return codes_of(x, some.to(tl.float32), "fp8").to(tl.uint8)
 
 
 @triton.jit
@@ -232,126 +210,103 @@ def encode_rows(
     end_early(EARLY)
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
-def encode_columns(
-    X, CU, MEAN, SIZE, CODES, SCALE, stride_b, stride_t, stride_h, batch, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
-    """FP8 codes of a block of values, keys side by side in the order of `quant.blocks.KEY_ORDER`."""
-    begin_early(EARLY)
-    # who am I
-    program = program_of(BACK)
-    h = program % HEADS
-    slot = program // HEADS
-    b, block, first, length, cell = place_of(slot, h, CU, batch, seqlen, blocks, HEADS, ROWS)
-    place = tl.arange(0, ROWS)
-    row = block * ROWS + place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
-    d = tl.arange(0, BLOCK_D)
-    in_dim = d < DIM
-    there = in_dim[:, None] & (row < length)[None, :]
-    x_rows = X + b * stride_b + h.to(tl.int64) * stride_h + (first + row) * stride_t
-    by_head = (b * HEADS + h) * DIM
-
-    x = tl.load(x_rows[None, :] + d[:, None], mask=there, other=0.0).to(tl.float32)  # [BLOCK_D, ROWS]
-    if MEAN is not None:
-        mean = tl.load(MEAN + by_head + d, mask=in_dim, other=0.0)
-        x = tl.where(there, x - mean[:, None], 0.0)
-    if SHARED == "block":
-        sizes = tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [BLOCK_D * ROWS], can_reorder=True)
-        most = size_of(tl.max(sizes, 0).to(tl.float32, bitcast=True)) + tl.zeros([1], tl.float32)
-        tl.store(SCALE + cell + tl.arange(0, 1), scale_of(most, CODE))
-        largest = tl.broadcast_to(most, BLOCK_D)
-    else:
-        largest = tl.load(SIZE + by_head + d, mask=in_dim, other=0.0)
-        if SHARED == "head":
-            largest = tl.broadcast_to(tl.max(largest, 0) + tl.zeros([1], tl.float32), BLOCK_D)
-        if block == 0:
-            tl.store(SCALE + by_head + d, scale_of(largest, CODE), mask=in_dim)
-
-    # epilogue
-    line = cell - (block if CU is None else slot)  # where the head's blocks begin
-    at = CODES + (line * DIM * ROWS + (cell - line) * ROWS) + (d.to(tl.int64) * blocks * ROWS)[:, None] + place[None, :]
-    tl.store(at, bytes_of(x, scale_of(largest, CODE), "fp8", CONVERTS), mask=in_dim[:, None])
-    end_early(EARLY)
-
-
 # launches ------------------------------------------------------------------------------------------------------------
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
-    """Fills codes, and those of scale, mean, bias, sums and most that there are."""
-    rope = None
-    if call.cos is not None:
-        rope = (call.cos, call.sin, call.positions, call.cos.stride(0), call.sin.stride(0))
-    tensors = (call.x, call.cu_seqlens, call.other, call.cos, call.sin, call.positions, call.values, call.most)
-    key = tensors_key(*(x for x in tensors if x is not None))  # of which results follow, new and so aligned
-    facts = (call.cu_seqlens is None, call.side, call.kind, call.shared, call.largest, call.smooth, call.rotate)
-    given = (call.cos is None, call.values is None, call.most is None)
-    key = None if key is None else (key, facts, call.sums, given, call.interleaved, call.behind)
-    plans = _PLANS.get(key)
-    if plans is None:
-        plans = _PLANS.put(key, _Plans(call))
-    x, cu = call.x, call.cu_seqlens
-    codes, scale, mean, bias = (results.get(name) for name in ("codes", "scale", "mean", "bias"))
-    sums = (results.get("sum"), results.get("unit_sum"))
-    codes = codes if call.kind in NUMBERS else codes.view(torch.uint8)
-    with on_device(x):
-        rotation = _signs(call.dim, x.device, x.dtype) if call.rotate else None
-        size, turned = plans.statistics(call, rope, mean, rotation, results.get("most"))
+    """Fills the results. Values that come along become codes while sums of keys are made, of which those need means."""
+    beside = call.beside
+    with on_device(call.x):
+        work = _Work(call, results)
+        others = None if beside is None else _Work(beside, of_values(results))
+        work.look()
+        if others is not None:
+            others.look()
+            others.encode()
+        work.encode()
+
+
+class _Work:
+    """A call with its plans, and memory for what its kernels tell each other."""
+
+    def __init__(self, call: Call, results: dict[str, torch.Tensor]) -> None:
+        self.call, self.results, self.rope = call, results, None
+        if call.cos is not None:
+            self.rope = (call.cos, call.sin, call.positions, call.cos.stride(0), call.sin.stride(0))
+        tensors = (call.x, call.cu_seqlens, call.other, call.cos, call.sin, call.positions)
+        key = tensors_key(*(x for x in tensors if x is not None))  # of which results follow, new and so aligned
+        facts = (call.cu_seqlens is None, call.side, call.kind, call.shared, call.largest, call.smooth, call.rotate)
+        key = None if key is None else (key, facts, call.sums, call.cos is None, call.interleaved, call.behind)
+        plans = _PLANS.get(key)
+        self.plans = plans if plans is not None else _PLANS.put(key, _Plans(call))
+        device, pairs = call.x.device, self.plans.pairs
+        self.memory = {
+            name: torch.empty(n, dtype=torch.float64 if name == "sums" else torch.float32, device=device)
+            for name, n in self.plans.memory.items()
+        }
+        if pairs:  # of heads, whose blocks meet: how large their channels are, and counts
+            sizes = pairs * call.dim
+            zeros = left_at_zero("quantize", sizes + pairs + 1, device)
+            self.memory |= {"size": zeros[:sizes], "counts": zeros[sizes:]}
+        self.rotation = _signs(call.dim, device, call.x.dtype) if call.rotate else None
+
+    def look(self) -> None:
+        """Sums or sizes of chunks, where something spans a sequence."""
+        if self.plans.sums is not None:
+            found = (self.memory.get(name) for name in ("sums", "spans", "sizes"))
+            self.plans.sums.launch((self.call.x, self.call.cu_seqlens, self.rope, *found), ())
+
+    def encode(self) -> None:
+        """What chunks come to, and the codes."""
+        call, plans, results, memory = self.call, self.plans, self.results, self.memory
+        codes, scale, mean, bias = (results.get(name) for name in ("codes", "scale", "mean", "bias"))
+        codes = codes if call.kind in NUMBERS or codes is None else codes.view(torch.uint8)
+        turned, cu = memory.get("turned"), call.cu_seqlens
+        if plans.join is not None:
+            found = (memory.get(name) for name in ("sums", "spans", "sizes"))
+            turn = None if turned is None else self.rotation
+            plans.join.launch((*found, turn, mean, turned, memory.get("size"), cu), ())
         if call.columns:
-            plans.codes.launch((x, cu, mean, size if call.most is None else call.most, codes, scale), ())
+            size, counts = memory.get("size"), memory.get("counts")
+            plans.codes.launch((call.x, cu, mean, size, counts, codes, scale), ())
             return
-        most = None
+        given, most = (call.x, cu, self.rope, self.rotation, mean, turned), memory.get("most")
         if plans.most is not None:
-            most = torch.empty(plans.cells, dtype=torch.float32, device=x.device)
-            plans.most.launch((x, cu, rope, rotation, mean, turned, None, most, None, None, None, None, None), ())
-        plans.codes.launch((x, cu, rope, rotation, mean, turned, call.other, most, codes, scale, bias, *sums), ())
+            plans.most.launch((*given, None, most, None, None, None, None, None), ())
+        sums = (results.get("sum"), results.get("unit_sum"))
+        plans.codes.launch((*given, call.other, most, codes, scale, bias, *sums), ())
 
 
 class _Plans:
-    """Plans of one kind of call: `sums` and `join` of what spans a sequence, `most` of blocks, `codes`."""
+    """Plans of one kind of call: `sums` and `join` of what spans a sequence, `most` of blocks, `codes`; what `memory`
+    is between them, in numbers; and of how many heads the blocks meet, if they do.
+    """
 
     def __init__(self, call: Call) -> None:
         self.rows = rows_of_block(call.side)
         self.block_d, self.strides = _block_of(call.dim), _strides(call.x)
         self.sums, self.join, self.most = None, None, None
-        self.spanned, self.summed = call.spanned, call.summed
-        self.turned = self.summed and call.rotate and call.x.dtype != torch.float32
-        if self.spanned or self.summed:
-            self._statistics(call)
+        self.memory: dict[str, int] = {}
         self.cells = self._programs(call, self.rows)
+        self.together = self._together(call)
+        self.pairs = call.batch * call.heads if self.together else 0
+        looks = call.summed or (call.spanned and not self.together)
+        if looks:
+            self._statistics(call)
         make = self._columns if call.columns else self._rows
-        summed = self.sums is not None
-        self.most = make(call, summed) if call.of_head else None
-        self.codes = make(call, summed != call.of_head)
+        if call.of_head:
+            self.most, self.memory["most"] = make(call, looks), self.cells
+        self.codes = make(call, looks != call.of_head)
 
-    def statistics(
-        self,
-        call: Call,
-        rope: tuple[Any, ...] | None,
-        mean: torch.Tensor | None,
-        rotation: torch.Tensor | None,
-        most: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Fills means of sequences, and how large values of channels are. (How large a column's numbers are, by head,
-        where scales want that; rotated means, where numbers of 16 bits are rotated before they are centred.)
+    def _together(self, call: Call) -> int:
+        """How many heads at a time have programs that meet: so many that all programs of these run at once wherever two
+        do on a multiprocessor; 0 where programs do not meet, since those of one head are too many, or wait for others
+        that have not begun (Triton's interpreter).
         """
-        if self.sums is None:
-            return None, None
-        parts, by_head, device = self.parts, self.by_head, call.x.device
-
-        def floats(count: int, wanted: bool) -> torch.Tensor | None:
-            return torch.empty(count, dtype=torch.float32, device=device) if wanted else None
-
-        sums = torch.empty(parts, dtype=torch.float64, device=device) if self.summed else None
-        spans, sizes = floats(2 * parts, self.spanned and self.summed), floats(parts, self.spanned and not self.summed)
-        of_values = floats(self.value_parts, most is not None)
-        size, turned = floats(by_head, self.spanned), floats(by_head, self.turned)
-        self.sums.launch((call.x, call.cu_seqlens, rope, sums, spans, sizes, call.values, of_values), ())
-        turn, mean = rotation if self.turned else None, mean if self.summed else None
-        self.join.launch((sums, spans, sizes, of_values, turn, mean, turned, size, most, call.cu_seqlens), ())
-        return size, turned
+        if not call.spanned or call.smooth or interpreting():
+            return 0
+        blocks, most = call.slots(self.rows), _AT_ONCE * multiprocessors(call.x.device)
+        return max((n for n in range(1, call.heads + 1) if call.heads % n == 0 and n * blocks <= most), default=0)
 
     def _programs(self, call: Call, rows: int) -> int:
         """Blocks of so many rows, of all sequences and heads."""
@@ -361,39 +316,31 @@ class _Plans:
         return call.batch, call.x.shape[-3], call.slots(rows)
 
     def _statistics(self, call: Call) -> None:
-        sampled = self.summed and call.side == "k"
+        sampled = call.summed and call.side == "k"
         chunk = SAMPLED_OF if sampled else _CHUNK
-        programs, early = self._programs(call, chunk), _early(call)
-        self.parts, self.by_head, self.value_parts = programs * call.dim, call.batch * call.heads * call.dim, 0
+        programs, early = self._programs(call, chunk), self._early(call)
+        turned = call.summed and call.rotate and call.x.dtype != torch.float32
+        parts, by_head = programs * call.dim, call.batch * call.heads * call.dim
+        wanted = {
+            "sums": parts * call.summed,
+            "spans": 2 * parts * (call.spanned and call.summed),
+            "sizes": parts * (call.spanned and not call.summed),
+            "size": by_head * call.spanned,
+            "turned": by_head * turned,
+        }
+        self.memory |= {name: n for name, n in wanted.items() if n}
         sizes = self._sizes(call, chunk)
         # where rows are turned, angles and the other numbers of pairs want registers, too
         step, stages = (_STEP, _STAGES) if call.cos is None else (_STEP // 2, 1)
         warps = max(1, _STEP * self.block_d // (32 * _EACH))
-        values, heads, value_strides = call.values, call.batch * call.heads, (0, 0, 0)
-        width = self.block_d
-        if values is not None:
-            width = _block_of(values.shape[-1])
-            warps = max(warps, _STEP * width // (32 * _EACH))
-            value_strides, self.value_parts = _strides(values), programs * values.shape[-1]
-            programs, heads = 2 * programs, 2 * heads
-
-        def at_once(block_d: int, step: int) -> int:
-            """Rows that a program's threads hold with 16 bytes each."""
-            return min(step, max(1, 32 * warps * 16 // (call.x.element_size() * block_d)))
-
-        dim_v = 0 if values is None else values.shape[-1]
-        of_values = (dim_v, _STEP, _STAGES, at_once(width, _STEP), width)
-        constants = (
-            call.heads, call.dim, chunk, step, stages, at_once(self.block_d, step), self.block_d, sampled, _turns(call),
-            of_values, early,
-        )  # fmt: skip
-        strides = (*self.strides, *value_strides)
+        at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
+        constants = (call.heads, call.dim, chunk, step, stages, at_once, self.block_d, sampled, _turns(call), early)
         self.sums = Plan(
-            sum_chunks, programs, strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
+            sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
-        constants = (call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, (dim_v, width), early)
-        warps = max(warps, self.block_d**2 // (32 * _EACH)) if self.turned else warps
-        self.join = Plan(join_chunks, heads, (), sizes[1:], constants, warps, 1, early=early > 0)
+        constants = (call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, early)
+        warps = max(warps, self.block_d**2 // (32 * _EACH)) if turned else warps
+        self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1, early=early > 0)
 
     def _warps(self, halved: bool = False) -> int:
         found = max(4, self.rows * self.block_d // (32 * _EACH))
@@ -405,7 +352,7 @@ class _Plans:
         encoding = None if call.kind in NUMBERS else "fp8" if call.kind == "fp8" else "int8"
         few = call.x.dtype == torch.float32 or self.block_d > 128
         step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
-        early = _early(call)
+        early = self._early(call)
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
             _converts(call), self.rows, step, _PARTS, self.block_d, _turns(call), early, back,
@@ -417,14 +364,22 @@ class _Plans:
         )
 
     def _columns(self, call: Call, back: bool) -> Plan:
-        early = _early(call)
+        early = self._early(call)
         constants = (
-            call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d, early, back,
+            call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d, self.together,
+            early, back,
         )  # fmt: skip
         sizes, warps = self._sizes(call, self.rows), self._warps()
+        options = _ROUND_TWICE | ({"maxnreg": 2**16 // (_AT_ONCE * 32 * warps)} if self.together else {})
         return Plan(
-            encode_columns, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
+            encode_columns, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=options
         )
+
+    def _early(self, call: Call) -> int:
+        """When a kernel waits for the one before, if it is launched while that ends."""
+        if capability(call.x.device) < 90:
+            return 0
+        return BEHIND.value if call.behind and (call.by_block or self.together) else AT_FIRST.value
 
 
 def _block_of(dim: int) -> int:
@@ -444,13 +399,6 @@ def _turns(call: Call) -> tuple[int, bool]:
 def _converts(call: Call) -> bool:
     """Whether the GPU has an instruction that makes FP8 of float32."""
     return capability(call.x.device) >= 89
-
-
-def _early(call: Call) -> int:
-    """When a kernel waits for the one before, if it is launched while that ends."""
-    if capability(call.x.device) < 90:
-        return 0
-    return BEHIND.value if call.behind and call.by_block else AT_FIRST.value
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,6 +15,15 @@ MANY = tl.constexpr(SAMPLED_FROM)  # in sequences of so many
 
 
 @triton.jit
+def program_of(BACK: tl.constexpr):
+    """Which program this is, the last one first on the way BACK: L2 still has rows that were looked at last."""
+    if BACK:
+        return tl.num_programs(0) - 1 - tl.program_id(0)
+    else:
+        return tl.program_id(0)
+
+
+@triton.jit
 def place_of(slot, h, CU, batch, seqlen, blocks, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Of a block: (its sequence, its number there, the sequence's first row in x and its length, where what blocks
     have stands)
@@ -64,18 +73,19 @@ def size_of(x):
     return tl.where(x < float("inf"), x, float("inf"))
 
 
-@triton.jit
-def look_at_chunk(
-    program, X, CU, ROPE, SUMS, SPANS, SIZES, strides, batch, seqlen, blocks,
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
+def sum_chunks(
+    X, CU, ROPE, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums, extremes or sizes of the largest of the columns of a head's ROWS rows, or of some of them."""
+    begin_early(EARLY)
     # who am I
-    h = program % HEADS
-    b, block, first, length, cell = place_of(program // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    h = tl.program_id(0) % HEADS
+    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
     d = tl.arange(0, BLOCK_D)
-    x_rows = X + b * strides[0] + h.to(tl.int64) * strides[2]
+    x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
     offs = tl.arange(0, STEP)
 
     # main loop: a thread adds up what it has of a step's rows, every AT_ONCE-th
@@ -89,7 +99,7 @@ def look_at_chunk(
         in_x = row < length
         inside = in_x[:, None] & (d < DIM)[None, :]
         token = first + row if CU is not None else b * seqlen + row
-        at = x_rows + ((first + row) * strides[1])[:, None]
+        at = x_rows + ((first + row) * stride_t)[:, None]
         x = rows_given(at, token, d, in_x, inside, ROPE, BLOCK_D, TURNS).to(tl.float32)
         if SUMS is not None:
             total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
@@ -113,18 +123,19 @@ def look_at_chunk(
         tl.store(SPANS + (2 * cell + 1) * DIM + d, tl.max(high, 0), mask=d < DIM)
 
 
-@triton.jit
-def join_head(
-    program, SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SIZE, CU, seqlen, blocks,
+@triton.jit(do_not_specialize=["seqlen", "blocks"])
+def join_chunks(
+    SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SIZE, CU, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    SAMPLED: tl.constexpr,
+    SAMPLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A head's means of columns in a sequence, as they are and rotated, and how far from them (or from 0) a column's
     numbers are at most.
     """
+    begin_early(EARLY)
     # who am I
-    h = program % HEADS
-    b = (program // HEADS).to(tl.int64)
+    h = tl.program_id(0) % HEADS
+    b = (tl.program_id(0) // HEADS).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     if CU is None:
         length = seqlen
@@ -170,53 +181,3 @@ def join_head(
     if SPANS is not None:
         size = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
         tl.store(SIZE + place, tl.where(parts > 0, size_of(size), 0.0), mask=d < DIM)
-
-
-@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
-def sum_chunks(
-    X, CU, ROPE, SUMS, SPANS, SIZES, VALUES, VALUE_SIZES, stride_b, stride_t, stride_h, value_b, value_t, value_h,
-    batch, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr, OF_VALUES: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """`look_at_chunk`, a program a chunk; where there are VALUES the first half of the programs look at theirs."""
-    begin_early(EARLY)
-    program = tl.program_id(0)
-    others = 0
-    if VALUES is not None:
-        others = tl.num_programs(0) // 2
-    if program >= others:
-        look_at_chunk(
-            program - others, X, CU, ROPE, SUMS, SPANS, SIZES, (stride_b, stride_t, stride_h), batch, seqlen, blocks,
-            HEADS, DIM, ROWS, STEP, STAGES, AT_ONCE, BLOCK_D, SAMPLED, TURNS,
-        )  # fmt: skip
-    elif VALUES is not None:
-        look_at_chunk(
-            program, VALUES, CU, None, None, None, VALUE_SIZES, (value_b, value_t, value_h), batch, seqlen, blocks,
-            HEADS, OF_VALUES[0], ROWS, OF_VALUES[1], OF_VALUES[2], OF_VALUES[3], OF_VALUES[4], False, (0, False),
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["seqlen", "blocks"])
-def join_chunks(
-    SUMS, SPANS, SIZES, VALUE_SIZES, ROTATION, MEAN, TURNED, SIZE, MOST, CU, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    SAMPLED: tl.constexpr, OF_VALUES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """`join_head`, a program a head; where there are VALUE_SIZES half of the programs join these."""
-    begin_early(EARLY)
-    program = tl.program_id(0)
-    others = 0
-    if VALUE_SIZES is not None:
-        others = tl.num_programs(0) // 2
-    if program >= others:
-        join_head(
-            program - others, SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SIZE, CU, seqlen, blocks,
-            HEADS, DIM, ROWS, PARTS, BLOCK_D, SAMPLED,
-        )  # fmt: skip
-    elif VALUE_SIZES is not None:
-        join_head(
-            program, None, None, VALUE_SIZES, None, None, None, MOST, CU, seqlen, blocks,
-            HEADS, OF_VALUES[0], ROWS, PARTS, OF_VALUES[1], False,
-        )  # fmt: skip
