@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import tilewise as tw
-from tests.gpu.busy import occupy
 from tests.gpu.matrix import DEVICE
 from tilewise.ops.attention import gluon_attention
-from tilewise.ops.triton_launch import left_at_zero
 from tilewise.testing import properties
 from tilewise.testing.graphs import captured
 
@@ -144,6 +144,17 @@ def test_work_is_ordered_with_the_current_stream(impl: str) -> None:
         same(got, want, impl)
 
 
+@triton.jit
+def occupy(X, nanoseconds):
+    """Registers of a multiprocessor, for so long."""
+    begin = tl.extra.cuda.globaltimer()
+    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    x = tl.load(X + at)
+    while tl.extra.cuda.globaltimer() - begin < nanoseconds:
+        x += 1.0
+    tl.store(X + at, x)
+
+
 @on_both
 @pytest.mark.parametrize("microseconds", [100, 200, 400, 800])
 def test_programs_may_come_late(impl: str, microseconds: int) -> None:
@@ -166,7 +177,7 @@ def test_programs_may_come_late(impl: str, microseconds: int) -> None:
 
 
 @pytest.mark.parametrize("quantize", [None, tw.Sage("fp8")], ids=["exact", "fp8"])
-def test_launches_leave_the_count_of_items_at_0(quantize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_leave_the_count_of_items_at_0(quantize: Any) -> None:
     """On the default stream all that deal items out share one count (`gluon_attention.counter_of`)."""
     cu = torch.tensor([0, 900, 900, 3000, 4100], dtype=torch.int32, device=DEVICE)
     row = {"impl": "hopper" if quantize is None else "hopper_codes", "quantize": quantize}
@@ -178,18 +189,13 @@ def test_launches_leave_the_count_of_items_at_0(quantize: Any, monkeypatch: pyte
         lambda: tw.attention(*(x[:, :2500] for x in in_rows), **of_rows),
     ]
     first = [call() for call in calls]
-    asked: list[torch.Tensor] = []
-
-    def noted(user: str, count: int, device: torch.device) -> torch.Tensor:
-        asked.append(left_at_zero(user, count, device))
-        return asked[-1]
-
-    monkeypatch.setattr(gluon_attention, "left_at_zero", noted)
+    count = gluon_attention._none_dealt(first[0].device)
+    asked = gluon_attention._none_dealt.cache_info().hits
     for _ in range(3):
         for call, want in zip(calls, first, strict=True):
+            assert int(count) == 0
             assert torch.equal(call(), want)
-            assert int(asked[-1]) == 0
-    assert len(asked) == 9
+    assert gluon_attention._none_dealt.cache_info().hits == asked + 9
 
 
 @on_both

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.gpu.busy import occupy
 from tests.gpu.matrix import DEVICE
-from tilewise.ops import triton_launch
 from tilewise.testing import quantize as cases
 from tilewise.testing.graphs import captured
 from tilewise.testing.quantize import BY_NAME, CASES, RAGGED, QuantizeCase
@@ -27,8 +25,6 @@ LARGE = [
     QuantizeCase("rotated_wide", tw.FP8("block", "block", rotate="hadamard"), ((300, 700),), (2, 1), 256, 256),
     QuantizeCase("packed", tw.Sage2("int4"), (*RAGGED, (2000, 3000), (0, 1)), (8, 2), 128, 128, packed=True),
     QuantizeCase("all", tw.Sage(smooth=("q", "k", "v")), ((64, 20000),), (1, 1), 128, 128),
-    QuantizeCase("meeting", tw.Sage2(), ((64, 16384),) * 2, (4, 4), 128, 128),  # as many programs as ever wait at once
-    QuantizeCase("meeting_heads", tw.FP8("block", "block", "head"), ((64, 3000),) * 3, (12, 12), 64, 72),
 ]
 
 
@@ -73,25 +69,6 @@ def test_bits_repeat(case: QuantizeCase) -> None:
     first, *others = (cases.tensors(tw.quantize_qkv(**inputs, scheme=case.scheme)) for _ in range(4))
     for other in others:
         assert all(torch.equal(x.float(), other[name].float()) for name, x in first.items())
-
-
-@pytest.mark.parametrize("case", [case for case in LARGE if case.name.startswith("meeting")], ids=repr)
-@pytest.mark.parametrize("programs", [16, 2000])
-def test_programs_that_meet_may_come_late(case: QuantizeCase, programs: int) -> None:
-    """Another kernel has some multiprocessors, or all of them at first, when programs wait for each other. They leave
-    zeros to the next ones.
-    """
-    inputs = cases.make_inputs(case, torch.bfloat16, DEVICE)
-    want = cases.tensors(tw.quantize_qkv(**inputs, scheme=case.scheme))
-    busy, side = torch.zeros(programs * 1024, device=DEVICE), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    for _ in range(5):
-        with torch.cuda.stream(side):
-            occupy[(programs,)](busy, 200_000, num_warps=8)
-        found = cases.tensors(tw.quantize_qkv(**inputs, scheme=case.scheme))
-        torch.cuda.synchronize()
-        assert all(torch.equal(part.float(), found[name].float()) for name, part in want.items())
-        assert not triton_launch._zeros["quantize", inputs["v"].device].any()
 
 
 def test_tokens_behind_the_reach_of_32_bits() -> None:

@@ -15,7 +15,7 @@ import tilewise as tw
 from tests.interpret.test_twins import broken_copy
 from tests.ops.quantize.shapes import SAMPLED, any_case
 from tilewise.ops import triton_launch
-from tilewise.ops.quantize import triton_quantize, triton_statistics
+from tilewise.ops.quantize import triton_columns, triton_quantize, triton_statistics
 from tilewise.ops.quantize.problem import Call
 from tilewise.ops.quantize.table import QUANTIZE
 from tilewise.testing import quantize as cases
@@ -53,6 +53,16 @@ def test_any_shape(case: QuantizeCase, dtype: torch.dtype) -> None:
     # Triton's interpreter cuts bfloat16 off where GPUs round
     numbers = isinstance(case.scheme, tw.Sage) and case.scheme.pv == "bf16"
     cases.check(replace(case, scheme=replace(case.scheme, pv="fp16")) if numbers else case, dtype, "triton")
+
+
+OF_KEYS = ("sage2", "sage2_packed", "turned", "turned_packed", "rotated", "rotated_packed", "all_centred")
+
+
+@pytest.mark.parametrize("case", [*(BY_NAME[name] for name in OF_KEYS), *SAMPLED], ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_program_has_a_heads_keys(case: QuantizeCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_quantize, "_MANY_HEADS", 1)
+    cases.check(case, dtype, "triton")
 
 
 @pytest.mark.parametrize("name", ["long", "all_centred_packed", "fa3_packed", "rotated_packed", "rotated_head"])
@@ -111,15 +121,20 @@ TWINS = [
     ("encode_rows", "b * seqlen + row\n    columns", "row\n    columns", "turned"),
     ("sum_chunks", "token = first + row if CU", "token = row if CU", "turned_packed"),
     ("encode_columns", "place // 2 % 2 * 8", "place // 2 % 2 * 4", "sage2"),
-    ("encode_columns", "if block == 0:", "if block == 1:", "odd_head"),
     ("encode_columns", "line * DIM * ROWS", "line * ROWS", "sage2_packed"),
     ("join_chunks", "mean - tl.min(low, 0)", "tl.min(low, 0) - mean", "all_centred"),
     ("join_chunks", "tl.maximum(summed, 1)", "(parts * ROWS)", "sage2"),
     ("join_chunks", "length - first_row, count", "length - first_row, ROWS", "sampled"),
     ("sum_chunks", "(5 * chunk + 3)", "(5 * chunk + 2)", "sampled"),
     ("sum_chunks", "length >= MANY, (5", "length > MANY, (5", "sampled_exactly"),
-    ("join_chunks", "tl.where(parts > 0, size_of(size), 0.0)", "size_of(size)", "all_centred_packed"),
+    ("join_chunks", "(parts > 0) & (d < DIM)", "d < DIM", "all_centred_packed"),
+    ("join_chunks", "if SHARED ==", "if CODE ==", "odd_head"),
+    ("mean_of_head", "first_row + row % SOME", "first_row + row % (SOME // 2)", "sampled"),
+    ("mean_of_head", "tl.cdiv(length, ROWS) * SOME, length", "length // ROWS * SOME, length", "sampled"),
+    ("mean_of_head", "token = first + row if CU", "token = row if CU", "turned_packed"),
+    ("mean_of_head", "tl.sum(summed, 0)", "end", "sampled"),
 ]  # fmt: skip
+MODULES = {"encode_rows": triton_quantize, "encode_columns": triton_columns}
 # a slot between two of one sequence's that no block has
 BLANK = QuantizeCase("blank_slot", tw.FA3FP8(), ((64, 128), (3, 3)), packed=True)
 
@@ -129,9 +144,9 @@ def test_a_broken_twin_is_caught(
     kernel: str, old: str, new: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = (BY_NAME | {case.name: case for case in (BLANK, *SAMPLED)})[name]
+    monkeypatch.setattr(triton_quantize, "_MANY_HEADS", 1 if kernel == "mean_of_head" else 1000)
     cases.check(case, torch.float32, "triton")  # whole, it passes
-    module = triton_statistics if kernel.endswith("_chunks") else triton_quantize
-    copy = broken_copy(module, old, new, tmp_path)
+    copy = broken_copy(MODULES.get(kernel, triton_statistics), old, new, tmp_path)
     monkeypatch.setattr(triton_quantize, kernel, getattr(copy, kernel))
     with pytest.raises(AssertionError):
         cases.check(case, torch.float32, "triton")

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tests.interpret.test_paged import pieces_and_owners
 from tests.interpret.test_shared_prefixes import GROUPINGS, PAGED, call_of, case_of
-from tilewise.core.dispatch import multiprocessors
 from tilewise.ops.attention import triton_paged, triton_prefixes, triton_work
 from tilewise.ops.attention.problem import make_call
 from tilewise.ops.attention.sharing import bytes_of, requests_of_tile, rows_of_shared_tile, unshared
 from tilewise.ops.attention.triton_paged import PREFIX_KEYS
 from tilewise.ops.attention.triton_planned import PrefixTile, shared_work_of
+from tilewise.ops.attention.triton_plans import multiprocessors
 from tilewise.ops.attention.triton_work import UNIT
 from tilewise.schedule.sharing import PIECE_KEYS, Group, common_tiles, groups_of, programs_of_lines
 from tilewise.schedule.worklist import WorkList

@@ -127,12 +127,6 @@ def _capability(index: int) -> int:
     return _CAPABILITIES[index]
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 1 elsewhere."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def interpreting() -> bool:
     """Whether Triton runs its kernels in the interpreter (TRITON_INTERPRET=1), where CPU tensors are fine."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -36,22 +36,6 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return buffer
 
 
-_zeros: dict[tuple[str, torch.device], torch.Tensor] = {}  # by who leaves them so
-
-
-def left_at_zero(user: str, count: int, device: torch.device) -> torch.Tensor:
-    """Zeros, int32, which the user's kernels leave at 0 again. Those of the default stream, which run one after
-    another, have the same ones; a CUDA graph, which is of another stream when it is captured, may be replayed beside
-    anything.
-    """
-    if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream:
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    zeros = _zeros.get((user, device))
-    if zeros is None or zeros.numel() < count:
-        zeros = _zeros[user, device] = torch.zeros(max(count, 2**12), dtype=torch.int32, device=device)
-    return zeros[:count]
-
-
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device: make it the tensors'."""
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():

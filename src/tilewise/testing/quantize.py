@@ -254,7 +254,6 @@ VARIANTS = {
     "k token": _variant(tw.Sage("fp8", k_scale="token"), "k"),
     "k rotated": _variant(replace(tw.Sage2(), rotate="hadamard"), "k"),
     "v channel": _variant(tw.Sage(smooth=("v",)), "v"),
-    "v meets": _variant(tw.Sage2(), "v"),
     "k and v": _variant(tw.Sage2(), "kv"),
     "v block": _variant(tw.FP8(v_scale="block"), "v"),
     "v numbers": _variant(tw.Sage(pv="fp16", smooth=("v",)), "v"),

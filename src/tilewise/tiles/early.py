@@ -14,8 +14,19 @@ def begin_early(EARLY: tl.constexpr):
     """
     if EARLY == AT_FIRST:
         tl.extra.cuda.gdc_wait()
+    if EARLY == BEHIND:
+        _wait_as_last()
     if EARLY > 0:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _wait_as_last():
+    """The next kernel is launched when all programs have said that it may be: so it is enough that one waits, the last,
+    which begins when there is nothing left to wait for, mostly.
+    """
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def any_case(draw: st.DrawFn) -> QuantizeCase:
 
 # keys of which the centre is the mean of some
 SAMPLED = [
-    QuantizeCase("sampled", tw.Sage(smooth=("k", "v")), ((1, SAMPLED_FROM + 200),), (1, 1), 4, 4),
+    QuantizeCase("sampled", tw.Sage(smooth=("k", "v")), ((1, SAMPLED_FROM + 500),), (1, 1), 4, 4),
     QuantizeCase("sampled_exactly", tw.Sage2(), ((1, SAMPLED_FROM),), (1, 1), 4, 4),
     QuantizeCase(
         "sampled_packed",

@@ -267,7 +267,7 @@ def test_a_wrong_scale_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
         (tw.Sage(rotate="hadamard"), {"k": False, "q": False}),  # rotated means of keys are forgotten
         (tw.Sage(smooth=("k", "v")), {"k": False, "q": True}),
         (tw.Sage(pv="bf16"), {"k": False, "q": False}),  # values, which no kernel of ours encodes, between
-        (tw.Sage(smooth=()), {"k": False, "v": True, "q": False}),  # how large channels are is forgotten
+        (tw.Sage(smooth=()), {"k": False, "v": True, "q": True}),
         (tw.FP8("head", "block", "block"), {"k": False, "v": True, "q": True}),
         (tw.FP8("block", "head", "block"), {"k": False, "v": False, "q": True}),
     ],

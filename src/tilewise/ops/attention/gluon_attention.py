@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental.gluon import language as gl
 
-from tilewise.core.dispatch import multiprocessors
 from tilewise.formula.limits import stays_near_zero
 from tilewise.ops.attention import gluon_sm90_prepare, triton_attention
 from tilewise.ops.attention import gluon_sm90_sums as dq_sums
@@ -26,12 +25,13 @@ from tilewise.ops.attention.triton_plans import (
     formula_arguments,
     functions,
     lengths_of,
+    multiprocessors,
     slots_of,
     strides_of,
     together,
 )
 from tilewise.ops.attention.variant import CAUSAL, MaskFunctions, ScoreFunctions, ScoreSide, formula_kind, is_band
-from tilewise.ops.triton_launch import Plan, Plans, describable, left_at_zero, on_device
+from tilewise.ops.triton_launch import Plan, Plans, describable, on_device
 from tilewise.tiles.arithmetic import LOG2E
 
 # One compute warpgroup for each 64 queries. Chosen by timing on an H200 (benchmarks/NOTES.md).
@@ -184,7 +184,16 @@ def counter_of(call: Call, plan: Plan, lists: triton_attention.Lists) -> torch.T
     if listed is not None:
         return listed[-1]
     device = call.q.device
-    return left_at_zero("deal", 1, device) if fixed.meets is None else torch.zeros(1, dtype=torch.int32, device=device)
+    in_turn = device.type == "cuda" and not torch.cuda.current_stream(device).cuda_stream
+    return _none_dealt(device) if in_turn and fixed.meets is None else torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _none_dealt(device: torch.device) -> torch.Tensor:
+    """For kernels of the default stream, which run one after another; a CUDA graph, which is of another stream when it
+    is captured, may be replayed beside anything, and has numbers of its own.
+    """
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def pages_of(call: Call) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from tilewise.core.dispatch import multiprocessors
 from tilewise.ops.attention.codes import backward as backward
 from tilewise.ops.attention.codes import encoded
 from tilewise.ops.attention.configs import Config, padded
@@ -31,6 +30,7 @@ from tilewise.ops.attention.triton_plans import (
     formula_arguments,
     functions,
     lengths_of,
+    multiprocessors,
     slots_of,
     together,
 )

@@ -9,7 +9,6 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from tilewise.core.dispatch import multiprocessors
 from tilewise.core.readback import constant
 from tilewise.layouts import Pages
 from tilewise.ops.attention import triton_decode, triton_paged
@@ -30,7 +29,7 @@ from tilewise.ops.attention.triton_planned import (
     strides_of_pages,
     work_of,
 )
-from tilewise.ops.attention.triton_plans import functions
+from tilewise.ops.attention.triton_plans import functions, multiprocessors
 from tilewise.ops.triton_launch import Plan, Plans
 from tilewise.quant.codes import BY_DTYPE, KINDS
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.core.dispatch import multiprocessors
 from tilewise.ops.attention import gluon_attention, gluon_decode
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_attention import NO_LISTS, launch_forward
 from tilewise.ops.attention.triton_keys import call_key
 from tilewise.ops.attention.triton_paged import pool_of
 from tilewise.ops.attention.triton_planned import Beside, Planned, launch
+from tilewise.ops.attention.triton_plans import multiprocessors
 from tilewise.ops.triton_launch import Plan, Plans, on_device
 
 FEW = 64  # rows of queries of a key/value head up to which a request is the other kernel's

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.core.dispatch import multiprocessors
 from tilewise.formula.emit import encoded
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
@@ -31,7 +30,7 @@ from tilewise.ops.attention.triton_planned import (
     strides_of_pages,
     work_of,
 )
-from tilewise.ops.attention.triton_plans import functions, matmul_precision
+from tilewise.ops.attention.triton_plans import functions, matmul_precision, multiprocessors
 from tilewise.ops.attention.triton_work import (
     LOOK,
     chunks_of,

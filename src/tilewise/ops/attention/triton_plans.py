@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tilewise.core.dispatch import capability, interpreting, multiprocessors
+from tilewise.core.dispatch import capability, interpreting
 from tilewise.core.readback import host_values
 from tilewise.formula.emit import Captured, encoded, number_arguments, tensor_arguments
 from tilewise.formula.structure import Bound
@@ -234,6 +235,12 @@ def together(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) -> 
         return 1
     turns = 8 if mask.classify is not None else round(2 * multiprocessors(call.q.device) / slots)
     return max(1, min(pairs, turns, 8))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 1 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def longest(call: Call, of_keys: bool) -> int:

@@ -32,8 +32,9 @@ class Call:
     `sums` whether sums of blocks are wanted, too, of queries or keys that are not rotated, with no scale for a head.
     With `cos`, `sin` and `positions` rows are turned first, and rounded to their dtype (`Rope`). `values`, of (batch,
     seqlen, heads, dim_v) or (total, heads, dim_v), come along with keys that are looked at for their means, as a call
-    of their own (`beside`), whose kernels run meanwhile. `behind` says that the kernel launched before has no memory
-    that results of this one may take, and that who runs behind it need not wait for its end to begin.
+    of their own (`beside`), whose kernels run meanwhile. `apart` says that kernels of another call run between those
+    that look at what spans a sequence and the others, `behind` that the kernel launched before has no memory that
+    results of this one may take, and that who runs behind it need not wait for its end to begin.
     """
 
     x: torch.Tensor
@@ -55,6 +56,7 @@ class Call:
     values_shared: str = "channel"
     values_largest: float = 0.0
     values_smooth: bool = False
+    apart: bool = False
     behind: bool = False
 
     @property
@@ -63,12 +65,13 @@ class Call:
         if self.values is None:
             return None
         how = (self.values_kind, self.values_shared, self.values_largest, self.values_smooth)
-        return Call(self.values, self.cu_seqlens, None, "v", *how, False, behind=True)
+        return Call(self.values, self.cu_seqlens, None, "v", *how, False, apart=True, behind=True)
 
     def take_along(self, values: Call) -> None:
         """Have values of the same sequences encoded, too."""
         self.values, self.values_kind, self.values_shared = values.x, values.kind, values.shared
         self.values_largest, self.values_smooth = values.largest, values.smooth
+        self.apart = True
 
     @property
     def batch(self) -> int:
@@ -108,14 +111,9 @@ class Call:
         return self.shared == "head" and self.side != "v"
 
     @property
-    def by_block(self) -> bool:
-        """Whether what a block becomes depends on that block alone, and on what another call has left."""
-        return not (self.spanned or self.summed or self.of_head)
-
-    @property
     def leaves_memory(self) -> bool:
         """Whether the kernel that makes the codes reads what is forgotten when this call returns."""
-        return self.spanned or self.of_head or (self.summed and self.rotate)
+        return self.of_head or (self.summed and self.rotate)
 
     def slots(self, rows: int) -> int:
         """Blocks of so many rows that a sequence has, or slots of packed ones."""

@@ -2,8 +2,8 @@
 
 Where a mean or a scale spans a sequence, a kernel before has sums, in float64, and largest and least numbers of chunks
 of rows (of long sequences' keys, sums of some), and a second one puts them together; the scale of a whole head of
-queries or keys needs what its blocks have at most, by the kernel that encodes, which then writes nothing else. Where
-blocks of values are few enough to run at once their programs find out together (`triton_columns`). The
+queries or keys needs what its blocks have at most, by the kernel that encodes, which then writes nothing else. Means
+of keys are made by a program a head where there are many, while values have theirs looked at, or become codes. The
 rotation is a product with signs, which numbers of 16 bits take as they are, and float32 in two parts that tensor cores
 of 10 bits do not change; the mean is rotated, too, and taken off behind. Whatever is multiplied by a stride is 64 bits
 wide.
@@ -15,20 +15,21 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.core.dispatch import capability, interpreting, multiprocessors
+from tilewise.core.dispatch import capability
 from tilewise.ops.quantize.problem import NUMBERS, Call, of_values
 from tilewise.ops.quantize.triton_code_bytes import bytes_of, scale_of
 from tilewise.ops.quantize.triton_columns import encode_columns
 from tilewise.ops.quantize.triton_row_sums import sums_of_rows
 from tilewise.ops.quantize.triton_statistics import (
     join_chunks,
+    mean_of_head,
     place_of,
     program_of,
     rows_given,
     size_of,
     sum_chunks,
 )
-from tilewise.ops.triton_launch import Plan, Plans, left_at_zero, on_device, tensors_key
+from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
 from tilewise.quant.schemes import SAMPLED_OF
@@ -43,7 +44,7 @@ _EACH = 64  # elements of a thread
 _ROTATED = (128, 16)
 TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
 _ROUND_TWICE = {"enable_fp_fusion": False}  # a product, and then its sum with what makes it whole, as the CPU does
-_AT_ONCE = 2  # programs whose heads meet that a multiprocessor surely runs at a time
+_MANY_HEADS = 16  # whose keys are looked at by a program each, while codes of values are made
 _PLANS = Plans()
 
 
@@ -214,16 +215,25 @@ def encode_rows(
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
-    """Fills the results. Values that come along become codes while sums of keys are made, of which those need means."""
+    """Fills the results. Where values come along, what looks at keys or values and what needs its outcome have a kernel
+    of the other ones between them, so that nobody waits.
+    """
     beside = call.beside
     with on_device(call.x):
-        work = _Work(call, results)
-        others = None if beside is None else _Work(beside, of_values(results))
-        work.look()
-        if others is not None:
-            others.look()
-            others.encode()
-        work.encode()
+        keys = _Work(call, results)
+        if beside is None:
+            keys.look()
+            keys.encode()
+            return
+        values = _Work(beside, of_values(results))
+        keys.look()
+        values.look()
+        if values.plans.looks:
+            keys.encode()
+            values.encode()
+        else:
+            values.encode()
+            keys.encode()
 
 
 class _Work:
@@ -236,41 +246,47 @@ class _Work:
         tensors = (call.x, call.cu_seqlens, call.other, call.cos, call.sin, call.positions)
         key = tensors_key(*(x for x in tensors if x is not None))  # of which results follow, new and so aligned
         facts = (call.cu_seqlens is None, call.side, call.kind, call.shared, call.largest, call.smooth, call.rotate)
-        key = None if key is None else (key, facts, call.sums, call.cos is None, call.interleaved, call.behind)
+        facts += (call.sums, call.cos is None, call.interleaved, call.behind, call.apart)
+        key = None if key is None else (key, facts)
         plans = _PLANS.get(key)
         self.plans = plans if plans is not None else _PLANS.put(key, _Plans(call))
-        device, pairs = call.x.device, self.plans.pairs
         self.memory = {
-            name: torch.empty(n, dtype=torch.float64 if name == "sums" else torch.float32, device=device)
+            name: torch.empty(n, dtype=torch.float64 if name == "sums" else torch.float32, device=call.x.device)
             for name, n in self.plans.memory.items()
         }
-        if pairs:  # of heads, whose blocks meet: how large their channels are, and counts
-            sizes = pairs * call.dim
-            zeros = left_at_zero("quantize", sizes + pairs + 1, device)
-            self.memory |= {"size": zeros[:sizes], "counts": zeros[sizes:]}
-        self.rotation = _signs(call.dim, device, call.x.dtype) if call.rotate else None
+        self.rotation = _signs(call.dim, call.x.device, call.x.dtype) if call.rotate else None
 
     def look(self) -> None:
-        """Sums or sizes of chunks, where something spans a sequence."""
-        if self.plans.sums is not None:
+        """Finds what spans a sequence, chunk by chunk, or all of it; of keys also what chunks come to."""
+        call, plans = self.call, self.plans
+        if plans.mean is not None:
+            mean, turned = self.results.get("mean"), self.memory.get("turned")
+            rotation = None if turned is None else self.rotation
+            plans.mean.launch((call.x, call.cu_seqlens, self.rope, rotation, mean, turned), ())
+        if plans.sums is not None:
             found = (self.memory.get(name) for name in ("sums", "spans", "sizes"))
-            self.plans.sums.launch((self.call.x, self.call.cu_seqlens, self.rope, *found), ())
+            plans.sums.launch((call.x, call.cu_seqlens, self.rope, *found), ())
+            if call.side == "k":
+                self._join()
+
+    def _join(self) -> None:
+        sums, spans, sizes, turned = (self.memory.get(name) for name in ("sums", "spans", "sizes", "turned"))
+        mean, scale = self.results.get("mean"), self.results.get("scale") if self.call.spanned else None
+        rotation = None if turned is None else self.rotation
+        self.plans.join.launch((sums, spans, sizes, rotation, mean, turned, scale, self.call.cu_seqlens), ())
 
     def encode(self) -> None:
-        """What chunks come to, and the codes."""
-        call, plans, results, memory = self.call, self.plans, self.results, self.memory
+        """What chunks of values come to, and the codes."""
+        call, plans, results = self.call, self.plans, self.results
         codes, scale, mean, bias = (results.get(name) for name in ("codes", "scale", "mean", "bias"))
         codes = codes if call.kind in NUMBERS or codes is None else codes.view(torch.uint8)
-        turned, cu = memory.get("turned"), call.cu_seqlens
-        if plans.join is not None:
-            found = (memory.get(name) for name in ("sums", "spans", "sizes"))
-            turn = None if turned is None else self.rotation
-            plans.join.launch((*found, turn, mean, turned, memory.get("size"), cu), ())
+        if plans.sums is not None and call.side == "v":
+            self._join()
         if call.columns:
-            size, counts = memory.get("size"), memory.get("counts")
-            plans.codes.launch((call.x, cu, mean, size, counts, codes, scale), ())
+            plans.codes.launch((call.x, call.cu_seqlens, mean, codes, scale), ())
             return
-        given, most = (call.x, cu, self.rope, self.rotation, mean, turned), memory.get("most")
+        given = (call.x, call.cu_seqlens, self.rope, self.rotation, mean, self.memory.get("turned"))
+        most = self.memory.get("most")
         if plans.most is not None:
             plans.most.launch((*given, None, most, None, None, None, None, None), ())
         sums = (results.get("sum"), results.get("unit_sum"))
@@ -278,35 +294,33 @@ class _Work:
 
 
 class _Plans:
-    """Plans of one kind of call: `sums` and `join` of what spans a sequence, `most` of blocks, `codes`; what `memory`
-    is between them, in numbers; and of how many heads the blocks meet, if they do.
+    """Plans of one kind of call: of what spans a sequence, `mean` of many heads' keys, else `sums` and `join`; `most`
+    of blocks; `codes`; and how many numbers they leave each other in `memory`.
     """
 
     def __init__(self, call: Call) -> None:
         self.rows = rows_of_block(call.side)
         self.block_d, self.strides = _block_of(call.dim), _strides(call.x)
-        self.sums, self.join, self.most = None, None, None
+        self.mean, self.sums, self.join, self.most = None, None, None, None
         self.memory: dict[str, int] = {}
         self.cells = self._programs(call, self.rows)
-        self.together = self._together(call)
-        self.pairs = call.batch * call.heads if self.together else 0
-        looks = call.summed or (call.spanned and not self.together)
-        if looks:
-            self._statistics(call)
+        self.looks = call.spanned or call.summed
+        early = _early(call, call.behind)
+        if self.looks:
+            by_head = call.batch * call.heads
+            turned = call.summed and call.rotate and call.x.dtype != torch.float32
+            if turned:
+                self.memory["turned"] = by_head * call.dim
+            if call.side == "k" and by_head >= _MANY_HEADS:
+                self._mean(call, turned, early)
+            else:
+                self._chunks(call, turned, early)
+            early = _early(call, call.apart and not (self.join and call.side == "v"))
         make = self._columns if call.columns else self._rows
         if call.of_head:
-            self.most, self.memory["most"] = make(call, looks), self.cells
-        self.codes = make(call, looks != call.of_head)
-
-    def _together(self, call: Call) -> int:
-        """How many heads at a time have programs that meet: so many that all programs of these run at once wherever two
-        do on a multiprocessor; 0 where programs do not meet, since those of one head are too many, or wait for others
-        that have not begun (Triton's interpreter).
-        """
-        if not call.spanned or call.smooth or interpreting():
-            return 0
-        blocks, most = call.slots(self.rows), _AT_ONCE * multiprocessors(call.x.device)
-        return max((n for n in range(1, call.heads + 1) if call.heads % n == 0 and n * blocks <= most), default=0)
+            self.most, self.memory["most"] = make(call, self.looks, early), self.cells
+            early = _early(call, False)
+        self.codes = make(call, self.looks != call.of_head, early)
 
     def _programs(self, call: Call, rows: int) -> int:
         """Blocks of so many rows, of all sequences and heads."""
@@ -315,44 +329,65 @@ class _Plans:
     def _sizes(self, call: Call, rows: int) -> tuple[int, int, int]:
         return call.batch, call.x.shape[-3], call.slots(rows)
 
-    def _statistics(self, call: Call) -> None:
+    def _mean(self, call: Call, turned: bool, early: int) -> None:
+        step, stages, warps = self._steps(call)
+        constants = (
+            call.heads, call.dim, SAMPLED_OF, step, stages, self._at_once(call, warps, step), self.block_d,
+            _turns(call), early,
+        )  # fmt: skip
+        grid, sizes = call.batch * call.heads, (call.x.shape[-3],)
+        warps = max(warps, self.block_d**2 // (32 * _EACH)) if turned else warps
+        self.mean = Plan(
+            mean_of_head, grid, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
+        )
+
+    def _chunks(self, call: Call, turned: bool, early: int) -> None:
         sampled = call.summed and call.side == "k"
         chunk = SAMPLED_OF if sampled else _CHUNK
-        programs, early = self._programs(call, chunk), self._early(call)
-        turned = call.summed and call.rotate and call.x.dtype != torch.float32
-        parts, by_head = programs * call.dim, call.batch * call.heads * call.dim
+        programs = self._programs(call, chunk)
+        parts = programs * call.dim
         wanted = {
             "sums": parts * call.summed,
             "spans": 2 * parts * (call.spanned and call.summed),
             "sizes": parts * (call.spanned and not call.summed),
-            "size": by_head * call.spanned,
-            "turned": by_head * turned,
         }
         self.memory |= {name: n for name, n in wanted.items() if n}
         sizes = self._sizes(call, chunk)
-        # where rows are turned, angles and the other numbers of pairs want registers, too
-        step, stages = (_STEP, _STAGES) if call.cos is None else (_STEP // 2, 1)
-        warps = max(1, _STEP * self.block_d // (32 * _EACH))
-        at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
-        constants = (call.heads, call.dim, chunk, step, stages, at_once, self.block_d, sampled, _turns(call), early)
+        step, stages, warps = self._steps(call)
+        constants = (
+            call.heads, call.dim, chunk, step, stages, self._at_once(call, warps, step), self.block_d, sampled,
+            _turns(call), early,
+        )  # fmt: skip
         self.sums = Plan(
             sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
-        constants = (call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, early)
+        early = _early(call, call.apart and call.side == "v")
+        constants = (
+            call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, call.shared, call.largest, early,
+        )  # fmt: skip
         warps = max(warps, self.block_d**2 // (32 * _EACH)) if turned else warps
         self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1, early=early > 0)
+
+    def _steps(self, call: Call) -> tuple[int, int, int]:
+        """(rows at a time, such steps whose rows are on their way, warps) of who looks at rows."""
+        warps = max(1, _STEP * self.block_d // (32 * _EACH))
+        # where rows are turned, angles and the other numbers of pairs want registers, too
+        return (_STEP, _STAGES, warps) if call.cos is None else (_STEP // 2, 1, warps)
+
+    def _at_once(self, call: Call, warps: int, step: int) -> int:
+        """Rows that the threads hold with 16 bytes each."""
+        return min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))
 
     def _warps(self, halved: bool = False) -> int:
         found = max(4, self.rows * self.block_d // (32 * _EACH))
         return min(8, found) if halved else found  # products want registers more than warps
 
-    def _rows(self, call: Call, back: bool) -> Plan:
+    def _rows(self, call: Call, back: bool, early: int) -> Plan:
         batch, seqlen, blocks = self._sizes(call, self.rows)
         heads_k = call.heads if call.other is None else call.other.shape[1]
         encoding = None if call.kind in NUMBERS else "fp8" if call.kind == "fp8" else "int8"
         few = call.x.dtype == torch.float32 or self.block_d > 128
         step = min(self.block_d, _ROTATED[few]) if call.rotate else self.block_d
-        early = self._early(call)
         constants = (
             call.heads, heads_k, call.dim, call.side == "q", call.smooth, call.shared, encoding, call.largest,
             _converts(call), self.rows, step, _PARTS, self.block_d, _turns(call), early, back,
@@ -363,23 +398,14 @@ class _Plans:
             encode_rows, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
 
-    def _columns(self, call: Call, back: bool) -> Plan:
-        early = self._early(call)
+    def _columns(self, call: Call, back: bool, early: int) -> Plan:
         constants = (
-            call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d, self.together,
-            early, back,
+            call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d, early, back,
         )  # fmt: skip
         sizes, warps = self._sizes(call, self.rows), self._warps()
-        options = _ROUND_TWICE | ({"maxnreg": 2**16 // (_AT_ONCE * 32 * warps)} if self.together else {})
         return Plan(
-            encode_columns, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=options
+            encode_columns, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
-
-    def _early(self, call: Call) -> int:
-        """When a kernel waits for the one before, if it is launched while that ends."""
-        if capability(call.x.device) < 90:
-            return 0
-        return BEHIND.value if call.behind and (call.by_block or self.together) else AT_FIRST.value
 
 
 def _block_of(dim: int) -> int:
@@ -399,6 +425,15 @@ def _turns(call: Call) -> tuple[int, bool]:
 def _converts(call: Call) -> bool:
     """Whether the GPU has an instruction that makes FP8 of float32."""
     return capability(call.x.device) >= 89
+
+
+def _early(call: Call, behind: bool) -> int:
+    """When a kernel waits for the one before, if it is launched while that ends: first, or if what it needs is from
+    those before that one, at the end.
+    """
+    if capability(call.x.device) < 90:
+        return 0
+    return BEHIND.value if behind else AT_FIRST.value
 
 
 @functools.lru_cache(maxsize=16)
