@@ -55,7 +55,9 @@ _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
 _GATHER = (216, 80)  # of two compute warpgroups, and of the one that gathers
 SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles, as all over pages do
-_FEW_ROWS = 512  # queries and keys of a sequence, up to which two products more cost less than sums of dQ
+# queries and keys of a sequence, up to which two products more cost less than sums of dQ, and less than these in order:
+# (under any mask, under a causal one)
+_FEW_ROWS, _FEW_ROWS_IN_ORDER = (512, 1024), (1024, 4096)
 _FEW_KEYS = 2048  # of a paged request, up to which rows are gathered
 _FEW_TILES = 24  # of a sequence, up to which those of unequal length may be divided beforehand,
 _FEWEST_TILES = 8  # and up to which they are, whether or not they come out even
@@ -481,13 +483,18 @@ def _sums(call: Call) -> bool:
     cfg = config_of("hopper backward", call)
     rows = max(call.rows_q, call.rows_k)
     empty = slots_of(call, cfg, False) * cfg.block_m > 4 * rows
-    few = _columns(call) == 128 and rows <= _FEW_ROWS and not (call.packed or any(call.grad_captured))
+    most = (_FEW_ROWS_IN_ORDER if call.deterministic else _FEW_ROWS)[_is_causal(call)]
+    few = _columns(call) == 128 and rows <= most and not (call.packed or any(call.grad_captured))
     return not ((call.deterministic and not _in_order(call)) or _columns(call) > 128 or few or empty)
 
 
 def _in_order(call: Call) -> bool:
     """Whether keys that see a tile of queries are neighbours, and visit its like in order."""
-    return (call.mask is None or call.mask.text == CAUSAL) and not any(call.grad_captured)
+    return (call.mask is None or _is_causal(call)) and not any(call.grad_captured)
+
+
+def _is_causal(call: Call) -> bool:
+    return call.mask is not None and call.mask.text == CAUSAL
 
 
 def _ordered(call: Call) -> bool:
