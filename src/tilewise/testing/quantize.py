@@ -53,6 +53,7 @@ _SCHEMES: dict[str, Scheme] = {
     "all_centred": tw.Sage("fp8", "fp8", "warp", "token", ("q", "k", "v")),
     "values_as_numbers": tw.Sage(pv="fp16", q_scale="token", k_scale="block", smooth=("q", "v")),
     "nothing_centred": tw.Sage("int4", smooth=()),
+    "value_blocks": tw.Sage(v_scale="block"),
     "centred_value_blocks": tw.Sage(smooth=("k", "v"), v_scale="block"),
     "rotated": tw.Sage(smooth=("q", "k"), rotate="hadamard"),
     "rotated_head": tw.FP8(rotate="hadamard"),

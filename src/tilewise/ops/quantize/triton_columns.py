@@ -8,18 +8,18 @@ from tilewise.ops.quantize.triton_statistics import place_of, program_of, size_o
 from tilewise.tiles.early import begin_early, end_early
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks", "begin"])
 def encode_columns(
-    X, CU, MEAN, CODES, SCALE, stride_b, stride_t, stride_h, batch, seqlen, blocks,
+    X, CU, MEAN, CODES, SCALE, stride_b, stride_t, stride_h, batch, seqlen, blocks, begin,
     HEADS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr, BACK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BACK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes of a block of values, keys side by side in the order of `quant.blocks.KEY_ORDER`. The scale of a
     block is written, others are there.
     """
     begin_early(EARLY)
     # who am I
-    program = program_of(BACK)
+    program = begin + program_of(BACK)
     h = program % HEADS
     slot = program // HEADS
     b, block, first, length, cell = place_of(slot, h, CU, batch, seqlen, blocks, HEADS, ROWS)

@@ -2,14 +2,14 @@
 
 Where a mean or a scale spans a sequence, a kernel before has sums, in float64, and largest and least numbers of chunks
 of rows (of long sequences' keys, sums of some), and a second one puts them together; the scale of a whole head of
-queries or keys needs what its blocks have at most, by the kernel that encodes, which then writes nothing else. Means
-of keys are made by a program a head where there are many, while values have theirs looked at, or become codes. The
+queries or keys needs what its blocks have at most, by the kernel that encodes, which then writes nothing else. The
 rotation is a product with signs, which numbers of 16 bits take as they are, and float32 in two parts that tensor cores
 of 10 bits do not change; the mean is rotated, too, and taken off behind. Whatever is multiplied by a stride is 64 bits
 wide.
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +22,6 @@ from tilewise.ops.quantize.triton_columns import encode_columns
 from tilewise.ops.quantize.triton_row_sums import sums_of_rows
 from tilewise.ops.quantize.triton_statistics import (
     join_chunks,
-    mean_of_head,
     place_of,
     program_of,
     rows_given,
@@ -44,7 +43,6 @@ _EACH = 64  # elements of a thread
 _ROTATED = (128, 16)
 TF32 = tl.constexpr(-8192)  # the bits that tensor cores keep of float32
 _ROUND_TWICE = {"enable_fp_fusion": False}  # a product, and then its sum with what makes it whole, as the CPU does
-_MANY_HEADS = 16  # whose keys are looked at by a program each, while codes of values are made
 _PLANS = Plans()
 
 
@@ -215,8 +213,8 @@ def encode_rows(
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
-    """Fills the results. Where values come along, what looks at keys or values and what needs its outcome have a kernel
-    of the other ones between them, so that nobody waits.
+    """Fills the results. Where values come along, a kernel of theirs runs between any that looks at keys and who needs
+    its outcome, and so the other way round, but for the last one; so nobody waits.
     """
     beside = call.beside
     with on_device(call.x):
@@ -227,13 +225,12 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
             return
         values = _Work(beside, of_values(results))
         keys.look()
-        values.look()
+        values.begin(0)
+        keys.join()
+        values.begin(1)
+        keys.make_codes()
         if values.plans.looks:
-            keys.encode()
             values.encode()
-        else:
-            values.encode()
-            keys.encode()
 
 
 class _Work:
@@ -256,71 +253,69 @@ class _Work:
         }
         self.rotation = _signs(call.dim, call.x.device, call.x.dtype) if call.rotate else None
 
-    def look(self) -> None:
-        """Finds what spans a sequence, chunk by chunk, or all of it; of keys also what chunks come to."""
-        call, plans = self.call, self.plans
-        if plans.mean is not None:
-            mean, turned = self.results.get("mean"), self.memory.get("turned")
-            rotation = None if turned is None else self.rotation
-            plans.mean.launch((call.x, call.cu_seqlens, self.rope, rotation, mean, turned), ())
-        if plans.sums is not None:
-            found = (self.memory.get(name) for name in ("sums", "spans", "sizes"))
-            plans.sums.launch((call.x, call.cu_seqlens, self.rope, *found), ())
-            if call.side == "k":
-                self._join()
+    def begin(self, half: int) -> None:
+        """Half of the programs that need nothing from others: who look, or else make codes."""
+        (self.look if self.plans.looks else self.make_codes)(half)
 
-    def _join(self) -> None:
+    def look(self, half: int = 0) -> None:
+        """Finds what spans a sequence, chunk by chunk."""
+        for plan in self.plans.sums[half : half + 1]:
+            found = (self.memory.get(name) for name in ("sums", "spans", "sizes"))
+            plan.launch((self.call.x, self.call.cu_seqlens, self.rope, *found), ())
+
+    def encode(self) -> None:
+        self.join()
+        self.make_codes()
+
+    def join(self) -> None:
+        """What a sequence's chunks come to."""
+        if self.plans.join is None:
+            return
         sums, spans, sizes, turned = (self.memory.get(name) for name in ("sums", "spans", "sizes", "turned"))
         mean, scale = self.results.get("mean"), self.results.get("scale") if self.call.spanned else None
         rotation = None if turned is None else self.rotation
         self.plans.join.launch((sums, spans, sizes, rotation, mean, turned, scale, self.call.cu_seqlens), ())
 
-    def encode(self) -> None:
-        """What chunks of values come to, and the codes."""
+    def make_codes(self, half: int = 0) -> None:
         call, plans, results = self.call, self.plans, self.results
         codes, scale, mean, bias = (results.get(name) for name in ("codes", "scale", "mean", "bias"))
         codes = codes if call.kind in NUMBERS or codes is None else codes.view(torch.uint8)
-        if plans.sums is not None and call.side == "v":
-            self._join()
         if call.columns:
-            plans.codes.launch((call.x, call.cu_seqlens, mean, codes, scale), ())
+            for plan in plans.codes[half : half + 1]:
+                plan.launch((call.x, call.cu_seqlens, mean, codes, scale), ())
             return
         given = (call.x, call.cu_seqlens, self.rope, self.rotation, mean, self.memory.get("turned"))
         most = self.memory.get("most")
         if plans.most is not None:
             plans.most.launch((*given, None, most, None, None, None, None, None), ())
         sums = (results.get("sum"), results.get("unit_sum"))
-        plans.codes.launch((*given, call.other, most, codes, scale, bias, *sums), ())
+        plans.codes[0].launch((*given, call.other, most, codes, scale, bias, *sums), ())
 
 
 class _Plans:
-    """Plans of one kind of call: of what spans a sequence, `mean` of many heads' keys, else `sums` and `join`; `most`
-    of blocks; `codes`; and how many numbers they leave each other in `memory`.
+    """Plans of one kind of call: `sums` of chunks and their `join` for what spans a sequence, `most` of blocks,
+    `codes`; and how many numbers they leave each other in `memory`. Of what comes first of values that come along there
+    are two halves.
     """
 
     def __init__(self, call: Call) -> None:
         self.rows = rows_of_block(call.side)
         self.block_d, self.strides = _block_of(call.dim), _strides(call.x)
-        self.mean, self.sums, self.join, self.most = None, None, None, None
+        self.join, self.most = None, None
+        self.sums: list[Plan] = []
         self.memory: dict[str, int] = {}
         self.cells = self._programs(call, self.rows)
         self.looks = call.spanned or call.summed
+        apart = call.apart and self._programs(call, _CHUNK) > 1  # there are two halves
         early = _early(call, call.behind)
         if self.looks:
-            by_head = call.batch * call.heads
-            turned = call.summed and call.rotate and call.x.dtype != torch.float32
-            if turned:
-                self.memory["turned"] = by_head * call.dim
-            if call.side == "k" and by_head >= _MANY_HEADS:
-                self._mean(call, turned, early)
-            else:
-                self._chunks(call, turned, early)
-            early = _early(call, call.apart and not (self.join and call.side == "v"))
-        make = self._columns if call.columns else self._rows
+            self._chunks(call, apart, early)
+            early = _early(call, apart and call.side == "k")
         if call.of_head:
-            self.most, self.memory["most"] = make(call, self.looks, early), self.cells
+            self.most, self.memory["most"] = self._rows(call, self.looks, early), self.cells
             early = _early(call, False)
-        self.codes = make(call, self.looks != call.of_head, early)
+        back = self.looks != call.of_head
+        self.codes = self._columns(call, back, early) if call.columns else [self._rows(call, back, early)]
 
     def _programs(self, call: Call, rows: int) -> int:
         """Blocks of so many rows, of all sequences and heads."""
@@ -329,54 +324,47 @@ class _Plans:
     def _sizes(self, call: Call, rows: int) -> tuple[int, int, int]:
         return call.batch, call.x.shape[-3], call.slots(rows)
 
-    def _mean(self, call: Call, turned: bool, early: int) -> None:
-        step, stages, warps = self._steps(call)
-        constants = (
-            call.heads, call.dim, SAMPLED_OF, step, stages, self._at_once(call, warps, step), self.block_d,
-            _turns(call), early,
-        )  # fmt: skip
-        grid, sizes = call.batch * call.heads, (call.x.shape[-3],)
-        warps = max(warps, self.block_d**2 // (32 * _EACH)) if turned else warps
-        self.mean = Plan(
-            mean_of_head, grid, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
-        )
-
-    def _chunks(self, call: Call, turned: bool, early: int) -> None:
+    def _chunks(self, call: Call, apart: bool, early: int) -> None:
         sampled = call.summed and call.side == "k"
         chunk = SAMPLED_OF if sampled else _CHUNK
         programs = self._programs(call, chunk)
-        parts = programs * call.dim
+        turned = call.summed and call.rotate and call.x.dtype != torch.float32
+        parts, by_head = programs * call.dim, call.batch * call.heads
         wanted = {
             "sums": parts * call.summed,
             "spans": 2 * parts * (call.spanned and call.summed),
             "sizes": parts * (call.spanned and not call.summed),
+            "turned": by_head * call.dim * turned,
         }
         self.memory |= {name: n for name, n in wanted.items() if n}
-        sizes = self._sizes(call, chunk)
-        step, stages, warps = self._steps(call)
-        constants = (
-            call.heads, call.dim, chunk, step, stages, self._at_once(call, warps, step), self.block_d, sampled,
-            _turns(call), early,
-        )  # fmt: skip
-        self.sums = Plan(
-            sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
-        )
-        early = _early(call, call.apart and call.side == "v")
-        constants = (
-            call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, call.shared, call.largest, early,
-        )  # fmt: skip
-        warps = max(warps, self.block_d**2 // (32 * _EACH)) if turned else warps
-        self.join = Plan(join_chunks, call.batch * call.heads, (), sizes[1:], constants, warps, 1, early=early > 0)
-
-    def _steps(self, call: Call) -> tuple[int, int, int]:
-        """(rows at a time, such steps whose rows are on their way, warps) of who looks at rows."""
-        warps = max(1, _STEP * self.block_d // (32 * _EACH))
         # where rows are turned, angles and the other numbers of pairs want registers, too
-        return (_STEP, _STAGES, warps) if call.cos is None else (_STEP // 2, 1, warps)
+        step, stages = (_STEP, _STAGES) if call.cos is None else (_STEP // 2, 1)
+        warps = max(1, _STEP * self.block_d // (32 * _EACH))
+        at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
+        constants: tuple[Any, ...] = (
+            call.heads, call.dim, chunk, step, stages, at_once, self.block_d, sampled, _turns(call), early,
+        )  # fmt: skip
+        sizes = self._sizes(call, chunk)
+        self.sums = self._halves(call, sum_chunks, programs, sizes, constants, warps)
+        early = _early(call, apart)
+        constants = (call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, call.shared, call.largest, early)
+        warps = max(warps, self.block_d**2 // (32 * _EACH)) if turned else warps
+        self.join = Plan(join_chunks, by_head, (), sizes[1:], constants, warps, 1, early=early > 0)
 
-    def _at_once(self, call: Call, warps: int, step: int) -> int:
-        """Rows that the threads hold with 16 bytes each."""
-        return min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))
+    def _halves(
+        self, call: Call, kernel: Any, programs: int, sizes: tuple[int, ...], constants: tuple[Any, ...], warps: int
+    ) -> list[Plan]:
+        """Where values come along, of their first kernel; of others one whole."""
+        halves = call.apart and call.side == "v" and kernel is (sum_chunks if self.looks else encode_columns)
+        first = -(-programs // 2) if halves else programs
+        return [
+            Plan(
+                kernel, count, self.strides, (*sizes, begin), constants, warps, 1, early=constants[-1] > 0,
+                options=_ROUND_TWICE,
+            )
+            for begin, count in ((0, first), (first, programs - first))
+            if count
+        ]  # fmt: skip
 
     def _warps(self, halved: bool = False) -> int:
         found = max(4, self.rows * self.block_d // (32 * _EACH))
@@ -398,14 +386,11 @@ class _Plans:
             encode_rows, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
 
-    def _columns(self, call: Call, back: bool, early: int) -> Plan:
+    def _columns(self, call: Call, back: bool, early: int) -> list[Plan]:
         constants = (
-            call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d, early, back,
+            call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d, back, early,
         )  # fmt: skip
-        sizes, warps = self._sizes(call, self.rows), self._warps()
-        return Plan(
-            encode_columns, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
-        )
+        return self._halves(call, encode_columns, self.cells, self._sizes(call, self.rows), constants, self._warps())
 
 
 def _block_of(dim: int) -> int:

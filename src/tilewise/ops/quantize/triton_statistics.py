@@ -74,25 +74,18 @@ def size_of(x):
     return tl.where(x < float("inf"), x, float("inf"))
 
 
-@triton.jit
-def turn_means(mean, ROTATION, turned_means, d, DIM: tl.constexpr):
-    """Writes a head's means, rotated."""
-    at = ROTATION + (d * DIM)[:, None] + d[None, :]
-    turn = tl.load(at, mask=(d < DIM)[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
-    tl.store(turned_means, tl.sum(mean[:, None] * turn, 0), mask=d < DIM)
-
-
-@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks", "begin"])
 def sum_chunks(
-    X, CU, ROPE, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks,
+    X, CU, ROPE, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks, begin,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums, extremes or sizes of the largest of the columns of a head's ROWS rows, or of some of them."""
     begin_early(EARLY)
     # who am I
-    h = tl.program_id(0) % HEADS
-    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    program = begin + tl.program_id(0)
+    h = program % HEADS
+    b, block, first, length, cell = place_of(program // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
     d = tl.arange(0, BLOCK_D)
     x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
     offs = tl.arange(0, STEP)
@@ -130,51 +123,6 @@ def sum_chunks(
     if SPANS is not None:
         tl.store(SPANS + 2 * cell * DIM + d, tl.min(low, 0), mask=d < DIM)
         tl.store(SPANS + (2 * cell + 1) * DIM + d, tl.max(high, 0), mask=d < DIM)
-    end_early(EARLY)
-
-
-@triton.jit(do_not_specialize=["seqlen"])
-def mean_of_head(
-    X, CU, ROPE, ROTATION, MEAN, TURNED, stride_b, stride_t, stride_h, seqlen,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """What `sum_chunks` and `join_chunks` make of a head's keys, by one program, while others have something to do."""
-    begin_early(EARLY)
-    # who am I
-    h = tl.program_id(0) % HEADS
-    b = (tl.program_id(0) // HEADS).to(tl.int64)
-    first = b * 0
-    length = seqlen
-    if CU is not None:
-        first = tl.load(CU + b).to(tl.int64)
-        length = tl.load(CU + b + 1) - tl.load(CU + b)
-    d = tl.arange(0, BLOCK_D)
-    x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
-    offs = tl.arange(0, STEP)
-
-    # main loop
-    total = tl.zeros([AT_ONCE, BLOCK_D], tl.float64)
-    summed = tl.zeros([STEP], tl.int32)
-    end = tl.where(length >= MANY, tl.cdiv(length, ROWS) * SOME, length)
-    for start in tl.range(0, end, STEP, num_stages=STAGES):
-        row = start + offs
-        first_row, _count = rows_of_chunk(row // SOME, length, ROWS, True)
-        row = tl.where(length >= MANY, first_row + row % SOME, row)
-        in_x = row < length
-        inside = in_x[:, None] & (d < DIM)[None, :]
-        token = first + row if CU is not None else b * seqlen + row
-        at = x_rows + ((first + row) * stride_t)[:, None]
-        x = rows_given(at, token, d, in_x, inside, ROPE, BLOCK_D, TURNS)
-        total += tl.sum(x.to(tl.float32).to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
-        summed += in_x.to(tl.int32)
-
-    # epilogue
-    mean = (tl.sum(total, 0) / tl.maximum(tl.sum(summed, 0), 1)).to(tl.float32)
-    place = ((b * HEADS + h) * DIM) + d
-    tl.store(MEAN + place, mean, mask=d < DIM)
-    if TURNED is not None:
-        turn_means(mean, ROTATION, TURNED + place, d, DIM)
     end_early(EARLY)
 
 
@@ -228,7 +176,9 @@ def join_chunks(
         mean = (tl.sum(total, 0) / tl.maximum(summed, 1)).to(tl.float32)
         tl.store(MEAN + place, mean, mask=d < DIM)
     if TURNED is not None:
-        turn_means(mean, ROTATION, TURNED + place, d, DIM)
+        at = ROTATION + (d * DIM)[:, None] + d[None, :]
+        turn = tl.load(at, mask=(d < DIM)[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+        tl.store(TURNED + place, tl.sum(mean[:, None] * turn, 0), mask=d < DIM)
     if SCALE is not None:
         size = tl.max(most, 0)
         if SPANS is not None:
