@@ -119,16 +119,17 @@ TWINS = [
     ("encode_rows", "b * seqlen + row\n    columns", "row\n    columns", "turned"),
     ("sum_chunks", "token = first + row if CU", "token = row if CU", "turned_packed"),
     ("encode_columns", "place // 2 % 2 * 8", "place // 2 % 2 * 4", "sage2"),
+    ("encode_columns", "if block == 0:", "if block == 1:", "odd_head"),
     ("encode_columns", "line * DIM * ROWS", "line * ROWS", "sage2_packed"),
     ("join_chunks", "mean - tl.min(low, 0)", "tl.min(low, 0) - mean", "all_centred"),
     ("join_chunks", "tl.maximum(summed, 1)", "(parts * ROWS)", "sage2"),
     ("join_chunks", "length - first_row, count", "length - first_row, ROWS", "sampled"),
     ("sum_chunks", "(5 * chunk + 3)", "(5 * chunk + 2)", "sampled"),
     ("sum_chunks", "length >= MANY, (5", "length > MANY, (5", "sampled_exactly"),
-    ("join_chunks", "(parts > 0) & (d < DIM)", "d < DIM", "all_centred_packed"),
-    ("sum_chunks", "begin + tl.program_id", "0 * begin + tl.program_id", "sage2"),
-    ("encode_columns", "begin + program_of", "0 * begin + program_of", "value_blocks"),
-    ("join_chunks", "if SHARED ==", "if CODE ==", "odd_head"),
+    ("join_chunks", "tl.where(parts > 0, size_of(size), 0.0)", "size_of(size)", "all_centred_packed"),
+    ("sum_chunks", "block * PER + start // count", "block * PER", "sampled"),
+    ("sum_chunks", "tl.zeros_like(d), mask", "tl.zeros_like(d) + 0x70000000, mask", "sage2"),
+    ("join_chunks", "part * PER + n", "part * PER", "sampled"),
 ]  # fmt: skip
 MODULES = {"encode_rows": triton_quantize, "encode_columns": triton_columns}
 # a slot between two of one sequence's that no block has

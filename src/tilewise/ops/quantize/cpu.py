@@ -70,6 +70,7 @@ def _columns(call: Call, x: torch.Tensor, size: torch.Tensor, into: Tensors) -> 
         into["scale"].copy_(scale.T[..., None])
         by_row = scale.repeat_interleave(keys, 0)[: x.shape[0], :, None]
     else:
+        into["most"].copy_(size.amax(0))
         largest = size.amax((0, 2) if call.shared == "head" else 0)
         scale = _scale(largest[:, None].expand(size.shape[1:]) if call.shared == "head" else largest, call.largest)
         into["scale"].copy_(scale)

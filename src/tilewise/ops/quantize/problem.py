@@ -137,6 +137,8 @@ def names(call: Call) -> list[str]:
         there.append("bias")
     if call.sums:
         there += ["sum", "unit_sum"]
+    if call.spanned:
+        there.append("most")
     beside = call.beside
     return there if beside is None else there + [f"{_OF_VALUES}{name}" for name in names(beside)]
 
@@ -171,6 +173,8 @@ def _form(call: Call, lead: tuple[int, ...], name: str) -> tuple[tuple[int, ...]
         return by_head if call.shared in ("channel", "head") else (*lead, 1), torch.float32
     if name == "scale":
         return (*lead, groups_of_block(call.side, call.shared)), torch.float32
+    if name == "most":  # how large the values of a channel are at most
+        return by_head, torch.float32
     if name == "mean":
         return ((*lead, call.dim), call.x.dtype) if call.side == "q" else (by_head, torch.float32)
     if name == "bias":
@@ -211,6 +215,7 @@ def parts(call: Call, results: Tensors) -> Iterator[tuple[torch.Tensor, torch.Te
             "scale": (slice(None), slots) if call.side != "v" or call.shared == "block" else b,
             "mean": (slice(None), slots) if call.side == "q" else b,
             "bias": (slice(None), rows),
+            "most": b,
             "sum": (slice(None), slots),
             "unit_sum": (slice(None), slots),
         }

@@ -26,6 +26,8 @@ def forward(call: Call, results: Tensors) -> None:
             if call.kind in NUMBERS:
                 into["codes"][:, head] = y.to(NUMBERS[call.kind])
             elif call.columns:
+                if call.spanned:
+                    into["most"][head] = torch.where(y.isfinite(), y.abs(), torch.inf).amax(0)
                 _values(call, y, into["codes"][head], into["scale"][head])
             else:
                 _rows(call, y, into["codes"][:, head], into["scale"][head])

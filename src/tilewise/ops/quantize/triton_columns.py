@@ -8,18 +8,16 @@ from tilewise.ops.quantize.triton_statistics import place_of, program_of, size_o
 from tilewise.tiles.early import begin_early, end_early
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen", "blocks", "begin"])
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
 def encode_columns(
-    X, CU, MEAN, CODES, SCALE, stride_b, stride_t, stride_h, batch, seqlen, blocks, begin,
+    X, CU, MEAN, MOST, CODES, SCALE, stride_b, stride_t, stride_h, batch, seqlen, blocks,
     HEADS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, CODE: tl.constexpr, CONVERTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BACK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes of a block of values, keys side by side in the order of `quant.blocks.KEY_ORDER`. The scale of a
-    block is written, others are there.
-    """
+    """FP8 codes of a block of values, keys side by side in the order of `quant.blocks.KEY_ORDER`."""
     begin_early(EARLY)
     # who am I
-    program = begin + program_of(BACK)
+    program = program_of(BACK)
     h = program % HEADS
     slot = program // HEADS
     b, block, first, length, cell = place_of(slot, h, CU, batch, seqlen, blocks, HEADS, ROWS)
@@ -38,14 +36,17 @@ def encode_columns(
     if SHARED == "block":
         sizes = tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [BLOCK_D * ROWS], can_reorder=True)
         most = size_of(tl.max(sizes, 0).to(tl.float32, bitcast=True)) + tl.zeros([1], tl.float32)
-        scale = scale_of(most, CODE)
-        tl.store(SCALE + cell + tl.arange(0, 1), scale)
-        scale = tl.broadcast_to(scale, BLOCK_D)
+        tl.store(SCALE + cell + tl.arange(0, 1), scale_of(most, CODE))
+        largest = tl.broadcast_to(most, BLOCK_D)
     else:
-        scale = tl.load(SCALE + by_head + d, mask=in_dim, other=0.0)
+        largest = tl.load(MOST + by_head + d, mask=in_dim, other=0.0)
+        if SHARED == "head":
+            largest = tl.broadcast_to(tl.max(largest, 0) + tl.zeros([1], tl.float32), BLOCK_D)
+        if block == 0:
+            tl.store(SCALE + by_head + d, scale_of(largest, CODE), mask=in_dim)
 
     # epilogue
     line = cell - (block if CU is None else slot)  # where the head's blocks begin
     at = CODES + (line * DIM * ROWS + (cell - line) * ROWS) + (d.to(tl.int64) * blocks * ROWS)[:, None] + place[None, :]
-    tl.store(at, bytes_of(x, scale, "fp8", CONVERTS), mask=in_dim[:, None])
+    tl.store(at, bytes_of(x, scale_of(largest, CODE), "fp8", CONVERTS), mask=in_dim[:, None])
     end_early(EARLY)

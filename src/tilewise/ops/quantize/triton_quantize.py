@@ -31,10 +31,11 @@ from tilewise.ops.quantize.triton_statistics import (
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
-from tilewise.quant.schemes import SAMPLED_OF
+from tilewise.quant.schemes import SAMPLED_FROM, SAMPLED_OF
 from tilewise.tiles.early import AT_FIRST, BEHIND, begin_early, end_early
 
-_CHUNK = 512  # rows of a program that sums
+_CHUNK = 256  # rows of a program that looks at them
+_SAMPLES = 4  # or of how many of these it looks at some (`quant.blocks.keys_of_mean`)
 _STEP = 64  # of them at a time
 _STAGES = 3  # steps whose rows are on their way
 _PARTS = 16  # sums, or largest numbers of blocks, put together at a time
@@ -213,24 +214,24 @@ def encode_rows(
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
-    """Fills the results. Where values come along, a kernel of theirs runs between any that looks at keys and who needs
-    its outcome, and so the other way round, but for the last one; so nobody waits.
+    """Fills the results. Where values come along, between a kernel that looks at them or at keys and who needs its
+    outcome there is a long one of the other side, so that nobody waits.
     """
     beside = call.beside
     with on_device(call.x):
         keys = _Work(call, results)
         if beside is None:
             keys.look()
-            keys.encode()
+            keys.make_codes()
             return
         values = _Work(beside, of_values(results))
-        keys.look()
-        values.begin(0)
-        keys.join()
-        values.begin(1)
+        keys.look(values.zeros)
+        values.look()
+        if values.plans.sums is None:
+            values.make_codes()
         keys.make_codes()
-        if values.plans.looks:
-            values.encode()
+        if values.plans.sums is not None:
+            values.make_codes()
 
 
 class _Work:
@@ -243,7 +244,7 @@ class _Work:
         tensors = (call.x, call.cu_seqlens, call.other, call.cos, call.sin, call.positions)
         key = tensors_key(*(x for x in tensors if x is not None))  # of which results follow, new and so aligned
         facts = (call.cu_seqlens is None, call.side, call.kind, call.shared, call.largest, call.smooth, call.rotate)
-        facts += (call.sums, call.cos is None, call.interleaved, call.behind, call.apart)
+        facts += (call.sums, call.cos is None, call.interleaved, call.behind, call.apart, _zeros_wanted(call))
         key = None if key is None else (key, facts)
         plans = _PLANS.get(key)
         self.plans = plans if plans is not None else _PLANS.put(key, _Plans(call))
@@ -253,69 +254,78 @@ class _Work:
         }
         self.rotation = _signs(call.dim, call.x.device, call.x.dtype) if call.rotate else None
 
-    def begin(self, half: int) -> None:
-        """Half of the programs that need nothing from others: who look, or else make codes."""
-        (self.look if self.plans.looks else self.make_codes)(half)
+    @property
+    def zeros(self) -> torch.Tensor | None:
+        """What must be 0 before this looks, as int32."""
+        return self.results["most"].view(torch.int32) if _sizes_wanted(self.call) else None
 
-    def look(self, half: int = 0) -> None:
-        """Finds what spans a sequence, chunk by chunk."""
-        for plan in self.plans.sums[half : half + 1]:
-            found = (self.memory.get(name) for name in ("sums", "spans", "sizes"))
-            plan.launch((self.call.x, self.call.cu_seqlens, self.rope, *found), ())
-
-    def encode(self) -> None:
-        self.join()
-        self.make_codes()
-
-    def join(self) -> None:
-        """What a sequence's chunks come to."""
-        if self.plans.join is None:
+    def look(self, zeros_of_others: torch.Tensor | None = None) -> None:
+        """Finds what spans a sequence; of values that are centred by chunks only."""
+        call, plans, most = self.call, self.plans, self.zeros
+        if plans.sums is None:
             return
-        sums, spans, sizes, turned = (self.memory.get(name) for name in ("sums", "spans", "sizes", "turned"))
-        mean, scale = self.results.get("mean"), self.results.get("scale") if self.call.spanned else None
-        rotation = None if turned is None else self.rotation
-        self.plans.join.launch((sums, spans, sizes, rotation, mean, turned, scale, self.call.cu_seqlens), ())
+        if most is not None and not call.apart:
+            most.zero_()
+        found = (self.memory.get("sums"), self.memory.get("spans"), most, zeros_of_others)
+        plans.sums.launch((call.x, call.cu_seqlens, self.rope, *found), ())
+        if call.side == "k":
+            self._join()
 
-    def make_codes(self, half: int = 0) -> None:
+    def _join(self) -> None:
+        turned, results = self.memory.get("turned"), self.results
+        rotation = None if turned is None else self.rotation
+        found = (self.memory.get("sums"), self.memory.get("spans"))
+        pointers = (*found, rotation, results["mean"], turned, results.get("most"), self.call.cu_seqlens)
+        self.plans.join.launch(pointers, ())
+
+    def make_codes(self) -> None:
         call, plans, results = self.call, self.plans, self.results
         codes, scale, mean, bias = (results.get(name) for name in ("codes", "scale", "mean", "bias"))
         codes = codes if call.kind in NUMBERS or codes is None else codes.view(torch.uint8)
+        if plans.join is not None and call.side == "v":
+            self._join()
         if call.columns:
-            for plan in plans.codes[half : half + 1]:
-                plan.launch((call.x, call.cu_seqlens, mean, codes, scale), ())
+            plans.codes.launch((call.x, call.cu_seqlens, mean, results.get("most"), codes, scale), ())
             return
         given = (call.x, call.cu_seqlens, self.rope, self.rotation, mean, self.memory.get("turned"))
         most = self.memory.get("most")
         if plans.most is not None:
             plans.most.launch((*given, None, most, None, None, None, None, None), ())
         sums = (results.get("sum"), results.get("unit_sum"))
-        plans.codes[0].launch((*given, call.other, most, codes, scale, bias, *sums), ())
+        plans.codes.launch((*given, call.other, most, codes, scale, bias, *sums), ())
+
+
+def _sizes_wanted(call: Call) -> bool:
+    """Whether who looks finds how large channels are."""
+    return call.spanned and not call.smooth
+
+
+def _zeros_wanted(call: Call) -> int:
+    """For how many channels of values that come along."""
+    beside = call.beside
+    return beside.dim if beside is not None and _sizes_wanted(beside) else 0
 
 
 class _Plans:
-    """Plans of one kind of call: `sums` of chunks and their `join` for what spans a sequence, `most` of blocks,
-    `codes`; and how many numbers they leave each other in `memory`. Of what comes first of values that come along there
-    are two halves.
+    """Plans of one kind of call: for what spans a sequence `sums`, and of means `join`; `most` of blocks; `codes`; and
+    how many numbers they leave each other in `memory`.
     """
 
     def __init__(self, call: Call) -> None:
         self.rows = rows_of_block(call.side)
         self.block_d, self.strides = _block_of(call.dim), _strides(call.x)
-        self.join, self.most = None, None
-        self.sums: list[Plan] = []
+        self.sums, self.join, self.most = None, None, None
         self.memory: dict[str, int] = {}
         self.cells = self._programs(call, self.rows)
-        self.looks = call.spanned or call.summed
-        apart = call.apart and self._programs(call, _CHUNK) > 1  # there are two halves
-        early = _early(call, call.behind)
-        if self.looks:
-            self._chunks(call, apart, early)
-            early = _early(call, apart and call.side == "k")
+        early, looks = _early(call, call.behind), call.spanned or call.summed
+        if looks:
+            self._chunks(call)
+            early = _early(call, call.apart and not (call.summed and call.side == "v"))
+        make = self._columns if call.columns else self._rows
         if call.of_head:
-            self.most, self.memory["most"] = self._rows(call, self.looks, early), self.cells
+            self.most, self.memory["most"] = make(call, looks, early), self.cells
             early = _early(call, False)
-        back = self.looks != call.of_head
-        self.codes = self._columns(call, back, early) if call.columns else [self._rows(call, back, early)]
+        self.codes = make(call, looks != call.of_head, early)
 
     def _programs(self, call: Call, rows: int) -> int:
         """Blocks of so many rows, of all sequences and heads."""
@@ -324,47 +334,37 @@ class _Plans:
     def _sizes(self, call: Call, rows: int) -> tuple[int, int, int]:
         return call.batch, call.x.shape[-3], call.slots(rows)
 
-    def _chunks(self, call: Call, apart: bool, early: int) -> None:
+    def _chunks(self, call: Call) -> None:
         sampled = call.summed and call.side == "k"
-        chunk = SAMPLED_OF if sampled else _CHUNK
-        programs = self._programs(call, chunk)
+        chunk, per = (SAMPLED_OF, 1) if sampled else (_CHUNK, 1)
+        if sampled and call.cu_seqlens is None and call.x.shape[1] >= SAMPLED_FROM:
+            per = _SAMPLES
+        programs, by_head = self._programs(call, per * chunk), call.batch * call.heads
+        if call.summed:
+            self.memory["sums"] = programs * call.dim
+            if call.spanned:
+                self.memory["spans"] = 2 * programs * call.dim
         turned = call.summed and call.rotate and call.x.dtype != torch.float32
-        parts, by_head = programs * call.dim, call.batch * call.heads
-        wanted = {
-            "sums": parts * call.summed,
-            "spans": 2 * parts * (call.spanned and call.summed),
-            "sizes": parts * (call.spanned and not call.summed),
-            "turned": by_head * call.dim * turned,
-        }
-        self.memory |= {name: n for name, n in wanted.items() if n}
+        if turned:
+            self.memory["turned"] = by_head * call.dim
         # where rows are turned, angles and the other numbers of pairs want registers, too
         step, stages = (_STEP, _STAGES) if call.cos is None else (_STEP // 2, 1)
         warps = max(1, _STEP * self.block_d // (32 * _EACH))
         at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
+        early = _early(call, call.behind and (call.apart or call.smooth))  # or zeros were just made
         constants: tuple[Any, ...] = (
-            call.heads, call.dim, chunk, step, stages, at_once, self.block_d, sampled, _turns(call), early,
+            call.heads, call.dim, chunk, per, step, stages, at_once, self.block_d, sampled, _turns(call),
+            _zeros_wanted(call), early,
         )  # fmt: skip
-        sizes = self._sizes(call, chunk)
-        self.sums = self._halves(call, sum_chunks, programs, sizes, constants, warps)
-        early = _early(call, apart)
-        constants = (call.heads, call.dim, chunk, _PARTS, self.block_d, sampled, call.shared, call.largest, early)
-        warps = max(warps, self.block_d**2 // (32 * _EACH)) if turned else warps
-        self.join = Plan(join_chunks, by_head, (), sizes[1:], constants, warps, 1, early=early > 0)
-
-    def _halves(
-        self, call: Call, kernel: Any, programs: int, sizes: tuple[int, ...], constants: tuple[Any, ...], warps: int
-    ) -> list[Plan]:
-        """Where values come along, of their first kernel; of others one whole."""
-        halves = call.apart and call.side == "v" and kernel is (sum_chunks if self.looks else encode_columns)
-        first = -(-programs // 2) if halves else programs
-        return [
-            Plan(
-                kernel, count, self.strides, (*sizes, begin), constants, warps, 1, early=constants[-1] > 0,
-                options=_ROUND_TWICE,
-            )
-            for begin, count in ((0, first), (first, programs - first))
-            if count
-        ]  # fmt: skip
+        sizes = self._sizes(call, per * chunk)
+        self.sums = Plan(
+            sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
+        )
+        if call.summed:
+            early = _early(call, call.apart and call.side == "v")
+            constants = (call.heads, call.dim, chunk, per, _PARTS, self.block_d, sampled, early)
+            warps = max(warps, self.block_d**2 // (32 * _EACH)) if turned else warps
+            self.join = Plan(join_chunks, by_head, (), sizes[1:], constants, warps, 1, early=early > 0)
 
     def _warps(self, halved: bool = False) -> int:
         found = max(4, self.rows * self.block_d // (32 * _EACH))
@@ -386,11 +386,14 @@ class _Plans:
             encode_rows, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
 
-    def _columns(self, call: Call, back: bool, early: int) -> list[Plan]:
+    def _columns(self, call: Call, back: bool, early: int) -> Plan:
         constants = (
             call.heads, call.dim, call.shared, call.largest, _converts(call), self.rows, self.block_d, back, early,
         )  # fmt: skip
-        return self._halves(call, encode_columns, self.cells, self._sizes(call, self.rows), constants, self._warps())
+        sizes, warps = self._sizes(call, self.rows), self._warps()
+        return Plan(
+            encode_columns, self.cells, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
+        )
 
 
 def _block_of(dim: int) -> int:

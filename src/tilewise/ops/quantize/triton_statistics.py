@@ -5,7 +5,6 @@ head's chunks come to.
 import triton
 import triton.language as tl
 
-from tilewise.ops.quantize.triton_code_bytes import scale_of
 from tilewise.quant.schemes import SAMPLE, SAMPLED_FROM
 from tilewise.tiles.early import begin_early, end_early
 from tilewise.tiles.rotary import angles_of, turned
@@ -74,18 +73,20 @@ def size_of(x):
     return tl.where(x < float("inf"), x, float("inf"))
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen", "blocks", "begin"])
+@triton.jit(do_not_specialize=["batch", "seqlen", "blocks"])
 def sum_chunks(
-    X, CU, ROPE, SUMS, SPANS, SIZES, stride_b, stride_t, stride_h, batch, seqlen, blocks, begin,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr, EARLY: tl.constexpr,
+    X, CU, ROPE, SUMS, SPANS, MOST, ZEROS, stride_b, stride_t, stride_h, batch, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, TURNS: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sums, extremes or sizes of the largest of the columns of a head's ROWS rows, or of some of them."""
+    """Sums or extremes of the columns of PER times ROWS rows of a head, or of some of each ROWS; or how large a head's
+    columns are at most, as bits, found with others who look at it, in what was 0. ZEROS are made so, WIDE of a head.
+    """
     begin_early(EARLY)
     # who am I
-    program = begin + tl.program_id(0)
-    h = program % HEADS
-    b, block, first, length, cell = place_of(program // HEADS, h, CU, batch, seqlen, blocks, HEADS, ROWS)
+    h = tl.program_id(0) % HEADS
+    b, block, first, length, cell = place_of(tl.program_id(0) // HEADS, h, CU, batch, seqlen, blocks, HEADS, PER * ROWS)
     d = tl.arange(0, BLOCK_D)
     x_rows = X + b * stride_b + h.to(tl.int64) * stride_h
     offs = tl.arange(0, STEP)
@@ -95,9 +96,10 @@ def sum_chunks(
     low = tl.full([AT_ONCE, BLOCK_D], float("inf"), tl.float32)
     high = tl.full([AT_ONCE, BLOCK_D], float("-inf"), tl.float32)
     size = tl.zeros([AT_ONCE, BLOCK_D], tl.int32)  # as bits, among which those of no number are the largest
-    first_row, count = rows_of_chunk(block, length, ROWS, SAMPLED)
-    for start in tl.range(0, count, STEP, num_stages=STAGES):
-        row = first_row + start + offs
+    _first_row, count = rows_of_chunk(block, length, ROWS, SAMPLED)
+    for start in tl.range(0, PER * count, STEP, num_stages=STAGES):
+        first_row, _count = rows_of_chunk(block * PER + start // count, length, ROWS, SAMPLED)
+        row = first_row + start % count + offs
         in_x = row < length
         inside = in_x[:, None] & (d < DIM)[None, :]
         token = first + row if CU is not None else b * seqlen + row
@@ -105,7 +107,7 @@ def sum_chunks(
         x = rows_given(at, token, d, in_x, inside, ROPE, BLOCK_D, TURNS).to(tl.float32)
         if SUMS is not None:
             total += tl.sum(x.to(tl.float64).reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0)
-        if SIZES is not None:
+        if MOST is not None:
             bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             size = tl.maximum(size, tl.max(bits.reshape(STEP // AT_ONCE, AT_ONCE, BLOCK_D), 0))
         if SPANS is not None:
@@ -118,8 +120,12 @@ def sum_chunks(
     # epilogue
     if SUMS is not None:
         tl.store(SUMS + cell * DIM + d, tl.sum(total, 0), mask=d < DIM)
-    if SIZES is not None:
-        tl.store(SIZES + cell * DIM + d, size_of(tl.max(size, 0).to(tl.float32, bitcast=True)), mask=d < DIM)
+    if MOST is not None:
+        most = size_of(tl.max(size, 0).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+        tl.atomic_max(MOST + (b * HEADS + h) * DIM + d, most, mask=d < DIM, sem="relaxed")
+    if ZEROS is not None and block == 0:
+        for column in tl.static_range(0, WIDE, BLOCK_D):
+            tl.store(ZEROS + (b * HEADS + h) * WIDE + column + d, tl.zeros_like(d), mask=column + d < WIDE)
     if SPANS is not None:
         tl.store(SPANS + 2 * cell * DIM + d, tl.min(low, 0), mask=d < DIM)
         tl.store(SPANS + (2 * cell + 1) * DIM + d, tl.max(high, 0), mask=d < DIM)
@@ -128,12 +134,12 @@ def sum_chunks(
 
 @triton.jit(do_not_specialize=["seqlen", "blocks"])
 def join_chunks(
-    SUMS, SPANS, SIZES, ROTATION, MEAN, TURNED, SCALE, CU, seqlen, blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
-    SAMPLED: tl.constexpr, SHARED: tl.constexpr, CODE: tl.constexpr, EARLY: tl.constexpr,
+    SUMS, SPANS, ROTATION, MEAN, TURNED, MOST, CU, seqlen, blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SAMPLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A head's means of columns in a sequence, as they are and rotated, and scales of columns, or of all (SHARED
-    "head"), by how far from means (or from 0) numbers are at most.
+    """A head's means of columns in a sequence, as they are and rotated, and how far from them a column's numbers are at
+    most.
     """
     begin_early(EARLY)
     # who am I
@@ -145,46 +151,35 @@ def join_chunks(
         first = (b * HEADS + h) * blocks
     else:
         length = tl.load(CU + b + 1) - tl.load(CU + b)
-        first = h * blocks + tl.load(CU + b) // ROWS + b
-    parts = tl.cdiv(length, ROWS)
+        first = h * blocks + tl.load(CU + b) // (PER * ROWS) + b
+    parts = tl.cdiv(length, PER * ROWS)
 
     # main loop
     total = tl.zeros([PARTS, BLOCK_D], tl.float64)
     low = tl.full([PARTS, BLOCK_D], float("inf"), tl.float32)
     high = tl.full([PARTS, BLOCK_D], float("-inf"), tl.float32)
-    most = tl.zeros([PARTS, BLOCK_D], tl.float32)
     summed = length * 0
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
-        first_row, count = rows_of_chunk(part, length, ROWS, SAMPLED)
-        summed += tl.sum(tl.maximum(tl.minimum(length - first_row, count), 0), 0)  # 0 of parts that are not there
+        for n in tl.static_range(PER):
+            first_row, count = rows_of_chunk(part * PER + n, length, ROWS, SAMPLED)
+            summed += tl.sum(tl.maximum(tl.minimum(length - first_row, count), 0), 0)  # 0 of parts that are not there
         inside = (part < parts)[:, None] & (d < DIM)[None, :]
-        if SUMS is not None:
-            total += tl.load(SUMS + ((first + part) * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
-        if SIZES is not None:
-            part_most = tl.load(SIZES + ((first + part) * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
-            most = tl.maximum(most, part_most)
+        total += tl.load(SUMS + ((first + part) * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
         if SPANS is not None:
             at = SPANS + (2 * (first + part) * DIM)[:, None] + d[None, :]
             low = tl.minimum(low, tl.load(at, mask=inside, other=float("inf")))
             high = tl.maximum(high, tl.load(at + DIM, mask=inside, other=float("-inf")))
 
     # epilogue
-    mean = tl.zeros([BLOCK_D], tl.float32)
     place = ((b * HEADS + h) * DIM) + d
-    if SUMS is not None:
-        mean = (tl.sum(total, 0) / tl.maximum(summed, 1)).to(tl.float32)
-        tl.store(MEAN + place, mean, mask=d < DIM)
+    mean = (tl.sum(total, 0) / tl.maximum(summed, 1)).to(tl.float32)
+    tl.store(MEAN + place, mean, mask=d < DIM)
     if TURNED is not None:
         at = ROTATION + (d * DIM)[:, None] + d[None, :]
         turn = tl.load(at, mask=(d < DIM)[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
         tl.store(TURNED + place, tl.sum(mean[:, None] * turn, 0), mask=d < DIM)
-    if SCALE is not None:
-        size = tl.max(most, 0)
-        if SPANS is not None:
-            size = size_of(tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0)))
-            size = tl.where((parts > 0) & (d < DIM), size, 0.0)
-        if SHARED == "head":
-            size = tl.broadcast_to(tl.max(size, 0) + tl.zeros([1], tl.float32), BLOCK_D)
-        tl.store(SCALE + place, scale_of(size, CODE), mask=d < DIM)
+    if SPANS is not None:
+        size = tl.maximum(tl.max(high, 0) - mean, mean - tl.min(low, 0))
+        tl.store(MOST + place, tl.where(parts > 0, size_of(size), 0.0), mask=d < DIM)
     end_early(EARLY)
