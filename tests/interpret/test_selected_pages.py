@@ -113,10 +113,11 @@ def test_attention_over_them(name: str) -> None:
     page_selection.check(BY_NAME[name], torch.float32, "triton_paged")
 
 
-def test_equal_scores() -> None:
+@pytest.mark.parametrize("value", [1.0, torch.nan])
+def test_equal_scores(value: float) -> None:
     call = page_choice.make_call(BY_NAME["bounds"], torch.float32)
-    call.least.fill_(1.0)
-    call.largest.fill_(1.0)
+    call.least.fill_(value)
+    call.largest.fill_(value)
     page_choice.check(call, "triton")
 
 
@@ -176,9 +177,10 @@ TWINS = [
     (triton_page_choice, "score_pages", "tl.maximum(q * least, q * largest,", "tl.minimum(q * least, q * largest,",
      "bounds"),
     (triton_page_choice, "score_pages", "r = tl.load(REQUEST + row)", "r = 0 * tl.load(REQUEST + row)", "drafts"),
-    (triton_page_choice, "take_pages", "(before <= width)", "(before < width)", "bounds"),
+    (triton_page_choice, "take_pages", "(before < read)", "(before < read - 1)", "bounds"),
+    (triton_page_choice, "take_pages", "| (n == count - 1)", "", "bounds"),
     (triton_page_choice, "take_pages", "page * by_page + h * by_head", "page * by_page", "bounds"),
-    (triton_page_choice, "take_pages", "read * PAGE - missing * newest", "read * PAGE", "bounds"),
+    (triton_page_choice, "take_pages", "read * PAGE - (count * PAGE - length)", "read * PAGE", "bounds"),
     (triton_page_choice, "take_pages", "tl.zeros([BLOCK], tl.int32), mask", "tl.full([BLOCK], 7, tl.int32), mask",
      "all"),
 ]  # fmt: skip

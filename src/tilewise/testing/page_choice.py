@@ -45,8 +45,8 @@ def check(call: Call, impl: str) -> None:
         request = row if call.request is None else int(call.request[row])
         count = -(-length // call.page_size)
         for head in range(call.heads):
-            best = torch.argsort(scores[row, head, :count], descending=True, stable=True)
-            read = sorted(best[: call.width].tolist())
+            best = torch.argsort(scores[row, head, : max(0, count - 1)], descending=True, stable=True)
+            read = [*sorted(best[: call.width - 1].tolist()), *range(count)[-1:]]
             assert kept[row, head].nonzero().flatten().tolist() == read
             pages = [int(call.table[request, n]) * call.by_page + head * call.by_head for n in read]
             assert tables[row, head].tolist() == pages + [0] * (call.width - len(read))

@@ -37,3 +37,12 @@ def test_pages_whose_scores_are_no_numbers_are_read(impl: str) -> None:
     kept = CHOOSE_PAGES(call, impl)[2]
     assert kept[0, 1].nonzero().flatten().tolist() == [0, 3, 4]
     assert kept[3, 0].nonzero().flatten().tolist() == [0, 2, 7]
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_the_newest_is_read_beside_any_number_of_them(impl: str) -> None:
+    call = checks.make_call(BY_NAME["bounds"], torch.float32)
+    call.largest.fill_(torch.nan)
+    checks.check(call, impl)
+    kept = CHOOSE_PAGES(call, impl)[2]
+    assert kept[3, 0].nonzero().flatten().tolist() == [0, 1, 7]

@@ -25,10 +25,10 @@ def forward(call: Call, results: Tensors) -> None:
         scores = torch.maximum(q * least, q * largest).sum(-1).amax(1)  # (heads, count)
         scores = torch.where(scores.isfinite(), scores, FORCED)
         scores[:, : call.first], scores[:, max(0, count - call.local) :] = FORCED, FORCED
-        read = torch.argsort(scores, dim=-1, descending=True, stable=True)[:, : call.width].sort().values
+        best = torch.argsort(scores[:, :-1], dim=-1, descending=True, stable=True)[:, : call.width - 1]
+        read = torch.cat([best.sort().values, torch.full_like(heads, count - 1)], 1)
         width = read.shape[1]
         results["scores"][row, :, :count] = scores
         results["kept"][row] = results["kept"][row].scatter(1, read, True)
         results["tables"][row, :, :width] = (pages[read] * call.by_page + heads * call.by_head).to(torch.int32)
-        missing = (count * call.page_size - length) * (read[:, -1] == count - 1)
-        results["tokens"][row] = (width * call.page_size - missing).to(torch.int32)
+        results["tokens"][row] = width * call.page_size - (count * call.page_size - length)

@@ -20,8 +20,8 @@ class Call:
     `q` is (rows, num_heads_q, dim); row t is of request `request[t]`, int32, or t where that is None, and sees its
     first `lengths[t]` tokens, int32. `least` and `largest` are (num_pages, num_heads_kv, dim); with `means` both are
     means, and the second is not read. `table` is int32 (batch, max_pages). The `first` pages, and the `local` newest,
-    score `FORCED`, and so do those whose scores are no finite number. Of equal scores the first ones are among the
-    `width` that are read.
+    score `FORCED`, and so do those whose scores are no finite number. The newest page is always among the `width` that
+    are read, so lengths alone say how many tokens these hold; of the others, of equal scores the first ones.
     """
 
     q: torch.Tensor

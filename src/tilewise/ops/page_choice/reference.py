@@ -29,7 +29,8 @@ def forward(call: Call, results: Tensors) -> None:
             score = torch.maximum(*ends).sum(-1).amax().float()
             forced = n < call.first or n >= count - call.local or not score.isfinite()
             scores.append(FORCED if forced else float(score))
-        read = sorted(sorted(range(count), key=lambda n: -scores[n])[: call.width])
+        best = sorted(range(count - 1), key=lambda n: -scores[n])[: call.width - 1]
+        read = [*sorted(best), *range(count)[-1:]]
         results["scores"][row, head, :count] = torch.tensor(scores)
         for place, n in enumerate(read):
             page = int(call.table[request, n])

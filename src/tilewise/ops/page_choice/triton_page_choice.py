@@ -71,8 +71,9 @@ def take_pages(
         r = tl.load(REQUEST + row).to(tl.int64)
     length = tl.load(LENGTHS + row)
     count = (length + PAGE - 1) // PAGE
+    read = tl.minimum(count, width)
     n = tl.arange(0, BLOCK)
-    there = n < count
+    there = n < count - 1  # beside the newest, which is read
 
     # the least key that is read: the largest at and above which there are enough
     key = tl.where(there, ordered(tl.load(SCORES + at * pages + n, mask=there, other=0.0)), 0)
@@ -83,26 +84,23 @@ def take_pages(
         for _ in tl.static_range(AT_ONCE):
             bit -= 1
             higher = last | (tl.full([], 1, tl.uint32) << bit)
-            last = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= width, higher, last)
+            last = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= read - 1, higher, last)
         near = there & ((key >> bit) == (last >> bit))
         undecided = tl.where(bit == 0, 0, tl.sum(near.to(tl.int32), 0))
     last = tl.max(tl.where(there & ((key >> bit) == (last >> bit)), key, last), 0)  # the only one, or all are equal
 
-    # of those with this key, the first ones that are needed; all, where there are not more than are read
+    # of those with this key, the first ones that are needed
     above = there & (key > last)
     ties = there & (key == last)
     before = tl.sum(above.to(tl.int32), 0) + tl.cumsum(ties.to(tl.int32), 0)
-    kept = there & ((count <= width) | above | (ties & (before <= width)))
+    kept = above | (ties & (before < read)) | (n == count - 1)
 
     # epilogue
-    read = tl.sum(kept.to(tl.int32), 0)
     place = tl.cumsum(kept.to(tl.int32), 0) - 1
     page = tl.load(TABLE + r * table_row + n, mask=kept, other=0)
     tl.store(TABLES + at * width + place, page * by_page + h * by_head, mask=kept)
     tl.store(TABLES + at * width + n, tl.zeros([BLOCK], tl.int32), mask=(n >= read) & (n < width))
-    missing = count * PAGE - length
-    newest = tl.sum((kept & (n == count - 1)).to(tl.int32), 0)
-    tl.store(TOKENS + at, read * PAGE - missing * newest)
+    tl.store(TOKENS + at, read * PAGE - (count * PAGE - length))
     tl.store(KEPT + at * pages + n, kept.to(tl.int8), mask=n < pages)
 
 
