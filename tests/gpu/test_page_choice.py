@@ -7,6 +7,7 @@ import torch
 
 from tests.gpu.matrix import DEVICE
 from tests.gpu.test_page_summaries import LARGE
+from tilewise.ops.page_choice import problem
 from tilewise.ops.page_choice.table import CHOOSE_PAGES
 from tilewise.testing import page_choice as checks
 from tilewise.testing.page_selection import BY_NAME, CASES, PagesCase
@@ -14,12 +15,29 @@ from tilewise.testing.page_selection import BY_NAME, CASES, PagesCase
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_equals_the_specification(case: PagesCase, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("compared", [0, problem.COMPARED])
+def test_equals_the_specification(
+    case: PagesCase, dtype: torch.dtype, compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problem, "COMPARED", compared)
     checks.check(checks.make_call(case, dtype, DEVICE), "triton")
 
 
+@pytest.mark.parametrize("width", [1, 2, 40, 250, 310])
+@pytest.mark.parametrize("compared", [0, problem.COMPARED])
+def test_ties(width: int, compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "COMPARED", compared)
+    call = checks.make_ties(width, DEVICE)
+    checks.check(call, "triton")
+    cpu = CHOOSE_PAGES(checks.make_ties(width), "cpu")
+    for a, b in zip(CHOOSE_PAGES(call, "triton"), cpu, strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
 @pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf])
-def test_equal_scores(value: float) -> None:
+@pytest.mark.parametrize("compared", [0, problem.COMPARED])
+def test_equal_scores(value: float, compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "COMPARED", compared)
     call = checks.make_call(BY_NAME["bounds"], torch.float32, DEVICE)
     call.least.fill_(value)
     call.largest.fill_(value)

@@ -12,7 +12,7 @@ import torch
 from tests.interpret.test_twins import broken_copy
 from tilewise.core.errors import UnsupportedError
 from tilewise.ops import triton_launch
-from tilewise.ops.page_choice import triton_page_choice
+from tilewise.ops.page_choice import problem, triton_page_choice
 from tilewise.ops.page_choice.problem import LONGEST
 from tilewise.ops.page_choice.table import CHOOSE_PAGES
 from tilewise.ops.page_summaries import triton_page_summaries
@@ -27,6 +27,9 @@ from tilewise.testing.page_selection import BY_NAME, CASES, SPARQ, PagesCase
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where numbers are NaN
 
 
+COMPARED = (0, problem.COMPARED)  # pairs of pages up to which they are compared with one another
+
+
 @pytest.mark.parametrize("case", [*CASES, *SPARQ], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_summaries(case: PagesCase, dtype: torch.dtype) -> None:
@@ -35,8 +38,20 @@ def test_summaries(case: PagesCase, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_choices(case: PagesCase, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("compared", COMPARED)
+def test_choices(case: PagesCase, dtype: torch.dtype, compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "COMPARED", compared)
     page_choice.check(page_choice.make_call(case, dtype), "triton")
+
+
+@pytest.mark.parametrize("width", [1, 2, 40, 250, 310])
+@pytest.mark.parametrize("compared", COMPARED)
+def test_ties(width: int, compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "COMPARED", compared)
+    call = page_choice.make_ties(width)
+    page_choice.check(call, "triton")
+    for a, b in zip(CHOOSE_PAGES(call, "triton"), CHOOSE_PAGES(call, "cpu"), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("case", SPARQ, ids=repr)
@@ -114,7 +129,9 @@ def test_attention_over_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, torch.nan])
-def test_equal_scores(value: float) -> None:
+@pytest.mark.parametrize("compared", COMPARED)
+def test_equal_scores(value: float, compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "COMPARED", compared)
     call = page_choice.make_call(BY_NAME["bounds"], torch.float32)
     call.least.fill_(value)
     call.largest.fill_(value)
@@ -183,6 +200,19 @@ TWINS = [
     (triton_page_choice, "take_pages", "read * PAGE - (count * PAGE - length)", "read * PAGE", "bounds"),
     (triton_page_choice, "take_pages", "tl.zeros([BLOCK], tl.int32), mask", "tl.full([BLOCK], 7, tl.int32), mask",
      "all"),
+    (triton_page_choice, "rank_pages", "(bits >> 31) | 1, 0)", "0, 0)", "ties"),
+    (triton_page_choice, "rank_pages", "(bits >> 31) | 1, 0)", "1, 0)", "ties"),
+    (triton_page_choice, "rank_pages", "line < first - begin", "line < first", "ties"),
+    (triton_page_choice, "rank_pages", "lane[None, None, :] < own", "lane[None, None, :] > own", "ties"),
+    (triton_page_choice, "rank_pages", "coming = tl.load(others + line, mask=line < older - begin - LINES * 32, ",
+     "tl.load(others + line, mask=line < 0, ", "ties"),
+    (triton_page_choice, "rank_pages", "(place < read - 1)", "(place < read)", "ties"),
+    (triton_page_choice, "rank_pages", "tl.where(n == older, read - 1, place)",
+     "tl.where(n == older, 0, place)", "ties"),
+    (triton_page_choice, "rank_pages", "page * by_page + h * by_head", "page * by_page", "bounds"),
+    (triton_page_choice, "rank_pages", "read * PAGE - (count * PAGE - length)", "read * PAGE", "bounds"),
+    (triton_page_choice, "rank_pages", "tl.zeros([STEP], tl.int32), mask", "tl.full([STEP], 7, tl.int32), mask",
+     "ties"),
 ]  # fmt: skip
 
 
@@ -204,7 +234,9 @@ def test_a_broken_twin_is_caught(
         elif module is triton_token_scores:
             token_scores.check(token_scores.make_call(BY_NAME[name], torch.float32), "triton")
         else:
-            page_choice.check(page_choice.make_call(BY_NAME[name], torch.float32), "triton")
+            monkeypatch.setattr(problem, "COMPARED", COMPARED[kernel != "take_pages"])
+            call = page_choice.make_ties(250) if name == "ties" else page_choice.make_call(BY_NAME[name], torch.float32)
+            page_choice.check(call, "triton")
 
     check()  # whole, it passes
     monkeypatch.setattr(module, kernel, getattr(broken_copy(module, old, new, tmp_path), kernel))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tilewise.ops.page_choice import problem
 from tilewise.ops.page_choice.table import CHOOSE_PAGES
 from tilewise.testing import page_choice as checks
 from tilewise.testing.page_selection import BY_NAME, CASES, PagesCase
@@ -12,9 +13,21 @@ from tilewise.testing.page_selection import BY_NAME, CASES, PagesCase
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
-def test_equals_the_specification(case: PagesCase, impl: str) -> None:
+@pytest.mark.parametrize("compared", [0, problem.COMPARED])
+def test_equals_the_specification(case: PagesCase, impl: str, compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "COMPARED", compared)
     for dtype in (torch.float32, torch.bfloat16):
         checks.check(checks.make_call(case, dtype), impl)
+
+
+@pytest.mark.parametrize("width", [1, 2, 40, 250, 310])
+@pytest.mark.parametrize("compared", [0, problem.COMPARED])
+def test_ties(width: int, compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "COMPARED", compared)
+    call = checks.make_ties(width)
+    checks.check(call, "cpu")
+    for a, b in zip(CHOOSE_PAGES(call, "cpu"), CHOOSE_PAGES(call, "reference"), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])

@@ -26,7 +26,8 @@ def forward(call: Call, results: Tensors) -> None:
         scores = torch.where(scores.isfinite(), scores, FORCED)
         scores[:, : call.first], scores[:, max(0, count - call.local) :] = FORCED, FORCED
         best = torch.argsort(scores[:, :-1], dim=-1, descending=True, stable=True)[:, : call.width - 1]
-        read = torch.cat([best.sort().values, torch.full_like(heads, count - 1)], 1)
+        best = best if call.by_score else best.sort().values
+        read = torch.cat([best, torch.full_like(heads, count - 1)], 1)
         width = read.shape[1]
         results["scores"][row, :, :count] = scores
         results["kept"][row] = results["kept"][row].scatter(1, read, True)

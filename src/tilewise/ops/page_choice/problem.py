@@ -10,6 +10,7 @@ import torch
 Tensors = dict[str, torch.Tensor]
 FORCED = 3e38  # the score of a page that is read whatever its keys are
 LONGEST = 16384  # pages of a request: kernels hold their scores in registers
+COMPARED = 2**26  # pairs of pages
 
 
 @dataclass(eq=False, slots=True)
@@ -46,11 +47,18 @@ class Call:
     def group(self) -> int:
         return self.q.shape[1] // self.heads
 
+    @property
+    def by_score(self) -> bool:
+        """Whether what is read lies in the order of scores: pages are so few that each is compared with all others."""
+        return self.q.shape[0] * self.heads * self.table.shape[1] ** 2 <= COMPARED
+
 
 def results(call: Call) -> Tensors:
-    """Empty ones: tables int32 (rows, num_heads_kv, width) of what is read, in the order of tokens, page p of head h as
-    p * by_page + h * by_head, then 0; how many tokens these hold, int32 (rows, num_heads_kv); whether a page is read,
-    bool (rows, num_heads_kv, max_pages); and scores, float32 of that shape, -inf for pages that a row does not see.
+    """Empty ones: tables int32 (rows, num_heads_kv, width) of what is read, page p of head h as p * by_page +
+    h * by_head, then 0; how many tokens these hold, int32 (rows, num_heads_kv); whether a page is read, bool (rows,
+    num_heads_kv, max_pages); and scores, float32 of that shape, -inf for pages that a row does not see. The newest page
+    is the last that is read; the others lie in the order of tokens, or where the call says `by_score` from the largest
+    score down, of equal scores in that order.
     """
     shape, device = (call.q.shape[0], call.heads), call.q.device
     pages = call.table.shape[1]

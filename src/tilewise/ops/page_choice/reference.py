@@ -30,7 +30,7 @@ def forward(call: Call, results: Tensors) -> None:
             forced = n < call.first or n >= count - call.local or not score.isfinite()
             scores.append(FORCED if forced else float(score))
         best = sorted(range(count - 1), key=lambda n: -scores[n])[: call.width - 1]
-        read = [*sorted(best), *range(count)[-1:]]
+        read = [*(best if call.by_score else sorted(best)), *range(count)[-1:]]
         results["scores"][row, head, :count] = torch.tensor(scores)
         for place, n in enumerate(read):
             page = int(call.table[request, n])

@@ -20,7 +20,7 @@ _ROWS = rows_of(
     lambda call: call.q.device,
     lambda call: call.q.dtype,
     cpu="one row of queries after another in PyTorch",
-    triton="a program for some pages of a head, then one for all of a row",
+    triton="a program for some pages of a head, then one for some, or all, of a row",
     needs=(Need(f"tables of at most {LONGEST} pages", _too_long),),
     reference="float64, page by page: the specification",
 )

@@ -1,5 +1,6 @@
-"""Pages chosen on a GPU: a program scores some pages of a row's request for one head of keys, then another holds all of
-their scores, finds the least that is read bit by bit, and writes the table of what is read.
+"""Pages chosen on a GPU: programs score some pages of a row's request for one head of keys, then others write the table
+of what is read. Where pages are few (`Call.by_score`) each of those compares some with all of the row: how many score
+more is a page's place. Elsewhere one program holds all scores of a row and finds the least that is read bit by bit.
 """
 
 import torch
@@ -12,7 +13,9 @@ from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 
 _ELEMENTS = 4096  # of the pages of a program
 _EACH = 32  # elements of a thread that scores pages,
-_OF_ROW = 8  # and pages of one that takes them
+_OF_ROW = 8  # pages of one that takes them from all of a row,
+_RANKED = 16  # and of a program, one warp, that compares them with all of a row,
+_LINES = 4  # so many lines of 32 at a time: code that runs once is mostly waited for
 _PLANS = Plans()
 LARGE = tl.constexpr(FORCED)
 AT_ONCE = tl.constexpr(4)  # bits between looks whether one key is left
@@ -53,8 +56,59 @@ def score_pages(
 
     # epilogue
     score = tl.where((n < first) | (n >= count - local), LARGE, score)
-    score = tl.where(there, score, float("-inf"))
+    score = tl.where(there, score + 0.0, float("-inf"))  # no zero has a sign
     tl.store(SCORES + (row * HEADS + h) * pages + n, score, mask=n < pages)
+
+
+@triton.jit(do_not_specialize=["pages", "width", "parts"])
+def rank_pages(
+    SCORES, TABLE, REQUEST, LENGTHS, TABLES, TOKENS, KEPT, table_row, pages, width, by_page, by_head, parts,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    # who am I: programs of a head lie apart by HEADS, so that those of a multiprocessor mostly read the same scores
+    h = tl.program_id(0) % HEADS
+    part = tl.program_id(0) // HEADS % parts
+    row = (tl.program_id(0) // HEADS // parts).to(tl.int64)
+    at = row * HEADS + h
+    r = row
+    if REQUEST is not None:
+        r = tl.load(REQUEST + row).to(tl.int64)
+    length = tl.load(LENGTHS + row)
+    count = (length + PAGE - 1) // PAGE
+    read = tl.minimum(count, width)
+    older = count - 1  # pages beside the newest, which is read
+    first = part * STEP
+    own = tl.arange(0, STEP)
+    n = first + own
+    page = tl.load(TABLE + r * table_row + n, mask=n < count, other=0)
+    score = tl.load(SCORES + at * pages + n, mask=n < older, other=float("-inf"))[:, None, None]
+
+    # how many score more, or the same and come before this program's: two instructions each, a difference and its sign
+    lane = tl.arange(0, 32)
+    more = tl.zeros([STEP, 32], tl.int32)
+    line = tl.arange(0, LINES)[:, None] * 32 + lane[None, :]
+    others = SCORES + at * pages
+    coming = tl.load(others + line, mask=line < older, other=float("-inf"))
+    for begin in range(0, tl.where(first < older, older, 0), LINES * 32):
+        others += LINES * 32
+        bits = coming.to(tl.int32, bitcast=True)
+        coming = tl.load(others + line, mask=line < older - begin - LINES * 32, other=float("-inf"))
+        bits += tl.where(line < first - begin, (bits >> 31) | 1, 0)  # the next larger number: it wins a tie
+        less = score - bits.to(tl.float32, bitcast=True)[None, :, :]
+        more += tl.sum((less.to(tl.uint32, bitcast=True) >> 31).to(tl.int32), 1)
+
+    # those of this program that score the same and come before
+    near = tl.load(SCORES + at * pages + first + lane, mask=first + lane < older, other=float("-inf"))
+    ties = (near[None, None, :] == score) & (lane[None, None, :] < own[:, None, None])
+
+    # epilogue
+    place = tl.sum(more + tl.sum(ties.to(tl.int32), 1), 1)
+    kept = ((n < older) & (place < read - 1)) | (n == older)
+    place = tl.where(n == older, read - 1, place)
+    tl.store(TABLES + at * width + place, page * by_page + h * by_head, mask=kept)
+    tl.store(TABLES + at * width + n, tl.zeros([STEP], tl.int32), mask=(n >= read) & (n < width))
+    tl.store(KEPT + at * pages + n, kept.to(tl.int8), mask=n < pages)
+    tl.store(TOKENS + at, read * PAGE - (count * PAGE - length), mask=part == 0)
 
 
 @triton.jit(do_not_specialize=["pages", "width"])
@@ -112,7 +166,7 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     taken = (*taken, results["kept"].view(torch.int8))
     key = tensors_key(*(x for x in (*scored, *taken[4:]) if x is not None))
     if key is not None:
-        key = (key, call.means, call.page_size, call.first, call.local, call.by_page, call.by_head)
+        key = (key, call.means, call.page_size, call.first, call.local, call.by_page, call.by_head, call.by_score)
     plans = _PLANS.get(key)
     if plans is None:
         plans = _PLANS.put(key, _plans(call))
@@ -131,6 +185,11 @@ def _plans(call: Call) -> tuple[Plan, Plan]:
     warps = min(8, max(1, step * block_d // (32 * _EACH)))
     sizes = (pages, parts, call.first, call.local)
     score = Plan(score_pages, rows * call.heads * parts, strides, sizes, constants, warps, 1)
+    if call.by_score:
+        parts = -(-max(pages, call.width) // _RANKED)
+        sizes = (pages, call.width, call.by_page, call.by_head, parts)
+        constants = (call.heads, call.page_size, _RANKED, _LINES)
+        return score, Plan(rank_pages, rows * call.heads * parts, strides[-1:], sizes, constants, 1, 1)
     block = max(16, triton.next_power_of_2(max(pages, call.width)))
     sizes = (pages, call.width, call.by_page, call.by_head)
     constants = (call.heads, call.page_size, block)
