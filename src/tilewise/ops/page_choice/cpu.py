@@ -22,7 +22,7 @@ def forward(call: Call, results: Tensors) -> None:
         pages = call.table[request, :count].long()
         q = call.q[row].float().view(call.heads, call.group, 1, -1)
         least, largest = (x[pages].float().transpose(0, 1)[:, None] for x in (call.least, call.largest))
-        scores = torch.maximum(q * least, q * largest).sum(-1).amax(1)  # (heads, count)
+        scores = (q * torch.where(q > 0, largest, least)).sum(-1).amax(1)  # (heads, count)
         scores = torch.where(scores.isfinite(), scores, FORCED)
         scores[:, : call.first], scores[:, max(0, count - call.local) :] = FORCED, FORCED
         best = torch.argsort(scores[:, :-1], dim=-1, descending=True, stable=True)[:, : call.width - 1]

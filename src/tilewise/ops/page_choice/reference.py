@@ -1,5 +1,5 @@
 """The specification, one page after another: its score is the largest of those of a group's query heads, each the sum
-over dimensions of the larger of a query's products with the least and the largest number of the page's keys.
+over dimensions of a query's number times the largest of the page's keys, or where that is not positive the least.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def forward(call: Call, results: Tensors) -> None:
         for n in range(count):
             page = int(call.table[request, n])
             q = call.q[row, head * call.group : (head + 1) * call.group].double()
-            ends = [q * x[page, head].double() for x in (call.least, call.largest)]
-            score = torch.maximum(*ends).sum(-1).amax().float()
+            least, largest = (x[page, head].double() for x in (call.least, call.largest))
+            score = (q * torch.where(q > 0, largest, least)).sum(-1).amax().float()
             forced = n < call.first or n >= count - call.local or not score.isfinite()
             scores.append(FORCED if forced else float(score))
         best = sorted(range(count - 1), key=lambda n: -scores[n])[: call.width - 1]

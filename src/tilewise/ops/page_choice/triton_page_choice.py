@@ -15,7 +15,7 @@ _ELEMENTS = 4096  # of the pages of a program
 _EACH = 32  # elements of a thread that scores pages,
 _OF_ROW = 8  # pages of one that takes them from all of a row,
 _RANKED = 16  # and of a program, one warp, that compares them with all of a row,
-_LINES = 4  # so many lines of 32 at a time: code that runs once is mostly waited for
+_LINES = 4  # so many lines of 32 at a time
 _PLANS = Plans()
 LARGE = tl.constexpr(FORCED)
 AT_ONCE = tl.constexpr(4)  # bits between looks whether one key is left
@@ -49,9 +49,12 @@ def score_pages(
     if not MEANS:
         largest = tl.load(LARGEST + at, mask=inside, other=0.0).to(tl.float32)
     score = tl.full([STEP], float("-inf"), tl.float32)
-    for g in tl.static_range(GROUP):
-        q = tl.load(Q + row * q_row + (h * GROUP + g) * q_head + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
-        each = tl.sum(tl.maximum(q * least, q * largest, propagate_nan=tl.PropagateNan.ALL), 1)
+    of_q = Q + row * q_row + h * GROUP * q_head + d
+    coming = tl.load(of_q, mask=d < DIM, other=0.0)
+    for g in range(GROUP):  # not unrolled: code that runs once is mostly waited for
+        q = coming.to(tl.float32)[None, :]
+        coming = tl.load(of_q + (g + 1) * q_head, mask=(d < DIM) & (g < GROUP - 1), other=0.0)
+        each = tl.sum(q * tl.where(q > 0.0, largest, least), 1)
         score = tl.maximum(score, tl.where(tl.abs(each) < float("inf"), each, LARGE))
 
     # epilogue
