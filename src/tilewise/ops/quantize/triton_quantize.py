@@ -215,22 +215,32 @@ def encode_rows(
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     """Fills the results. Where values come along, between a kernel that looks at them or at keys and who needs its
-    outcome there is a long one of the other side, so that nobody waits.
+    outcome there is one of the other side, a long one if it can be, so that others run where one would wait.
     """
     beside = call.beside
     with on_device(call.x):
         keys = _Work(call, results)
         if beside is None:
             keys.look()
+            keys.join()
             keys.make_codes()
             return
         values = _Work(beside, of_values(results))
         keys.look(values.zeros)
-        values.look()
+        if values.zeros is not None:  # whose rows L2 still has in part
+            values.look()
+            keys.join()
+            values.make_codes()
+            keys.make_codes()
+            return
+        keys.join()
         if values.plans.sums is None:
             values.make_codes()
-        keys.make_codes()
-        if values.plans.sums is not None:
+            keys.make_codes()
+        else:
+            values.look()
+            keys.make_codes()
+            values.join()
             values.make_codes()
 
 
@@ -260,7 +270,7 @@ class _Work:
         return self.results["most"].view(torch.int32) if _sizes_wanted(self.call) else None
 
     def look(self, zeros_of_others: torch.Tensor | None = None) -> None:
-        """Finds what spans a sequence; of values that are centred by chunks only."""
+        """Finds what spans a sequence, of means chunk by chunk."""
         call, plans, most = self.call, self.plans, self.zeros
         if plans.sums is None:
             return
@@ -268,10 +278,11 @@ class _Work:
             most.zero_()
         found = (self.memory.get("sums"), self.memory.get("spans"), most, zeros_of_others)
         plans.sums.launch((call.x, call.cu_seqlens, self.rope, *found), ())
-        if call.side == "k":
-            self._join()
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """What chunks come to."""
+        if self.plans.join is None:
+            return
         turned, results = self.memory.get("turned"), self.results
         rotation = None if turned is None else self.rotation
         found = (self.memory.get("sums"), self.memory.get("spans"))
@@ -282,8 +293,6 @@ class _Work:
         call, plans, results = self.call, self.plans, self.results
         codes, scale, mean, bias = (results.get(name) for name in ("codes", "scale", "mean", "bias"))
         codes = codes if call.kind in NUMBERS or codes is None else codes.view(torch.uint8)
-        if plans.join is not None and call.side == "v":
-            self._join()
         if call.columns:
             plans.codes.launch((call.x, call.cu_seqlens, mean, results.get("most"), codes, scale), ())
             return
@@ -361,7 +370,7 @@ class _Plans:
             sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
         if call.summed:
-            early = _early(call, call.apart and call.side == "v")
+            early = _early(call, call.apart and (call.side == "v" or _zeros_wanted(call) > 0))
             constants = (call.heads, call.dim, chunk, per, _PARTS, self.block_d, sampled, early)
             warps = max(warps, self.block_d**2 // (32 * _EACH)) if turned else warps
             self.join = Plan(join_chunks, by_head, (), sizes[1:], constants, warps, 1, early=early > 0)
