@@ -202,7 +202,7 @@ def work_of(
         (call.packed, call.num_heads_q, call.group, mask is not None and mask.by_head, side and side.tiles, block_r,
          block_n, at_once, triton.next_power_of_2(pieces + 1), steps, early, chunk,
          None if beside is None else beside.few, None if beside is None else beside.multiprocessors),
-        _warps_for(at_once), 1, early=early,
+        _warps_for(at_once), 1,
     )  # fmt: skip
     most = -(-call.rows_k // (chunk * block_n)) if chunk > 1 else 1
     return Work(plan, slots, pieces, 2 * pieces * most * rows, block_dv, most)

@@ -59,12 +59,10 @@ def plan_work(
     """Write the units that there are, one behind the other, how many tiles (or chunks) are before each, behind the last
     one all, and zeros to the counters. One program.
 
-    With FEW, units are of requests with up to so many rows, and SHARES what `write_shares` says. EARLY it is launched
-    while the kernel before runs, and lets who waits for it be launched before it waits for that itself.
+    With FEW, units are of requests with up to so many rows, and SHARES what `write_shares` says.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     counters = tl.arange(0, PIECES)
     tl.store(ARRIVED + counters, 0, mask=counters <= pieces)
     before = tl.zeros([], tl.int64)  # tiles or chunks, and units above
