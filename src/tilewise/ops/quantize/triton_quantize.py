@@ -1,8 +1,9 @@
 """Codes on a GPU: a program has a block of rows of one head.
 
-Where a mean or a scale spans a sequence, a kernel before has sums, in float64, and largest and least numbers of chunks
-of rows (of long sequences' keys, sums of some), and a second one puts them together; the scale of a whole head of
-queries or keys needs what its blocks have at most, by the kernel that encodes, which then writes nothing else. The
+Where a mean spans a sequence, a kernel before has sums of chunks of rows, in float64 (of long sequences' keys, of some
+rows), and with them least and largest numbers where scales span it, too, and a second one puts them together; how large
+the numbers of a channel are at most, if nothing is taken off them, its programs find in one place. The scale of a whole
+head of queries or keys needs what its blocks have at most, by the kernel that encodes, which then writes no more. The
 rotation is a product with signs, which numbers of 16 bits take as they are, and float32 in two parts that tensor cores
 of 10 bits do not change; the mean is rotated, too, and taken off behind. Whatever is multiplied by a stride is 64 bits
 wide.
