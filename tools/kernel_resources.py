@@ -33,7 +33,8 @@ TABLE = Path(__file__).resolve().parent.parent / "tests" / "compile" / "resource
 ARCHITECTURES = (80, 90, 100)
 SEQLEN, HEADS, HEADS_KV = 256, 4, 2
 LEFT_OUT = 15.0  # how far below the largest scores are that count for nothing
-LONG = 1024  # tokens of Hopper's variants: shorter ones have a backward of their own, that of "repeats"
+LONG = 1536  # tokens of Hopper's variants: shorter ones have a backward of their own,
+IN_ORDER = 4608  # shorter ones that of "repeats"
 LONGER = 8192  # of those whose programs meet
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -50,7 +51,10 @@ CODED: dict[str, Callable[[], dict[str, Any]]] = {  # in few bits
     "sage2 sums": lambda: {"quantize": tw.Sage2()},  # of weights as they are, for a gradient
     "sage2 causal": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},
     "sage2 softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0), "quantize": tw.Sage2()},
-    "fp8 blocks": lambda: {"mask": tw.blocks(torch.ones(2, HEADS, 8, 8, dtype=torch.bool), 128), "quantize": FP8},
+    "fp8 blocks": lambda: {
+        "mask": tw.blocks(torch.ones(2, HEADS, *(2 * [LONG // 128]), dtype=torch.bool), 128),
+        "quantize": FP8,
+    },
     "fp8 value blocks": lambda: {"mask": tw.causal, "quantize": tw.FP8("block", "block", "block")},
     "sage2 packed": lambda: {"mask": tw.causal, "layout": _packed(), "quantize": tw.Sage2()},
     "fp8 scores": lambda: {"quantize": FP8},
@@ -164,7 +168,7 @@ class Variant:
         arguments = FORMULAS[self.formula]()
         if self.row in ("triton_paged", "hopper_decode") or self.formula in ("pages", "small pages"):
             return self._paged(arguments)
-        tokens = LONGER if self.formula.endswith("longer") else LONG
+        tokens = LONGER if self.formula.endswith("longer") else IN_ORDER if self.formula == "repeats" else LONG
         lead = (SEQLEN,) if "layout" in arguments else (2, tokens if self.row in ("hopper", "hopper_codes") else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
         forward = self.row in ("triton_decode", "hopper_codes", "triton_codes") or self.formula == "left out"
@@ -179,7 +183,7 @@ class Variant:
         """Two requests of four queries, sixteen where they share prefixes, or of a packed prefill, over pages."""
         shared = self.formula == "shared"
         batch = 16 if shared else 2
-        width = LONG // 4 if self.formula == "pages" else PAGES // 2  # so long that boxes are taken
+        width = 4 * PAGES if self.formula == "pages" else PAGES // 2  # so long that boxes are taken
         table = torch.zeros(batch, width, dtype=torch.int32)
         seqlens = torch.tensor([100, 256], dtype=torch.int32).repeat(batch // 2)
         packed = arguments.pop("layout", None)
