@@ -131,4 +131,5 @@ def _as_they_are(call: Call) -> bool:
 
 def _nothing_left(call: Call) -> bool:
     """Whether the call's last kernel is known, and reads nothing that was forgotten since."""
-    return not (_as_they_are(call) or call.leaves_memory or being_traced())  # a compiler may order them otherwise
+    no_kernel = _as_they_are(call) or not call.x.numel() or being_traced()  # a compiler may order them otherwise
+    return not (no_kernel or call.leaves_memory)
