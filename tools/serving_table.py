@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.records import RESULTS, Record, read_all
-from benchmarks.report import latest
-from tools.speed_table import DEVICE, of_earlier
+from benchmarks.records import RESULTS, Record
+from tools.speed_table import of_earlier, of_one_device
 
 PAGE = 16
 OURS = "tilewise.hopper_decode"
@@ -35,8 +34,8 @@ GAINS = {  # question: (who, beside whom, in words), in the first problem of the
 
 def table(results: Path = RESULTS) -> str:
     """The Markdown table with its caption: a column a batch; bytes a second beside peers, for each mix of lengths."""
-    tables = {question: rows for (device, question), rows in latest(read_all(results)).items() if device == DEVICE}
-    decode = [row for _, row in tables.get("decode", []) if OURS in row and row[OURS].problem["page_size"] == PAGE]
+    tables = of_one_device(results, ("decode", *GAINS))
+    decode = [row for _, row in tables["decode"] if OURS in row and row[OURS].problem["page_size"] == PAGE]
     by_batch: dict[int, dict[str, dict[str, Record]]] = {}
     for row in decode:
         problem = row[OURS].problem
@@ -51,7 +50,7 @@ def table(results: Path = RESULTS) -> str:
     for lengths in LENGTHS:
         rates = [_rates(by_batch[batch].get(lengths, {}), "flashinfer") for batch in equal]
         lines.append(f"| {lengths.replace('zipf', 'Zipf')} lengths: of FlashInfer's | " + " | ".join(rates) + " |")
-    gains = {question: [row for _, row in tables.get(question, [])] for question in GAINS}
+    gains = {question: [row for _, row in tables[question]] for question in GAINS}
     first = next(iter(equal.values()))[OURS]
     problem = first.problem
     caption = (

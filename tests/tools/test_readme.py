@@ -32,11 +32,12 @@ TODAY = FAMILIES["attention_triton"].hash()
 
 
 def _fill(
-    results: Path, formula: str, question: str, times: dict[str, float], run: str = "new", sources: str = TODAY
-) -> None:
+    results: Path, formula: str, question: str, times: dict[str, float], run: str = "new", sources: str = TODAY,
+    device: str = "NVIDIA H200",
+) -> None:  # fmt: skip
     for impl, time in times.items():
         record = sample(
-            question=question, problem={**PROBLEM, "formula": formula}, impl=impl, run=run, device="NVIDIA H200",
+            question=question, problem={**PROBLEM, "formula": formula}, impl=impl, run=run, device=device,
             sources=sources if impl.startswith("tilewise") else None,
             p20_ms=time, p50_ms=time, p80_ms=time, date=f"2026-0{2 if run == 'new' else 1}-01T00:00:00Z",
         )  # fmt: skip
@@ -53,6 +54,30 @@ def test_the_table_has_each_peers_time_over_ours(tmp_path: Path) -> None:
     assert lines[2] == "| FlexAttention, compiled | 2.50 / 1.25 | 1.50 / 0.75 |"
     assert lines[3] == "| cuDNN | 0.75 / 0.38 |  |"
     assert lines[-1] == "NVIDIA H200, bfloat16, batch 2, 16 heads of 128, 8,192 tokens, 2026-02-01."
+
+
+@pytest.mark.parametrize(
+    ("of_one", "of_other", "shown"),
+    [("f00", TODAY, "H100 80GB HBM3"), ("f00", "f00", "H200"), (TODAY, TODAY, "H200"), (None, "f00", "H100 80GB HBM3")],
+)
+def test_a_table_is_of_the_gpu_whose_records_are_of_todays_sources(
+    of_one: str | None, of_other: str, shown: str, tmp_path: Path
+) -> None:
+    for sources, device in ((of_one, "NVIDIA H200"), (of_other, "NVIDIA H100 80GB HBM3")):
+        for question in speed_table.PASSES if sources else ():
+            times = {"tilewise.triton": 2.0, "flex": 5.0}
+            _fill(tmp_path, "full", question, times, sources=str(sources), device=device)
+    assert f"NVIDIA {shown}, bfloat16" in speed_table.table(tmp_path)
+
+
+def test_a_gpu_with_some_of_a_tables_records_is_not_the_one(tmp_path: Path) -> None:
+    for question, device in (
+        (speed_table.PASSES[0], "NVIDIA H100 80GB HBM3"),
+        *((q, "NVIDIA H200") for q in speed_table.PASSES),
+    ):
+        sources = TODAY if "H100" in device else "f00"
+        _fill(tmp_path, "full", question, {"tilewise.triton": 2.0, "flex": 5.0}, sources=sources, device=device)
+    assert "NVIDIA H200, bfloat16" in speed_table.table(tmp_path)
 
 
 def test_records_of_earlier_sources_are_said_to_be_that(tmp_path: Path) -> None:
