@@ -42,6 +42,14 @@ def make_ties(width: int, device: str = "cpu") -> Call:
     return Call(q, ends, ends, table, None, lengths, True, 2, 1, 1, width, 1, 400)
 
 
+def check_ties(width: int, impl: str, other: str, device: str = "cpu") -> None:
+    """Of `make_ties` one implementation gives what the specification says, and the bits of another on a CPU."""
+    call = make_ties(width, device)
+    check(call, impl)
+    for a, b in zip(CHOOSE_PAGES(call, impl), CHOOSE_PAGES(make_ties(width), other), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
 def check(call: Call, impl: str) -> None:
     """Scores are those of the specification, within what float32 sums in another order are off by, and what is read is
     what a stable sort by these scores gives.
