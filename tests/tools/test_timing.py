@@ -41,6 +41,61 @@ def test_turns_on_a_gpu_hold_as_many_calls_as_take_their_time(
     assert "turns of 120 ms" in timing.method("cuda", 5, turn_ms=120.0)
 
 
+class Clock:
+    """A GPU that does what it is asked at once or, while it `waits`, when it is waited for; its events take a
+    millisecond for a call that it waited for.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.waits = 0.0, False
+        clock, zeros = self, torch.zeros
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at, self.reached = 0.0, False
+
+            def record(self) -> None:
+                self.at, self.reached = clock.now, not clock.waits
+
+            def query(self) -> bool:
+                return self.reached
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at - self.at
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch, "zeros", lambda *size, **options: zeros(1))
+
+    def launch(self, ahead: bool) -> None:
+        """A call of a millisecond, that the GPU waits five for where the host is not ahead."""
+        self.waits = ahead
+        self.now += 1.0 if ahead else 6.0
+
+
+def test_calls_on_a_gpu_that_were_launched_late_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    turns = iter([True] * 3 + [True, False] * 7)  # in time, or not
+
+    def call() -> None:
+        ahead = next(turns)
+        clock.launch(ahead)
+
+    def start(turn: int) -> None:
+        clock.waits = turn < 3 or turn % 2 == 1
+
+    monkeypatch.setattr(timing, "_order", lambda names, turn: (start(turn), names)[1])
+    times = timing._gpu_rounds({"call": call}, 17, {"call": 1}, 0)
+    assert times == {"call": [1.0] * 10}
+
+
+def test_all_calls_count_where_hardly_any_was_in_time() -> None:
+    late = [(6.0, True)] * 8
+    assert timing.in_time([*late, *[(1.0, False)] * timing.FEWEST]) == [1.0] * timing.FEWEST
+    assert timing.in_time([*late, (1.0, False)]) == [6.0] * 8 + [1.0]
+
+
 def test_a_slower_contender_reads_slower() -> None:
     contenders = {"fast": lambda: time.sleep(0.001), "slow": lambda: time.sleep(0.01)}
     timed = timing.interleaved(contenders, device="cpu", rounds=5, warmup_ms=0.0)
