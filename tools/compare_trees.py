@@ -1,102 +1,127 @@
-"""Speed of several source trees side by side, on a GPU: `python -m tools.compare_trees PART TREE TREE...`
+"""Times of calls by several source trees, in microseconds: `python -m tools.compare_trees TREE TREE... --calls CALL...`
 
-A TREE is a folder with a package `tilewise` in it: `src`, or a copy of it with a change. PART and the options are those
-of `tools.time_rows`, which runs once per tree and round in a process of its own, the trees in turns. Clocks drift from
-process to process, so each rate stands beside its ratio to a peer's in the same process. Before that all trees run
-once at the same time, so that kernels are compiled.
+A TREE is a folder with a package `tilewise` in it: `src`, or a copy of it with a change. Each has a process that makes
+all calls at the start, so that kernels compile beside each other, and then times the one that it is told. The trees
+take turns call by call, so that clocks and heat are shared: differences of a percent show. The error of every call is
+beside float64 attention.
+
+A CALL is a step of a server, by its name (`tools.tree_calls.STEPS`, "mixed", "two-calls"), or forward (f) or backward
+(b) of attention: formula, tokens of a sequence and head dimension, as f:causal:2048:128 or b:window:8192:64, 16,384
+tokens in all, heads times head dimension 2,048. What may follow: heads, as 32/8, "deterministic", a scheme, as sage2.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import statistics
 import subprocess
 import sys
-import tempfile
-from collections import defaultdict
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.timing import interleaved, quantiles
+from tools.tree_calls import Made, is_step, make, problem_of
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 600
-WIDTH = 22
-Found = dict[str, dict[str, list[tuple[float, float]]]]  # by problem and tree: rate and ratio of every round
+CALLS = 10  # timed in one turn, where those of a turn are not counted by their time
+WIDTH = 44
 
 
-def environment_of(tree: str) -> dict[str, str]:
-    """For a process that imports the tilewise of one tree, and tools and benchmarks from here."""
+def serve(names: list[str], quick: bool) -> None:
+    """Make these calls, say their errors, then time each name that stands in a line of the input."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    calls: dict[str, Made] = {}
+    for name in names:
+        calls[name] = make(name, device, quick)
+        _say({"call": name, "error": calls[name].error(calls[name].call())})
+    _say({})
+    for line in sys.stdin:
+        made = calls[line.strip()]
+        in_turns = device == "cuda" and made.turn_ms > 0.0
+        timed = interleaved(
+            {"": made.call}, device=device, rounds=1 if in_turns else CALLS, warmup_ms=10.0 if in_turns else 1.0,
+            turn_ms=made.turn_ms,
+        )[""]  # fmt: skip
+        _say({"times_us": [1e3 * time for time in timed.times_ms]})
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def start(tree: str, names: list[str], quick: bool) -> subprocess.Popen[str]:
+    """The process of one tree, which imports its tilewise, and tools and benchmarks from here."""
     paths = [str(Path(tree).resolve()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "tools.compare_trees", tree, "--serve", "--calls", *names, *["--quick"] * quick]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
-def check_trees(parser: argparse.ArgumentParser, trees: list[str]) -> None:
-    """End with an error where one holds no package."""
-    for tree in trees:
-        if not (Path(tree) / "tilewise" / "__init__.py").is_file():
-            parser.error(f"TREE must hold a package tilewise, got {tree}")
+def told(tree: str, process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next message of a tree's process."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        sys.exit(f"{tree}: its process has ended")
+    message: dict[str, Any] = json.loads(line)
+    return message
 
 
-def start(tree: str, arguments: list[str], results: str) -> subprocess.Popen[bytes]:
-    """`time_rows` with the tilewise of one tree."""
-    command = [sys.executable, "-m", "tools.time_rows", *arguments, "--json", results]
-    return subprocess.Popen(command, env=environment_of(tree), stdout=subprocess.DEVNULL)
-
-
-def together(trees: list[str], arguments: list[str], results: str) -> None:
-    """`time_rows` with all of these trees at once; none is left running if one fails."""
-    running = [start(tree, arguments, results) for tree in trees]
+def compare(trees: list[str], names: list[str], rounds: int, quick: bool) -> None:
+    """Print errors, then a table of medians, with what a fifth of the times is below and above, and beside the first
+    tree's. A tree that is named twice shows what of it is chance.
+    """
+    running = [start(tree, names, quick) for tree in trees]
+    places = range(len(trees))
     try:
         for tree, process in zip(trees, running, strict=True):
-            if process.wait(LIMIT_S) != 0:
-                sys.exit(f"tools.time_rows failed with {tree}")
-    except subprocess.TimeoutExpired as problem:
-        sys.exit(f"tools.time_rows took longer than {problem.timeout} s")
+            while message := told(tree, process):
+                print(f"{tree[1 - WIDTH :]:<{WIDTH}}{message['call']:<24} error {message['error']:.1e}")
+        print(f"{'us: median (20 %, 80 %)':<{WIDTH}}" + "".join(f"{tree[1 - WIDTH :]:>{WIDTH}}" for tree in trees))
+        for name in names:
+            times: list[list[float]] = [[] for _ in places]
+            for turn in range(rounds):
+                for n in [*places[turn % len(trees) :], *places[: turn % len(trees)]]:
+                    process = running[n]
+                    assert process.stdin is not None
+                    print(name, file=process.stdin, flush=True)
+                    times[n] += told(trees[n], process)["times_us"]
+            print(f"{name:<{WIDTH}}" + "".join(f"{_shown(found, times[0]):>{WIDTH}}" for found in times), flush=True)
     finally:
         for process in running:
             process.kill()
 
 
-def measured(trees: list[str], arguments: list[str], rounds: int) -> Found:
-    """Ratios are to the first peer that every tree and round has, nan where there is none."""
-    lines: dict[str, list[tuple[str, dict[str, float]]]] = defaultdict(list)
-    for turn in range(rounds):
-        for tree in trees[:: 1 if turn % 2 == 0 else -1]:
-            with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as results:
-                together([tree], arguments, results.name)
-                for line in map(json.loads, results):
-                    lines[line["problem"]].append((tree, line["tflops"]))
-    found: Found = {}
-    for problem, runs in lines.items():
-        ours, *peers = runs[0][1]
-        peer = next((name for name in peers if all(name in tflops for _, tflops in runs)), None)
-        found[problem] = defaultdict(list)
-        for tree, tflops in runs:
-            found[problem][tree].append((tflops[ours], tflops[ours] / tflops[peer] if peer else math.nan))
-    return found
-
-
-def shown(found: list[tuple[float, float]]) -> str:
-    """Medians of what was found in every round; nothing where a call failed."""
-    if not found:
-        return f"{'-':>{WIDTH}}"
-    rate, ratio = (statistics.median(values) for values in zip(*found, strict=True))
-    return f"{f'{rate:.1f} x{ratio:7.3f}':>{WIDTH}}"
+def _shown(times: list[float], first: list[float]) -> str:
+    low, middle, high = quantiles(times)
+    return f"{middle:.1f} ({low:.1f}, {high:.1f}) x{middle / quantiles(first)[1]:.3f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("part", help="a part of tools.time_rows that prints rates: f, b, g, d or m")
     parser.add_argument("trees", nargs="+", metavar="TREE")
-    parser.add_argument("--rounds", type=int, default=2)
-    given, options = parser.parse_known_args()
-    check_trees(parser, given.trees)
-    arguments = [given.part, *options]
-    together(given.trees, arguments, os.devnull)
-    print(f"{'TFLOP/s, x of a peer':<34}" + "".join(f"{tree[1 - WIDTH :]:>{WIDTH}}" for tree in given.trees))
-    for problem, by_tree in measured(given.trees, arguments, given.rounds).items():
-        print(f"{problem:<34}" + "".join(shown(by_tree[tree]) for tree in given.trees))
+    parser.add_argument("--calls", nargs="+", metavar="CALL", required=True, help="see the top of this file")
+    parser.add_argument("--rounds", type=int, default=5, help=f"turns of each tree, of {CALLS} calls or 120 ms")
+    parser.add_argument("--quick", action="store_true", help="tiny calls, to see that it runs")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.calls, given.quick)
+        return
+    for tree in given.trees:
+        if not (Path(tree) / "tilewise" / "__init__.py").is_file():
+            parser.error(f"TREE must hold a package tilewise, got {tree}")
+    for name in given.calls:
+        try:
+            if not is_step(name):
+                problem_of(name)
+        except ValueError as problem:
+            parser.error(str(problem))
+    compare(given.trees, given.calls, given.rounds, given.quick)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ kernel of one backward. TFLOP/s of the visible area: 4 * head_dim a pair forward
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,9 +51,7 @@ def timed(calls: dict[str, Call]) -> dict[str, float]:
     return {name: result.quantiles[1] for name, result in found.items() if result.quantiles}
 
 
-def rates(
-    what: str, who: dict[str, Attention], shape: dict[str, Any], operations: float, direction: int, given: Given
-) -> None:
+def rates(what: str, who: dict[str, Attention], shape: dict[str, Any], operations: float, direction: int) -> None:
     """One line: milliseconds of the first contender, TFLOP/s of all, and how the first does beside the others."""
     calls: dict[str, Call] = {}
     for name, attention in who.items():
@@ -73,15 +69,6 @@ def rates(
         f"{SHORT.get(n, n)} x{tflops[first] / tflops[n]:.3f}" for n in list(who)[1:] if n in tflops and first in tflops
     )
     print(f"{DIRECTIONS[direction]:<8} {what:<26} {ms.get(first, 0):8.3f} ms {text}   {beside}", flush=True)
-    if first in tflops:
-        note(given, f"{DIRECTIONS[direction]} {what}", {name: tflops[name] for name in who if name in tflops})
-
-
-def note(given: Given, problem: str, tflops: dict[str, float]) -> None:
-    """A line for `tools.compare_trees`, where one is wanted: rates, ours first."""
-    if given.json is not None:
-        with given.json.open("a") as results:
-            results.write(json.dumps({"problem": problem, "tflops": tflops}) + "\n")
 
 
 def label(cell: Cell) -> str:
@@ -111,7 +98,7 @@ def compare(cell: Cell, given: Given, direction: int) -> None:
     wanted = [HOPPER, *([TRITON] if given.triton else []), "cudnn", "sdpa", "torch_varlen", "fa4"]
     rates(
         label(cell), {n: found[n] for n in wanted if n in found},
-        {"shape": cell.shape, "heads_kv": cell.heads_kv}, operations_of(cell), direction, given,
+        {"shape": cell.shape, "heads_kv": cell.heads_kv}, operations_of(cell), direction,
     )  # fmt: skip
 
 
@@ -140,7 +127,7 @@ def deterministic(given: Given) -> None:
             f"{HOPPER}.deterministic": tilewise(row, mask=mask, deterministic=True),
             HOPPER: tilewise(row, mask=mask),
         }
-        rates(label(cell), who, {"shape": cell.shape}, operations_of(cell), 1, given)
+        rates(label(cell), who, {"shape": cell.shape}, operations_of(cell), 1)
 
 
 def formulas(given: Given) -> None:
@@ -164,7 +151,6 @@ def formulas(given: Given) -> None:
             tflops = {name: operations[name] / t / 1e9 for name, t in ms.items()}
             plain = tflops.get("causal")
             for name, rate in tflops.items():
-                note(given, f"{DIRECTIONS[direction]} {row} {name}", {row: rate} | ({"causal": plain} if plain else {}))
                 beside = f"of causal {rate / plain:5.3f}" if plain else ""
                 print(f"{DIRECTIONS[direction]:<8} {row} {name:<16} {ms[name]:8.3f} ms {rate:6.1f} TFLOP/s  {beside}")
             sys.stdout.flush()
@@ -226,7 +212,6 @@ def main() -> None:
     parser.add_argument("--seqlens", type=numbers, default=[])
     parser.add_argument("--masks", type=lambda text: text.split(","), default=[])
     parser.add_argument("--tiny", action="store_true", help="small problems, to try this script on a CPU")
-    parser.add_argument("--json", type=Path, help="append the rates to this file, a line each")
     given = parser.parse_args()
     given.fa4 = find_fa4(DEVICE)[0] if given.fa4 else None
     for part in given.parts:

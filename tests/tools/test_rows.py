@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import check_rows, compare_steps, compare_trees, time_rows
+from tools import check_rows, compare_trees, time_rows, tree_calls
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 
@@ -51,31 +51,7 @@ def test_every_part_prints_a_rate(capsys: pytest.CaptureFixture[str], monkeypatc
     assert all(float(line.partition(" ms")[0].split()[-1]) > 0.0 for line in timed)
 
 
-def test_trees_stand_beside_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One whose attention fails has gaps, and its peer's rate is not taken for its own."""
-    broken = tmp_path / "broken"
-    shutil.copytree(SOURCES / "tilewise", broken / "tilewise")
-    module = broken / "tilewise" / "ops" / "attention" / "cpu.py"
-    module.write_text(module.read_text() + "\nraise RuntimeError('broken')\n")
-    options = ["--rounds", "1", "--tiny", "--seqlens", "64", "--masks", "full"]
-    monkeypatch.setattr("sys.argv", ["compare_trees", "f", str(SOURCES), str(broken), *options])
-    compare_trees.main()
-    title, *cells = capsys.readouterr().out.splitlines()
-    assert [str(SOURCES).endswith(title.split()[-2]), str(broken).endswith(title.split()[-1])] == [True, True]
-    assert [cell.split()[:4] for cell in cells] == [["forward", "d8", "full", "64"], ["forward", "d16", "full", "64"]]
-    assert all(cell.split()[-1] == "-" and float(cell.split()[-2]) > 0.0 for cell in cells)
-
-    monkeypatch.setattr("sys.argv", ["compare_trees", "f", str(tmp_path), *options])
-    with pytest.raises(SystemExit):
-        compare_trees.main()
-    assert "must hold a package tilewise" in capsys.readouterr().err
-
-
-def test_steps_of_trees_take_turns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tree's own attention is timed, and its error seen; whose process ends is named."""
     wrong, broken = tmp_path / "wrong", tmp_path / "broken"
     adds_one = """
@@ -87,17 +63,54 @@ def tiled_forward(call, of_weights=None, forward=tiled_forward):
         shutil.copytree(SOURCES / "tilewise", tree / "tilewise")
         module = tree / "tilewise" / "ops" / "attention" / "cpu.py"
         module.write_text(f"{module.read_text()}\n{last}\n")
-    options = ["--quick", "--rounds", "2", "--steps", "64x4k", "shared", "int8", "two-calls"]
-    monkeypatch.setattr("sys.argv", ["compare_steps", str(SOURCES), str(wrong), *options])
-    compare_steps.main()
+    calls = ["64x4k", "shared", "int8", "two-calls", "f:window:4096:64", "b:softcap:4096:128:4/2"]
+    options = ["--quick", "--rounds", "2", "--calls", *calls]
+    monkeypatch.setattr("sys.argv", ["compare_trees", str(SOURCES), str(wrong), *options])
+    compare_trees.main()
     lines = capsys.readouterr().out.splitlines()
-    errors = [float(line.split()[-1]) for line in lines[:8]]
-    assert max(errors[:4]) < 1e-5 < 0.1 < min(errors[4:])
-    title, *rows = lines[8:]
-    assert title.split()[-2:] == [tree[1 - compare_steps.WIDTH :] for tree in (str(SOURCES), str(wrong))]
-    assert [row.split()[0] for row in rows] == options[4:]
-    assert all(float(row.split()[n].strip("(,)")) > 0.0 for row in rows for n in range(1, 7))
+    errors = [float(line.split()[-1]) for line in lines[: 2 * len(calls)]]
+    assert max(errors[: len(calls)]) < 1e-5
+    assert min(errors[len(calls) :]) > 0.1
+    title, *rows = lines[2 * len(calls) :]
+    assert title.split()[-2:] == [tree[1 - compare_trees.WIDTH :] for tree in (str(SOURCES), str(wrong))]
+    assert [row.split()[0] for row in rows] == calls
+    numbers = [[float(word.strip("(,)x")) for word in row.split()[1:]] for row in rows]
+    assert all(min(row) > 0.0 and row[3] == 1.0 for row in numbers)
+    assert all(row[7] == pytest.approx(row[4] / row[0], abs=2e-3) for row in numbers if row[0] > 100.0)
 
-    monkeypatch.setattr("sys.argv", ["compare_steps", str(broken), *options])
+    monkeypatch.setattr("sys.argv", ["compare_trees", str(broken), *options])
     with pytest.raises(SystemExit, match="its process has ended"):
-        compare_steps.main()
+        compare_trees.main()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere", "--calls", "64x4k"], "TREE must hold a package tilewise, got nowhere"),
+        ([str(SOURCES), "--calls", "f:causal:4k:128"], "f:causal:4k:128"),
+        ([str(SOURCES), "--calls", "f:spiral:4096:128"], "FORMULA of full, causal, window"),
+        ([str(SOURCES), "--calls", "f:full:4096:128:sage9"], "a scheme (sage2, "),
+    ],
+)
+def test_what_trees_cannot_be_asked(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["compare_trees", *arguments])
+    with pytest.raises(SystemExit):
+        compare_trees.main()
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_name_says_all_of_a_problem() -> None:
+    plain = tree_calls.problem_of("b:causal:4096:128")
+    assert plain == tree_calls.Problem("b", "causal", 4096, 128)
+    given = tree_calls.problem_of("f:prefix:512:64:32/8:deterministic:fp8")
+    assert given == tree_calls.Problem("f", "prefix", 512, 64, (32, 8), deterministic=True, scheme="fp8")
+
+
+def test_codes_and_repeated_gradients_are_timed() -> None:
+    for name, most in (("f:causal:2048:128:blocks", 0.2), ("b:full:2048:128:deterministic", 1e-5)):
+        made = tree_calls.make(name, "cpu", quick=True)
+        assert 0.0 < made.error(made.call()) < most
+        assert made.turn_ms > 0.0
