@@ -66,6 +66,11 @@ class Record:
         """Whether the contender could not do the problem, or was never meant to."""
         return self.error is not None and self.error.get("metric") in NO_RESULT
 
+    @property
+    def steady(self) -> bool:
+        """Whether who times it again may find the median: it is within half as much again of the fastest fifth."""
+        return self.p20_ms is None or self.p50_ms is None or self.p50_ms <= 1.5 * self.p20_ms
+
 
 NO_RESULT = ("failure", "not applicable")  # metrics of an `error` that has a message in the place of a value
 _OPTIONAL = {"peak_mib", "count", "percent"}

@@ -70,11 +70,14 @@ def _label(problem: dict[str, Any]) -> str:
 
 
 def ratio(row: dict[str, Record]) -> float | None:
-    """Best peer's median time over the best tilewise median time; None where one side has no time."""
+    """Best peer's median time over the best tilewise median time; None where one side has no time, or some time is not
+    steady.
+    """
     times = {impl: record.p50_ms for impl, record in row.items() if record.p50_ms is not None}
     ours = [time for impl, time in times.items() if impl.startswith("tilewise")]
     peers = [time for impl, time in times.items() if not impl.startswith("tilewise")]
-    return min(peers) / min(ours) if ours and peers and min(ours) > 0 else None
+    known = ours and peers and min(ours) > 0 and all(record.steady for record in row.values())
+    return min(peers) / min(ours) if known else None
 
 
 def _cell(record: Record | None, best: float | None, share: bool, speedup: float | None = None) -> str:
@@ -143,6 +146,9 @@ def _caption(question: str, rows: Table) -> str:
     ceilings = [record.ceiling_tflops for record in records if record.ceiling_tflops is not None]
     if ceilings:
         sentences.append(f"Matrix-product ceiling of the same runs: {min(ceilings):.3g}–{max(ceilings):.3g} TFLOP/s.")
+    unsteady = [f"{impl} ({label})" for label, row in rows for impl, record in row.items() if not record.steady]
+    if unsteady:
+        sentences.append(f"Medians of half as much again as the fastest fifth, not compared: {', '.join(unsteady)}.")
     errors = [
         (float(record.error["value"]), record.impl, str(record.error["metric"]))
         for record in records

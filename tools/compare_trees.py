@@ -26,7 +26,7 @@ from benchmarks.timing import interleaved, quantiles
 from tools.tree_calls import Made, is_step, make, problem_of
 
 ROOT = Path(__file__).resolve().parents[1]
-CALLS = 10  # timed in one turn, where those of a turn are not counted by their time
+CALLS = 10  # in one turn, unless its length in time is given
 WIDTH = 44
 
 
@@ -40,11 +40,8 @@ def serve(names: list[str], quick: bool) -> None:
     _say({})
     for line in sys.stdin:
         made = calls[line.strip()]
-        in_turns = device == "cuda" and made.turn_ms > 0.0
-        timed = interleaved(
-            {"": made.call}, device=device, rounds=1 if in_turns else CALLS, warmup_ms=10.0 if in_turns else 1.0,
-            turn_ms=made.turn_ms,
-        )[""]  # fmt: skip
+        rounds = 1 if made.turn_ms and device == "cuda" else CALLS
+        timed = interleaved({"": made.call}, device=device, rounds=rounds, warmup_ms=10.0, turn_ms=made.turn_ms)[""]
         _say({"times_us": [1e3 * time for time in timed.times_ms]})
 
 

@@ -19,6 +19,7 @@ FEWER = ("few_bits_forward", "sliding_tile", "sparse_whole")
 SELECTED = "hopper_codes.selected"
 SCHEMES = {"sage2": "`Sage2()`", "fp8": '`Sage("fp8")`', "blocks": '`FP8("block", "block", "block")`'}
 PEERS = {"flex": "FlexAttention, compiled", "cudnn": "cuDNN"}
+UNKNOWN = "–"
 DENSE = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4"}
 
 
@@ -81,13 +82,15 @@ def exact(results: Path = RESULTS) -> str:
         if packed or grouped:
             row, where = "", f"{size['batch']} packed documents" if packed else "grouped queries"
         ratios = [ratio(_without_variants(found)) for found in (forward, backward)]
-        cells.setdefault(row, {})[where] = " / ".join("" if x is None else f"{x:.2f}" for x in ratios)
+        cells.setdefault(row, {})[where] = " / ".join(UNKNOWN if x is None else f"{x:.2f}" for x in ratios)
     if first is None:
         return "No records yet."
     others = cells.pop("", {})
     lines = _by_length("forward / backward, times as fast as the best peer", cells)
     caption = [f"{first.device}, {first.problem['dtype']}, {first.date[:10]}"]
     caption += [f"{what} {value}" for what, value in others.items()]
+    if any(UNKNOWN in value for row in cells.values() for value in row.values()):
+        caption.append(f"{UNKNOWN}: times of this run lay too far apart to be found again")
     earlier = of_earlier(record for rows in passes for _, row in rows for record in row.values())
     return "\n".join(lines) + "\n\n" + "; ".join(caption) + "." + earlier
 
@@ -182,7 +185,8 @@ def _by_length(title: str, cells: dict[str, dict[int | str, str]]) -> list[str]:
 
 def _times(of: Record, one: Record) -> str:
     """How many times as fast as `of` one is."""
-    return f"{of.p50_ms / one.p50_ms:.2f}" if of.p50_ms and one.p50_ms else ""
+    known = of.p50_ms and one.p50_ms and of.steady and one.steady
+    return f"{of.p50_ms / one.p50_ms:.2f}" if known else ""
 
 
 def _without_variants(row: dict[str, Record]) -> dict[str, Record]:

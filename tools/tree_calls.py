@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from benchmarks.contenders import inputs
 from benchmarks.reference import head_slice, relative_error
 from benchmarks.steps import ROWS
 from benchmarks.timing import TURN_MS, graphed
+from tools.time_rows import prepared
 
 TOKENS, WIDTH = 16_384, 2048  # of all sequences, and of all heads
 
@@ -73,7 +73,7 @@ class Problem:
 
 def problem_of(name: str) -> Problem:
     """What a name like b:window:8192:128:deterministic says; a ValueError for one that says nothing."""
-    formulas = [formula.name.split()[0] for formula in attention_formula.formulas(64, 1, "cpu")]
+    formulas = [formula.part for formula in attention_formula.formulas(64, 1, "cpu")]
     kind = re.fullmatch(rf"([fb]):({'|'.join(formulas)}):(\d+):(\d+)((?::[^:]+)*)", name)
     if kind is None:
         steps, forms = ", ".join([*STEPS, *MIXED]), ", ".join(formulas)
@@ -110,25 +110,21 @@ def _attention(problem: Problem, device: str, quick: bool) -> Made:
     seqlen, head_dim = (problem.seqlen, problem.head_dim) if not quick else (max(16, problem.seqlen // 64), 32)
     heads, heads_kv = problem.heads or (WIDTH // problem.head_dim,) * 2
     formulas = attention_formula.formulas(seqlen, heads, device)
-    formula = next(formula for formula in formulas if formula.name.split()[0] == problem.formula)
+    formula = next(formula for formula in formulas if formula.part == problem.formula)
     mask, score = formula.ours
     scheme = None if problem.scheme is None else SCHEMES[problem.scheme]
     batch = max(1, TOKENS // seqlen) if not quick else attention_formula.BATCH
     q, k, v, do = inputs((batch, seqlen, heads, head_dim), dtype_of(device), device, heads_kv=heads_kv)
 
-    def forward() -> tuple[torch.Tensor, ...]:
-        return (tw.attention(q, k, v, mask=mask, score=score, quantize=scheme, deterministic=problem.deterministic),)
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return tw.attention(q, k, v, mask=mask, score=score, quantize=scheme, deterministic=problem.deterministic)
 
-    def error(parts: tuple[str, ...], found: tuple[torch.Tensor, ...]) -> float:
+    def error(found: Any) -> float:
         want = head_slice(q, k, v, do, mask=formula.mask, score=formula.score, batch=0, head=heads - 1)
-        pairs = ((x.detach()[0, :, -1], getattr(want, part)) for part, x in zip(parts, found, strict=True))
-        return max(relative_error(*pair) for pair in pairs)
+        parts = {"o": found.detach()} if problem.direction == "f" else dict(zip(("dq", "dk", "dv"), found, strict=True))
+        return max(relative_error(x[0, :, -1], getattr(want, part)) for part, x in parts.items())
 
-    if problem.direction == "f":
-        return Made(forward, partial(error, ("o",)), TURN_MS)
-    (o,) = forward()
-    backward = partial(torch.autograd.grad, o, (q, k, v), do, retain_graph=True)
-    return Made(backward, partial(error, ("dq", "dk", "dv")), TURN_MS)
+    return Made(prepared(attention, [q, k, v, do], "fb".index(problem.direction)), error, TURN_MS)
 
 
 def _decoding(step: Step, device: str, quick: bool) -> tuple[Callable[[], Any], Callable[[Any], float]]:

@@ -53,6 +53,11 @@ class Formula:
     score: ScoreMod | None = None
     sdpa: bool = False
 
+    @property
+    def part(self) -> str:
+        """Its name for --only."""
+        return self.name.split()[0]
+
 
 def document_ids(seqlen: int, device: str) -> torch.Tensor:
     """The document of each position: lengths in proportion to DOCUMENTS."""
@@ -133,7 +138,7 @@ def run(options: Options) -> None:
         results=options.out,
     )
     for formula in formulas(seqlen, heads, device):
-        if not options.wants(formula.name.split()[0]):
+        if not options.wants(formula.part):
             continue
         shape = (BATCH, seqlen, heads, head_dim)
         pairs = visible_pairs(formula.mask, seqlen, device)

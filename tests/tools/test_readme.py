@@ -119,6 +119,18 @@ def test_the_exact_table_has_the_best_peers_time_over_the_rows(tmp_path: Path) -
     assert lines[-1].endswith("; grouped queries 1.50 / 0.75; 4 packed documents 1.50 / 0.75.")
 
 
+def test_what_nobody_would_find_again_is_not_quoted(tmp_path: Path) -> None:
+    problem = {"batch": 4, "num_heads_q": 2, "num_heads_kv": 2, "head_dim": 64, "formula": "full", "causal": False,
+               "dtype": "bfloat16", "seqlen_q": 512, "seqlen_k": 512}  # fmt: skip
+    for question, fastest in (("exact_forward", 1.3), ("exact_backward", 1.4)):  # of a median of 2.0
+        for impl, times in {"tilewise.hopper": (fastest, 2.0, 2.5), "cudnn": (3.0, 3.0, 3.0)}.items():
+            p20, p50, p80 = times
+            append(sample(question=question, problem=problem, impl=impl, p20_ms=p20, p50_ms=p50, p80_ms=p80), tmp_path)
+    text = speed_table.exact(tmp_path)
+    assert "| head dimension 64, full | – / 1.50 |" in text
+    assert "; –: times of this run lay too far apart to be found again." in text
+
+
 def test_the_table_beside_attention_has_the_first_shape_of_each_operation(tmp_path: Path) -> None:
     for question, ours in (("neighbours_forward", 2.0), ("neighbours_backward", 4.0)):
         for operation, shape in (("rope", "16 × 4"), ("rope", "8 × 8"), ("swiglu", "16 × 4")):
