@@ -41,6 +41,7 @@ SCHEMES: dict[str, Scheme] = {
     "fp8_rotated": tw.Sage("fp8", rotate="hadamard"),
     "fa3": tw.FP8(v_scale="channel"),
     "blocks": tw.FP8("block", "block", "block"),
+    "int8_blocks": tw.Sage(q_scale="block", k_scale="block", v_scale="block", smooth=()),
 }
 
 

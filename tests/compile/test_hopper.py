@@ -190,6 +190,40 @@ def test_items_are_dealt_out_where_they_are_many_or_uneven(
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "seqlen", "turns"), [(128, 512, 33), (256, 512, 33), (64, 512, 66), (128, 1024, 33), (128, 2560, 14)]
+)
+def test_pairs_fill_one_turn_of_the_grid_or_two(
+    head_dim: int, seqlen: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gluon_attention, "multiprocessors", lambda device: 132)
+    q, k, v = (torch.zeros(32, seqlen, 8, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    with compiling_for(90):
+        plan = gluon_attention.forward_plan(make_call(q, k, v, mask=tw.causal), limited=False)
+    assert plan.sizes[-2] == turns
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "outputs", "ahead"),
+    [(64, 64, 3, 2), (128, 128, 2, 2), (256, 128, 2, 1), (256, 256, 1, 1)],
+)
+def test_outputs_have_memory_of_their_own(head_dim: int, head_dim_v: int, outputs: int, ahead: int) -> None:
+    """Q of the next item is fetched while this one ends."""
+    q, k = (torch.zeros(2, 1024, 4, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    v = torch.zeros(2, 1024, 4, head_dim_v, dtype=torch.bfloat16)
+    with compiling_for(90):
+        fixed = gluon_attention.forward_plan(make_call(q, k, v), limited=False).constants[0]
+    assert (fixed.outputs.value, fixed.ahead.value) == (outputs, ahead)
+
+
+@pytest.mark.parametrize(("seqlen", "queries"), [(512, 128), (384, 192), (256, 128), (1024, 192)])
+def test_short_rows_take_the_tiles_that_they_fill(seqlen: int, queries: int) -> None:
+    q, k, v = (torch.zeros(2, seqlen, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    with compiling_for(90):
+        plan = gluon_attention.forward_plan(make_call(q, k, v), limited=False)
+    assert plan.constants[0].consumers.value * 64 == queries
+
+
+@pytest.mark.parametrize(
     ("head_dim", "changed", "forward", "keys", "queries"),
     [
         (128, {}, True, True, None),

@@ -55,6 +55,7 @@ _REGISTERS = {2: 240, 3: 160}  # by number of compute warpgroups
 _GATHER = (216, 80)  # of two compute warpgroups, and of the one that gathers
 SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles, as all over pages do
+_SHORT_EVEN = 512  # and up to which those of equal length do, if they fill them better
 # queries and keys of a sequence, up to which two products more cost less than sums of dQ, with a score, and without one
 # by whether a mask is causal, and whether sums would be in order
 _FEW_ROWS = 512
@@ -98,7 +99,7 @@ class Fixed(NamedTuple):
     stages: int | None = None
     sinks: bool | None = None
     dropout: bool | None = None
-    apart: bool | None = None  # the output has shared memory of its own
+    outputs: int | None = None  # places for outputs: one of each warpgroup, or of all, or none but those of Q
     ahead: int | None = None  # for how many items queries have places
     limited: bool | None = None  # exponentials need no maximum
     in_base_2: bool | None = None  # scores come out of the formula, or of the multiply-add of a linear one, in base 2
@@ -231,7 +232,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
     deals = dealt(call, mask, slots)
     meeting = meets(call, -(-call.rows_k // cfg.block_n))
     if not equal(call):
-        turns = turns_of(call, slots, pairs)
+        turns = turns_of(call, slots, pairs, _rounds(call, slots))
     else:
         turns = min(pairs, _NARROW) if deals else together(call, mask, slots, pairs)
     boxes: dict[int, tuple[int, ...]] = {
@@ -247,7 +248,10 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
     if gathered:
         del boxes[1], boxes[2]
     skips = call.skip is not None
-    used = 2 * (cfg.block_m + cfg.stages * cfg.block_n) * (d + d_v)  # bytes, each kind of tile with its own
+    used = 2 * (cfg.block_m * d + cfg.stages * cfg.block_n * (d + d_v))  # bytes, without outputs
+    free = (SHARED - used) // (2 * 64 * d_v)
+    outputs = consumers if free >= consumers else int(free >= 1)
+    used += outputs * 2 * 64 * d_v
     return Plan(
         attention_fwd_sm90,
         grid=min(slots * pairs, multiprocessors(call.q.device)),
@@ -274,7 +278,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
                 few=few,
                 dealt=deals,
                 meets=meeting,
-                apart=used <= SHARED,
+                outputs=outputs,
                 ahead=2 if used + 2 * cfg.block_m * d <= SHARED and not skips else 1,
                 registers=_GATHER[0] if gathered else _REGISTERS[consumers],
                 registers_of_fetch=_GATHER[1] if gathered else None,
@@ -299,9 +303,14 @@ def config_of(kernel: str, call: Call) -> Config:
         rows = _BACKWARD if kernel == "hopper backward" else _QUERIES
         return first_fit(rows, call.head_dim, call.head_dim_v, "plain")
     kind = formula_kind(call.mask and call.mask.text, None)
-    if call.pages is not None or (kind == "plain" and not equal(call) and call.rows_q <= _SHORT):
+    if call.pages is not None or (kind == "plain" and _is_short(call)):
         kind = "short"
     return first_fit(_FORWARD, call.head_dim, call.head_dim_v, kind)
+
+
+def _is_short(call: Call) -> bool:
+    rows = call.rows_q
+    return (rows <= _SHORT_EVEN and -rows % 128 < -rows % 192) if equal(call) else rows <= _SHORT
 
 
 def equal(call: Call) -> bool:
@@ -328,16 +337,23 @@ def meets(call: Call, tiles: int, fewest: int = _FEWEST_MET) -> int | None:
     return _MEETS if alike and tiles >= fewest else None
 
 
-def turns_of(call: Call, slots: int, pairs: int) -> int:
+def _rounds(call: Call, slots: int) -> int:
+    """How many turns of the grid the pairs that take turns fill, two in general. Where memory bounds short sequences,
+    and one holds whole ones, it is one: each turn reads its share from memory then, and not the first all keys of two.
+    """
+    return 1 if call.head_dim > 64 and multiprocessors(call.q.device) % slots == 0 else 2
+
+
+def turns_of(call: Call, slots: int, pairs: int, rounds: int = 2) -> int:
     """How many pairs of batch and head take turns where items are of unequal length, the long ones first: as many as
-    leave enough short ones for the end, or as two turns of the grid hold, one forth and one back. Items of a list visit
-    tiles that others do not: then L2 holds all that the pairs have, or one takes its turn alone.
+    leave enough short ones for the end, or as so many turns of the grid hold, every other one going backwards. Items of
+    a list visit tiles that others do not: then L2 holds all that the pairs have, or one takes its turn alone.
     """
     if equal(call):
         return 1
     mask = functions(call, "gluon")[0]
     if slots <= _FEW_TILES:
-        most = -(-2 * multiprocessors(call.q.device) // slots)
+        most = -(-rounds * multiprocessors(call.q.device) // slots)
     elif mask is not None and mask.classify is not None:
         most = min(_PAIRS, _APART // (max(call.rows_q, call.rows_k) * (call.head_dim + call.head_dim_v)))
     else:

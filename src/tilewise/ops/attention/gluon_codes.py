@@ -112,7 +112,6 @@ def forward_plan(scheme: Scheme, call: Call) -> Plan:
                 sinks=call.sink is not None,
                 dealt=dealt(call, mask, slots),
                 meets=meets(call, -(-call.rows_k // cfg.block_n), _FEWEST_MET),
-                apart=True,
                 ahead=2 if early and used + cfg.block_m * d <= SHARED else 1,
                 registers=_REGISTERS,
                 head_dim_v=call.head_dim_v,

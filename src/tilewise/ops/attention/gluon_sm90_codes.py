@@ -445,8 +445,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
             done += count
 
         # the last output; the next item, and its first scores, meanwhile
-        if fixed.apart:
-            mbarrier.arrive(q_empty.index(spot))
+        mbarrier.arrive(q_empty.index(spot))
         if not ONE_BY_ONE:
             stage_v, v = filled(done - 1, v_ring, v_full)
             r, sums = output_of(p, v, ones, fixed)
@@ -485,9 +484,6 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         put_output(O, where, out, acc, factor / l_safe, share / l_safe, channels, fixed, 0)
         if WIDE:
             put_output(O, where, out, behind, factor / l_safe, share / l_safe, channels, fixed, WIDTH)
-        if not fixed.apart:
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(spot))
         if EARLY:
             s = warpgroup_mma_wait(0, deps=(s,))
         at += 1

@@ -70,7 +70,7 @@ def scores_of(q, k):
 def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
     """Start the scores of an item's first tile, once Q and K are there; if not `wanted`, of what lies there."""
     q_ring, k_ring, _, _, _ = memory
-    q_full, _, k_full, _, _, _ = bars
+    q_full, _, k_full, _, _, _, _ = bars
     place, phase = ring_turn(at, fixed.ahead)
     spot = place * fixed.consumers + C
     mbarrier.wait(q_full.index(spot), phase, pred=wanted)
@@ -151,7 +151,7 @@ def over_tiles(q, done, run, tiles, rows, memory, bars, scalars, formula, fixed)
     scale, c, _, _, _, SKIP = scalars
     skip = gl.load(SKIP + rows[1]) * LOG2E
     _, k_ring, v_ring, _, _ = memory
-    _, _, k_full, k_empty, v_full, v_empty = bars
+    _, _, k_full, k_empty, v_full, v_empty, _ = bars
     HEAD_DIM_V: gl.constexpr = v_ring.shape[-1]
     OUT: gl.constexpr = product_layout(HEAD_DIM_V)
     RIGHT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -189,7 +189,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
     mask_args, mask_nums, score_args, score_nums = formula
     scale, c, _, keep_scale, _, _ = scalars
     q_ring, k_ring, v_ring, o_ring, board = memory
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, o_empty = bars
     HEAD_DIM_V: gl.constexpr = v_ring.shape[-1]
     SCORES: gl.constexpr = product_layout(fixed.block_n)
     OUT: gl.constexpr = product_layout(HEAD_DIM_V)
@@ -202,7 +202,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         give_turn(0)
     done = 0
     at = 0
-    out = o_ring.index(C)
+    out = o_ring.index(0 if fixed.outputs == 1 else C)
     run = posted(0, board, 4)
     s = gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES)
     if EARLY:
@@ -268,7 +268,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             done += count
 
         # the last output; the next item, and its first scores, meanwhile
-        if fixed.apart:
+        if fixed.outputs > 0:
             mbarrier.arrive(q_empty.index(spot))
         if not fixed.skips:
             stage_v, v = tile_of(done - 1, v_ring, v_full, fixed)
@@ -300,16 +300,18 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             acc = warpgroup_mma_wait(1 if EARLY else 0, deps=(acc,))
             mbarrier.arrive(v_empty.index(stage_v))
         o = (acc * (factor / l_safe)[:, None]).to(dtype)
-        if fixed.apart:
+        if fixed.outputs == fixed.consumers:
             tma.store_wait(0)  # of the item before
             barrier()
+        elif fixed.outputs == 1:
+            mbarrier.wait(o_empty, ((at * fixed.consumers + C) & 1) ^ 1)  # of the warpgroup before
         matrix(out).store(o)
         fence_async_shared()
         barrier()
         async_store(O, at_row(queries, h, start + 64 * C), out)
-        if not fixed.apart:
+        if fixed.outputs != fixed.consumers:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(spot))
+            mbarrier.arrive(o_empty if fixed.outputs == 1 else q_empty.index(spot))
         if EARLY:
             s = warpgroup_mma_wait(0, deps=(s,))
         at += 1
@@ -354,9 +356,9 @@ def attention_fwd_sm90(
     q_ring = gl.allocate_shared_memory(Q.dtype, [fixed.ahead * fixed.consumers, 1, 1, 1, 64, D], Q.layout)
     k_ring = ring_of_keys(Q, fixed)
     v_ring = ring_of_keys(O, fixed)
-    o_ring = (
-        gl.allocate_shared_memory(O.dtype, [fixed.consumers, 1, 1, 1, 64, D_V], O.layout) if fixed.apart else q_ring
-    )
+    o_ring = q_ring
+    if fixed.outputs > 0:
+        o_ring = gl.allocate_shared_memory(O.dtype, [fixed.outputs, 1, 1, 1, 64, D_V], O.layout)
     board = message_board(RUN, fixed.consumers + 1 if fixed.in_boxes else fixed.consumers)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
@@ -365,6 +367,8 @@ def attention_fwd_sm90(
     k_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
+    o_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    mbarrier.init(o_empty, count=1)
     for c in gl.static_range(fixed.ahead * fixed.consumers):
         mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_empty.index(c), count=1)
@@ -377,7 +381,7 @@ def attention_fwd_sm90(
 
     # roles
     memory = (q_ring, k_ring, v_ring, o_ring, board)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, o_empty)
     sizes = (batch, seqlen_q, seqlen_k, rows_q, slots, together, items)
     listed = LISTED if fixed.lists else 0
     lists = (listed, list_stride_b, list_stride_h, list_stride_r)

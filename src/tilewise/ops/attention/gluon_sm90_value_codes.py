@@ -76,9 +76,8 @@ def put_output(O, where, out, acc, factor, share, of_values, fixed, FIRST: gl.co
     if fixed.centred:
         x += gl.load(V_MEAN + of_head + channel, mask=inside, other=0.0)[None, :] * share[:, None]
     o = x.to(out.dtype)
-    if fixed.apart:
-        tma.store_wait(0)  # of what was there before
-        barrier()
+    tma.store_wait(0)  # of what was there before
+    barrier()
     matrix(out).store(o)
     fence_async_shared()
     barrier()
