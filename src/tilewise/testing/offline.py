@@ -20,6 +20,7 @@ from tilewise.ops.attention.table import named
 from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.operation import Operation, fields_of
+from tilewise.testing.barriers import reused_barriers
 from tilewise.testing.uniform_registers import read_unset
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -154,11 +155,13 @@ def compile_operation(
 
 def resources(kernel: Any) -> Resources:
     """Registers, spills and shared memory of a compiled kernel; an AssertionError for one that Triton made a trap of,
-    which no launch would take, because it wants more tensor memory than there is, and for one of Hopper's with
-    products of what lies at addresses that are not set.
+    which no launch would take, because it wants more tensor memory than there is, for one whose barriers' memory is
+    something else, too, and for one of Hopper's with products of what lies at addresses that are not set.
     """
     columns = getattr(kernel.metadata, "tmem_size", None) or 0
     assert columns <= TENSOR_MEMORY, f"{kernel.metadata.name}: {columns} columns of tensor memory"
+    reused = reused_barriers(kernel.asm["ptx"])
+    assert not reused, f"{kernel.metadata.name}: memory of barriers that is something else, too, at {reused}"
     report = _inspected(kernel, "cuobjdump", "--dump-resource-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     matrix = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", kernel.asm["ptx"]))

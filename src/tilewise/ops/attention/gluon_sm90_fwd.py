@@ -367,8 +367,10 @@ def attention_fwd_sm90(
     k_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [fixed.stages, 1], BAR)
-    o_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    mbarrier.init(o_empty, count=1)
+    o_empty = 0
+    if fixed.outputs == 1:
+        o_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(o_empty, count=1)
     for c in gl.static_range(fixed.ahead * fixed.consumers):
         mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_empty.index(c), count=1)
