@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.gpu import draws
 from tests.gpu.matrix import DEVICE
 from tilewise.adapters import flash_attn, flex, sageattention, sdpa
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    return draws.draw(*shape, seed=seed).requires_grad_()
 
 
 def assert_like(got: torch.Tensor, want: torch.Tensor, inputs: list[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tests.gpu.draws import draw
 from tests.gpu.matrix import DEVICE
 
 GIB = 2**30
@@ -24,19 +25,14 @@ def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def _draw(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_(generator=generator)
-
-
 @pytest.mark.parametrize("impl", ["triton", "hopper"])
 @pytest.mark.parametrize("heads_kv", [128, 1], ids=["long_keys", "long_queries"])
 def test_tensors_of_more_than_two_to_the_31_elements(heads_kv: int, impl: str) -> None:
     """The last rows of a (1, 2**17 + 256, 128, 128) problem equal a small problem with copies of those rows."""
     seqlen, heads, dim, width, tail = 2**17 + 256, 128, 128, 64, 200
     assert seqlen * heads * dim > 2**31
-    q, do = (_draw(1, seqlen, heads, dim, seed=n) for n in (0, 3))
-    k, v = (_draw(1, seqlen, heads_kv, dim, seed=n) for n in (1, 2))
+    q, do = (draw(1, seqlen, heads, dim, seed=n) for n in (0, 3))
+    k, v = (draw(1, seqlen, heads_kv, dim, seed=n) for n in (1, 2))
     do[:, :-tail] = 0
     for x in (q, k, v):
         x.requires_grad_()
@@ -58,8 +54,8 @@ def test_captured_tensor_of_more_than_two_to_the_31_elements() -> None:
     seqlen = 47_000
     assert seqlen**2 > 2**31
     bias = torch.zeros(seqlen, seqlen, dtype=torch.bfloat16, device=DEVICE)
-    bias[-300:] = _draw(300, seqlen, seed=1)
-    q, k, v = (_draw(1, seqlen, 1, 64, seed=n) for n in (2, 3, 4))
+    bias[-300:] = draw(300, seqlen, seed=1)
+    q, k, v = (draw(1, seqlen, 1, 64, seed=n) for n in (2, 3, 4))
     with torch.no_grad():
         got = tw.attention(q, k, v, score=tw.bias(bias), impl="triton")[:, -300:]
         want = tw.attention(q[:, -300:].clone(), k, v, score=tw.bias(bias[-300:].clone()), impl="triton")
@@ -70,7 +66,7 @@ def test_captured_tensor_of_more_than_two_to_the_31_elements() -> None:
 def test_more_batch_elements_times_heads_than_a_grid_dimension_holds(impl: str) -> None:
     """70,000 sequences of 16 rows, dense and packed, give the same."""
     batch, seqlen = 70_000, 16
-    q, k, v = (_draw(batch, seqlen, 2, 32, seed=n) for n in range(3))
+    q, k, v = (draw(batch, seqlen, 2, 32, seed=n) for n in range(3))
     cu = torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=DEVICE)
     with torch.no_grad():
         dense = tw.attention(q, k, v, mask=tw.causal, impl=impl)
@@ -85,8 +81,8 @@ def test_more_batch_elements_times_heads_than_a_grid_dimension_holds(impl: str) 
 
 
 def test_decode_over_half_a_million_keys() -> None:
-    k, v = (_draw(1, 2**19 + 7, 2, 128, seed=n) for n in range(2))
-    q = _draw(1, 1, 8, 128, seed=2)
+    k, v = (draw(1, 2**19 + 7, 2, 128, seed=n) for n in range(2))
+    q = draw(1, 1, 8, 128, seed=2)
     with torch.no_grad():
         for mask in (tw.causal, tw.window(70_000)):
             got, lse = tw.attention_with_lse(q, k, v, mask=mask, impl="triton_decode")

@@ -11,27 +11,23 @@ import pytest
 import torch
 
 import tilewise as tw
+from tests.gpu.draws import draw
 from tests.gpu.matrix import DEVICE
 
 PROCESSES, SECONDS = 4, 4.0
 Results = tuple[torch.Tensor, ...]
 
 
-def _draw(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_(generator=generator)
-
-
 def _packed() -> Callable[[str], Results]:
     """Items by the hundred thousand, each dealt out."""
-    q, k, v = (_draw(70_000 * 16, 2, 32, seed=n) for n in range(3))
+    q, k, v = (draw(70_000 * 16, 2, 32, seed=n) for n in range(3))
     cu_seqlens = torch.arange(0, 70_000 * 16 + 1, 16, dtype=torch.int32, device=DEVICE)
     return lambda impl: (tw.attention(q, k, v, mask=tw.causal, layout=tw.Packed(cu_seqlens), impl=impl),)
 
 
 def _backward() -> Callable[[str], Results]:
-    q, k, v = (_draw(2, 4096, 16, 128, seed=n).requires_grad_() for n in range(3))
-    do = _draw(2, 4096, 16, 128, seed=9)
+    q, k, v = (draw(2, 4096, 16, 128, seed=n).requires_grad_() for n in range(3))
+    do = draw(2, 4096, 16, 128, seed=9)
 
     def run(impl: str) -> Results:
         o = tw.attention(q, k, v, mask=tw.window(512), impl=impl)

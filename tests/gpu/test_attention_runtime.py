@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 import tilewise as tw
+from tests.gpu.draws import draw
 from tests.gpu.matrix import DEVICE
 from tilewise.ops.attention import gluon_attention
 from tilewise.testing import properties
@@ -18,10 +19,6 @@ from tilewise.testing.graphs import captured
 
 Tensors = tuple[torch.Tensor, ...]
 on_both = pytest.mark.parametrize("impl", ["triton", "hopper"])
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE, dtype=dtype)
 
 
 def leaves(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:

@@ -99,7 +99,7 @@ class Fixed(NamedTuple):
     stages: int | None = None
     sinks: bool | None = None
     dropout: bool | None = None
-    outputs: int | None = None  # places for outputs: one of each warpgroup, or of all, or none but those of Q
+    outputs: int | None = None  # places for outputs: one of each warpgroup, or one that they use in turn
     ahead: int | None = None  # for how many items queries have places
     limited: bool | None = None  # exponentials need no maximum
     in_base_2: bool | None = None  # scores come out of the formula, or of the multiply-add of a linear one, in base 2
@@ -248,10 +248,9 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
     if gathered:
         del boxes[1], boxes[2]
     skips = call.skip is not None
-    used = 2 * (cfg.block_m * d + cfg.stages * cfg.block_n * (d + d_v))  # bytes, without outputs
-    free = (SHARED - used) // (2 * 64 * d_v)
-    outputs = consumers if free >= consumers else int(free >= 1)
-    used += outputs * 2 * 64 * d_v
+    used, output = 2 * (cfg.block_m * d + cfg.stages * cfg.block_n * (d + d_v)), 2 * 64 * d_v  # bytes
+    outputs = consumers if used + consumers * output <= SHARED else 1
+    used += outputs * output
     return Plan(
         attention_fwd_sm90,
         grid=min(slots * pairs, multiprocessors(call.q.device)),

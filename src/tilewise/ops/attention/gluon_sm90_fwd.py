@@ -268,8 +268,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             done += count
 
         # the last output; the next item, and its first scores, meanwhile
-        if fixed.outputs > 0:
-            mbarrier.arrive(q_empty.index(spot))
+        mbarrier.arrive(q_empty.index(spot))
         if not fixed.skips:
             stage_v, v = tile_of(done - 1, v_ring, v_full, fixed)
             acc = warpgroup_mma(p, v, acc, is_async=True)
@@ -300,18 +299,18 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             acc = warpgroup_mma_wait(1 if EARLY else 0, deps=(acc,))
             mbarrier.arrive(v_empty.index(stage_v))
         o = (acc * (factor / l_safe)[:, None]).to(dtype)
-        if fixed.outputs == fixed.consumers:
+        if fixed.outputs == 1:
+            mbarrier.wait(o_empty, ((at * fixed.consumers + C) & 1) ^ 1)  # of the warpgroup before
+        else:
             tma.store_wait(0)  # of the item before
             barrier()
-        elif fixed.outputs == 1:
-            mbarrier.wait(o_empty, ((at * fixed.consumers + C) & 1) ^ 1)  # of the warpgroup before
         matrix(out).store(o)
         fence_async_shared()
         barrier()
         async_store(O, at_row(queries, h, start + 64 * C), out)
-        if fixed.outputs != fixed.consumers:
+        if fixed.outputs == 1:
             tma.store_wait(0)
-            mbarrier.arrive(o_empty if fixed.outputs == 1 else q_empty.index(spot))
+            mbarrier.arrive(o_empty)
         if EARLY:
             s = warpgroup_mma_wait(0, deps=(s,))
         at += 1
@@ -356,9 +355,7 @@ def attention_fwd_sm90(
     q_ring = gl.allocate_shared_memory(Q.dtype, [fixed.ahead * fixed.consumers, 1, 1, 1, 64, D], Q.layout)
     k_ring = ring_of_keys(Q, fixed)
     v_ring = ring_of_keys(O, fixed)
-    o_ring = q_ring
-    if fixed.outputs > 0:
-        o_ring = gl.allocate_shared_memory(O.dtype, [fixed.outputs, 1, 1, 1, 64, D_V], O.layout)
+    o_ring = gl.allocate_shared_memory(O.dtype, [fixed.outputs, 1, 1, 1, 64, D_V], O.layout)
     board = message_board(RUN, fixed.consumers + 1 if fixed.in_boxes else fixed.consumers)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [fixed.ahead * fixed.consumers, 1], BAR)
