@@ -157,7 +157,7 @@ def fetch_rows(inputs, memory, bars, grid, fixed):
     Q, K, V, NEXT, pages = inputs
     strides = pages[3]
     _, k_ring, v_ring, _, board = memory
-    _, _, k_full, k_empty, v_full, v_empty = bars
+    k_full, k_empty, v_full, v_empty = bars[2], bars[3], bars[4], bars[5]
     BLOCK_N: gl.constexpr = fixed.block_n
     D: gl.constexpr = fixed.head_dim
     D_V: gl.constexpr = fixed.head_dim_v
