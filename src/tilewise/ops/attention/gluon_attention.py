@@ -56,10 +56,9 @@ _GATHER = (216, 80)  # of two compute warpgroups, and of the one that gathers
 SHARED = 226 * 1024  # bytes for tiles; the rest is for barriers and what reductions need
 _SHORT = 1536  # queries of a sequence up to which rows of unequal length take smaller tiles, as all over pages do
 _SHORT_EVEN = 512  # and up to which those of equal length do, if they fill them better
-# queries and keys of a sequence, up to which two products more cost less than sums of dQ, with a score, and without one
-# by whether a mask is causal, and whether sums would be in order
+# queries and keys of a sequence, up to which two products more cost less than sums of dQ, and where a mask is causal
 _FEW_ROWS = 512
-_FEW_PLAIN = {(False, False): 512, (True, False): 1024, (False, True): 1024, (True, True): 4096}
+_FEW_CAUSAL = 1024
 _FEW_KEYS = 2048  # of a paged request, up to which rows are gathered
 _FEW_TILES = 24  # of a sequence, up to which those of unequal length may be divided beforehand,
 _FEWEST_TILES = 8  # and up to which they are, whether or not they come out even
@@ -499,7 +498,7 @@ def _sums(call: Call) -> bool:
     cfg = config_of("hopper backward", call)
     rows = max(call.rows_q, call.rows_k)
     empty = slots_of(call, cfg, False) * cfg.block_m > 4 * rows
-    most = _FEW_ROWS if call.score is not None else _FEW_PLAIN[_is_causal(call), call.deterministic]
+    most = _FEW_CAUSAL if _is_causal(call) and call.score is None else _FEW_ROWS
     few = _columns(call) == 128 and rows <= most and not (call.packed or any(call.grad_captured))
     return not ((call.deterministic and not _in_order(call)) or _columns(call) > 128 or few or empty)
 
