@@ -33,8 +33,7 @@ TABLE = Path(__file__).resolve().parent.parent / "tests" / "compile" / "resource
 ARCHITECTURES = (80, 90, 100)
 SEQLEN, HEADS, HEADS_KV = 256, 4, 2
 LEFT_OUT = 15.0  # how far below the largest scores are that count for nothing
-LONG = 1536  # tokens of Hopper's variants: shorter ones have a backward of their own,
-IN_ORDER = 4608  # shorter ones that of "repeats"
+LONG = 1536  # tokens of Hopper's variants: shorter ones have a backward of their own
 LONGER = 8192  # of those whose programs meet
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -71,6 +70,7 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "slopes": lambda: {"mask": tw.causal, "score": tw.alibi(torch.ones(HEADS))},
     "softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0)},
     "document": lambda: {"mask": tw.causal & tw.document(torch.arange(LONG) // 30)},
+    "document ends": lambda: {"mask": tw.document(torch.arange(LONG) // 30, ascending=True)},
     "packed": lambda: {"mask": tw.causal, "layout": _packed()},
     "dropout": lambda: {"mask": tw.causal, "dropout": 0.1, "seed": 0},
     "repeats": lambda: {"mask": tw.causal, "deterministic": True},
@@ -168,7 +168,7 @@ class Variant:
         arguments = FORMULAS[self.formula]()
         if self.row in ("triton_paged", "hopper_decode") or self.formula in ("pages", "small pages"):
             return self._paged(arguments)
-        tokens = LONGER if self.formula.endswith("longer") else IN_ORDER if self.formula == "repeats" else LONG
+        tokens = LONGER if self.formula.endswith("longer") else LONG
         lead = (SEQLEN,) if "layout" in arguments else (2, tokens if self.row in ("hopper", "hopper_codes") else SEQLEN)
         rows = (2, 4) if self.row == "triton_decode" else lead
         forward = self.row in ("triton_decode", "hopper_codes", "triton_codes") or self.formula == "left out"
@@ -239,6 +239,7 @@ def variants() -> Iterator[Variant]:
             not in (
                 "longer",
                 "slopes",
+                "document ends",
                 "repeats",
                 "pages",
                 "small pages",
@@ -287,6 +288,7 @@ def variants() -> Iterator[Variant]:
             "slopes",
             "softcap",
             "document",
+            "document ends",
             "packed",
             "dropout",
             "repeats",

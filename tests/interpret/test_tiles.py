@@ -121,6 +121,48 @@ def test_lists_say_what_parts_of_rows_see(case: Case, for_keys: bool, parts: int
     assert listed[-1, 0] == 0, "to count with"
 
 
+MOVED = ("ascending", "causal_ascending", "packed_ascending", "by_head", "undefined", "quotients")
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moved_tiles_see_what_others_do(name: str) -> None:
+    """They hold every visible key, those that are FULL no other, and there are no more of them."""
+    call = call_of(CASES[name])
+    assert triton_attention.may_move(call)
+    cfg = Config(16, 16, 4, 2, False)
+    plan = SimpleNamespace(extra=(cfg, triton_plans.functions(call)[0]))
+    still = triton_attention.lists_of(call, plan, False, None, {})
+    moved = triton_attention.lists_of(call, plan, False, None, {}, by_length=True, moved=True)
+    by_key = Config(16, 1, 4, 2, False)
+    offsets = set()
+    for row, (num_partial, num_full, *entries), classes, _ in _rows(call, moved, by_key, False):
+        listed = [*entries[:num_partial], *entries[::-1][:num_full]]
+        assert len(listed) <= still[0][row, :2].sum()
+        assert len({entry >> 24 for entry in listed}) <= 1
+        offsets |= {entry >> 24 for entry in listed}
+        begins = [(entry & 2**24 - 1) * 16 + (entry >> 24) for entry in listed]
+        left = classes[0] != EMPTY
+        for n, begin in enumerate(begins):
+            if n >= num_partial:
+                assert (classes[0, begin : begin + 16] == FULL).all()
+                assert begin + 16 <= classes.shape[1]
+            left[begin : begin + 16] = False
+        assert not left.any()
+    assert offsets != {0} or name in ("by_head", "undefined", "quotients")
+
+
+def test_who_sees_nothing_visits_the_first_tile() -> None:
+    """Of those that are moved, too."""
+    q = torch.zeros(1, 48, 1, 16)
+    call = make_call(q, q, q, mask=lambda b, h, i, j: (i >= 20) & ((j - 36) * (j - 36) < 121))
+    assert triton_attention.may_move(call)
+    plan = SimpleNamespace(extra=(Config(16, 16, 4, 2, False), triton_plans.functions(call)[0]))
+    listed, *_ = triton_attention.lists_of(call, plan, False, None, {}, moved=True)
+    assert listed[0, :3].tolist() == [0, 0, 0]
+    assert listed[1, :4].tolist() == [2, 0, 1, 2]
+    assert listed[2, [0, 1, 2, -1]].tolist() == [1, 1, 10 << 24 | 2, 10 << 24 | 1]
+
+
 def test_lists_of_other_packed_lengths_are_sorted_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan is kept for all lengths of as many rows, and how wide a list is depends on the longest."""
     case = CASES["packed_document"].with_(heads_q=2, heads_kv=1)

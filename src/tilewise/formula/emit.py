@@ -100,7 +100,7 @@ class Emitter:
         """`def name(b, h, position, start, layout, args, nums)` returning a tuple of what a tile's columns need once,
         each [1, N] in the tile's `layout`, or a number that all share (Gluon only). `position` [N] is spread over the
         threads; in the tile's layout many of them have the same column, and each would work it out for itself. The
-        first is at `start`, a multiple of N.
+        first is at `start`, a multiple of N wherever a formula divides positions (`variant.keys_are_divided`).
         """
         lines, names = self._body(share(*hoisted))
         moved = []

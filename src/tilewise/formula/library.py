@@ -114,7 +114,7 @@ def _runs_of_documents(ids: torch.Tensor) -> Mask:
     begins[..., 1:] = ends[..., :-1]
     first = torch.where(begins, at, 0).cummax(-1).values
     last = torch.where(ends, at, ids.shape[-1]).flip(-1).cummin(-1).values.flip(-1)
-    both = torch.stack([first, last]).int()  # in one tensor, whose extrema of blocks are one kernel's
+    both = torch.stack([first, last]).int()  # in one tensor: kernels are given one pointer
 
     def inside(b: Any, x: Any, y: Any) -> Any:
         where = (e.rising(x),) if ids.ndim == 1 else (b, e.rising(x))

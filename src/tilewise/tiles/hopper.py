@@ -278,7 +278,8 @@ def matrix(tile, BY_EIGHTS: gl.constexpr = False):
 @gluon.jit
 def with_columns(once, b, h, start, last, args, nums, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, N: gl.constexpr):
     """What a formula computed once for the rows, and what it does for the columns `start` .. `start` + N - 1 of a tile
-    in LAYOUT, positions beyond `last` being `last`. Keys begin at a multiple of N (`formula.emit.Emitter.columns`).
+    in LAYOUT, positions beyond `last` being `last`. Where keys are divided they begin at a multiple of N
+    (`formula.emit.Emitter.columns`).
     """
     if COLUMNS is not None:
         x = gl.minimum(start + gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [4], [0])), last)

@@ -121,6 +121,7 @@ class Fixed(NamedTuple):
     exact_sums: bool | None = None  # weights are summed before they are codes
     skips: bool | None = None  # tiles of small weights count for nothing
     meets: int | None = None  # after how many tiles programs wait for each other, if they do
+    moved: bool | None = None  # lists say where tiles begin
     dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
     # of the backward
     slope: Any = None  # the score's derivative
@@ -266,6 +267,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
                 limited=limited,
                 dropout=call.dropout > 0.0,
                 skips=skips,
+                moved=mask is not None and mask.classify is not None and triton_attention.may_move(call),
                 in_boxes=boxed,
                 gathered=gathered,
                 head_dim=call.head_dim if gathered else None,

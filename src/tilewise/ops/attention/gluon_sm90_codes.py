@@ -154,12 +154,12 @@ def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None, CUT: gl.
         if fixed.score is not None:
             if fixed.biased:
                 s = s + gl.convert_layout(bias, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
-            s = scored(s, n, rows, formula, fixed)
+            s = scored(s, n * fixed.block_n, rows, formula, fixed)
         factor = none + (1.0 if fixed.in_base_2 else LOG2E)
     if bits is not None:
         s = only_bits(s, bits)
     elif fixed.guard and masked:
-        s = with_hidden(s, n, rows, formula, fixed)
+        s = with_hidden(s, n * fixed.block_n, rows, formula, fixed)
     if not INTEGERS:
         raw = thread_max(s) if NUMBERS else largest_of_thread(s)
     largest = raw * factor
@@ -177,8 +177,9 @@ def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None, CUT: gl.
 def bits_of(n, rows, formula, fixed, LAYOUT: gl.constexpr):
     """What a formula sees of key tile n, as `thread_bits`, also where all queries see the same."""
     every = gl.full([64, fixed.block_n], 1, gl.int1, layout=LAYOUT)
-    there = n * fixed.block_n + gl.arange(0, fixed.block_n, layout=gl.SliceLayout(0, LAYOUT)) < rows[3]
-    return thread_bits(every & there[None, :] & seen_in(n, rows, formula, fixed, LAYOUT))
+    first = n * fixed.block_n
+    there = first + gl.arange(0, fixed.block_n, layout=gl.SliceLayout(0, LAYOUT)) < rows[3]
+    return thread_bits(every & there[None, :] & seen_in(first, rows, formula, fixed, LAYOUT))
 
 
 @gluon.jit

@@ -6,10 +6,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.ops.attention.gluon_sm90_meetings import meet, meetings_of
 from tilewise.ops.attention.gluon_sm90_pages import fill_pages, fill_tile, gather_rows, pages_of_keys, table_of
-from tilewise.ops.attention.gluon_sm90_runs import run_of_queries, where_of
+from tilewise.ops.attention.gluon_sm90_runs import first_key, run_of_queries, where_of
 from tilewise.tiles.gluon_api import async_load
 from tilewise.tiles.hopper import at_row, deal, fill, post, posted, ring_turn, tile_bytes
-from tilewise.tiles.visit import snake, visit_any
+from tilewise.tiles.visit import snake
 
 
 @gluon.jit
@@ -95,19 +95,19 @@ def fetch(inputs, memory, bars, grid, fixed):
         _queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, fixed.block_n)
         h = run[1] // fixed.group
         table = table_of(run[0], pages) if fixed.paged else 0
-        n = visit_any(0, tiles, fixed.lists)
-        after = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
-        fill_tile(K, done, keys, h, n * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
+        start = first_key(0, tiles, fixed)
+        after = first_key(gl.minimum(1, count - 1), tiles, fixed)
+        fill_tile(K, done, keys, h, start, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
         if not EARLY:
             fetch_queries(Q, run, at, memory, bars, grid, fixed)
         near = gl.maximum(count - 2, 1)
         meetings = meetings_of(at, near - 1, grid, fixed)
         for t in range(1, near):
             patient = meet(NEXT, t, meetings, patient, fixed)
-            ahead = visit_any(t + 1, tiles, fixed.lists)
-            fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
-            fill_values(V, done + t - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)
-            n = after
+            ahead = first_key(t + 1, tiles, fixed)
+            fill_tile(K, done + t, keys, h, after, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
+            fill_values(V, done + t - 1, run[0], keys, h, start, memory, bars, grid, fixed)
+            start = after
             after = ahead
         turn += 1
         item = next_item(turn, NEXT, grid, fixed)
@@ -116,12 +116,12 @@ def fetch(inputs, memory, bars, grid, fixed):
         if EARLY:
             fetch_queries(Q, coming, at + 1, memory, bars, grid, fixed)
         for t in range(near, count):
-            ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
-            fill_tile(K, done + t, keys, h, after * fixed.block_n, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
-            fill_values(V, done + t - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)
-            n = after
+            ahead = first_key(gl.minimum(t + 1, count - 1), tiles, fixed)
+            fill_tile(K, done + t, keys, h, after, k_ring, k_full, k_empty, table, pages[3], fixed, 0)
+            fill_values(V, done + t - 1, run[0], keys, h, start, memory, bars, grid, fixed)
+            start = after
             after = ahead
-        fill_values(V, done + count - 1, run[0], keys, h, n * fixed.block_n, memory, bars, grid, fixed)
+        fill_values(V, done + count - 1, run[0], keys, h, start, memory, bars, grid, fixed)
         done += count
         at += 1
         run = coming
@@ -141,8 +141,7 @@ def fetch_values(inputs, memory, bars, grid, fixed):
         table = table_of(run[0], pages)
         h = run[1] // fixed.group
         for t in range(run[7]):
-            n = visit_any(t, tiles, fixed.lists)
-            start = n * fixed.block_n
+            start = first_key(t, tiles, fixed)
             fill_pages(V, done + t, keys, h, start, v_ring, v_full, v_empty, table, pages[3], fixed, 1)
         done += run[7]
         at += 1
@@ -177,12 +176,12 @@ def fetch_rows(inputs, memory, bars, grid, fixed):
         _queries, keys, _lengths, _row0, tiles = where_of(run, grid, fixed, BLOCK_N)
         h = run[1] // fixed.group
         table = table_of(run[0], pages)
-        first = visit_any(0, tiles, fixed.lists) * BLOCK_N
+        first = first_key(0, tiles, fixed)
         here = pages_of_keys(table, keys, first, r, BLOCK_N, fixed)
         before = 0 * first  # not `first`: the loop would then be taken to leave it as it is
         there = 0 * here
         for t in range(count):
-            after = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists) * BLOCK_N
+            after = first_key(gl.minimum(t + 1, count - 1), tiles, fixed)
             ahead = pages_of_keys(table, keys, after, r, BLOCK_N, fixed)
             gather_rows(of_k, (here, first, keys, h, r), done + t, D, fixed)
             if t == 0:

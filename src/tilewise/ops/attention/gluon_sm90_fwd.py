@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.ops.attention.gluon_sm90_fetch import fetch, fetch_rows, fetch_values
 from tilewise.ops.attention.gluon_sm90_formula import scored, with_hidden
-from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
+from tilewise.ops.attention.gluon_sm90_runs import RUN, first_key, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_store, barrier
 from tilewise.tiles.hopper import (
@@ -43,7 +43,7 @@ from tilewise.tiles.hopper import (
     wait_turn,
     whole,
 )
-from tilewise.tiles.visit import call_once, row_ends, visit_any
+from tilewise.tiles.visit import call_once, row_ends
 
 
 @gluon.jit
@@ -85,8 +85,8 @@ def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
 
 
 @gluon.jit
-def final_scores(s, n, masked, rows, c, scale, formula, fixed):
-    """What the softmax sees of the products with key tile n."""
+def final_scores(s, first, masked, rows, c, scale, formula, fixed):
+    """What the softmax sees of the products with a tile of keys, from number `first` on."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     tilt = rows[7]
     if fixed.linear is not None:
@@ -94,14 +94,14 @@ def final_scores(s, n, masked, rows, c, scale, formula, fixed):
     if fixed.scale_first and fixed.score is None:
         s = s * scale
     if fixed.score is not None:
-        s = scored(s, n, rows, formula, fixed)
+        s = scored(s, first, rows, formula, fixed)
     if fixed.guard and masked:
-        s = with_hidden(s, n, rows, formula, fixed)
+        s = with_hidden(s, first, rows, formula, fixed)
     return s
 
 
 @gluon.jit
-def softmax_of(s, n, m_old, rows, c, fixed):
+def softmax_of(s, first, m_old, rows, c, fixed):
     """(probabilities of the running maximum, that maximum, factor for what came before), the latter [64, 4], alike in
     a quad's threads. m is in units of s, or of base 2 where scores are. It moves only by factors above 2**8: nothing
     overflows meanwhile, and what came before is seldom multiplied (Zadouri et al., "FlashAttention-4"). For scores that
@@ -115,7 +115,7 @@ def softmax_of(s, n, m_old, rows, c, fixed):
         parts = parts_of(s)
         by = 8.0 if fixed.in_base_2 else gl.minimum(8.0 / c, 1e30)
         if fixed.linear is not None:
-            more = of_row(tilted(tilt, offs_i, n * fixed.block_n, 0), largest)
+            more = of_row(tilted(tilt, offs_i, first, 0), largest)
             m_new = raised(m_old, largest + more, by)
         else:
             m_new = raised(m_old, largest, by)
@@ -133,11 +133,11 @@ def softmax_of(s, n, m_old, rows, c, fixed):
 
 
 @gluon.jit
-def dropped(p, n, rows, scalars, fixed):
-    """Probabilities of key tile n without those that dropout takes."""
+def dropped(p, first, rows, scalars, fixed):
+    """Probabilities of a tile of keys without those that dropout takes."""
     _, _, dropout, _, seed, _ = scalars
     if fixed.dropout:
-        keep = keep_scores(seed, rows[0] * fixed.heads + rows[1], rows[2], n * fixed.block_n, dropout, p)
+        keep = keep_scores(seed, rows[0] * fixed.heads + rows[1], rows[2], first, dropout, p)
         p = gl.where(keep, p, 0.0)
     return p
 
@@ -160,17 +160,17 @@ def over_tiles(q, done, run, tiles, rows, memory, bars, scalars, formula, fixed)
     l_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=product_layout(fixed.block_n)))
     m_i = l_i + float("-inf")
     for t in range(count):
-        n = visit_any(t, tiles, fixed.lists)
+        first = first_key(t, tiles, fixed)
         stage, k = tile_of(done + t, k_ring, k_full, fixed)
         s = warpgroup_mma_wait(0, deps=(scores_of(q, k),))
         mbarrier.arrive(k_empty.index(stage))
-        s = final_scores(s, n, t < num_partial, rows, c, scale, formula, fixed)
+        s = final_scores(s, first, t < num_partial, rows, c, scale, formula, fixed)
         above = gl.max(gl.max(thread_max(s) - m_i, 1), 0)
         stage_v, v = tile_of(done + t, v_ring, v_full, fixed)
         if above * (1.0 if fixed.in_base_2 else c) >= -skip:
-            p32, m_i, alpha = softmax_of(s, n, m_i, rows, c, fixed)
+            p32, m_i, alpha = softmax_of(s, first, m_i, rows, c, fixed)
             l_i = l_i * alpha + thread_sums(p32)
-            p = gl.convert_layout(dropped(p32, n, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
+            p = gl.convert_layout(dropped(p32, first, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
             acc = rescaled(acc, alpha)
             acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(p, v, acc, is_async=True),))
         mbarrier.arrive(v_empty.index(stage_v))
@@ -228,24 +228,24 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             acc, l_i, m_i = over_tiles(q, done, run, tiles, rows, memory, bars, scalars, formula, fixed)
             done += count
         else:
-            n = visit_any(0, tiles, fixed.lists)
+            first = first_key(0, tiles, fixed)
             if not EARLY:
                 s = warpgroup_mma_wait(0, deps=(first_scores(done, at, memory, bars, fixed, C, True),))
             mbarrier.arrive(k_empty.index(done % fixed.stages))
             m_i = thread_sums(gl.zeros([64, fixed.block_n], gl.float32, layout=SCORES))
             if not fixed.limited:
                 m_i += float("-inf")
-            s = final_scores(s, n, num_partial > 0, rows, c, scale, formula, fixed)
-            p32, m_i, alpha = softmax_of(s, n, m_i, rows, c, fixed)
+            s = final_scores(s, first, num_partial > 0, rows, c, scale, formula, fixed)
+            p32, m_i, alpha = softmax_of(s, first, m_i, rows, c, fixed)
             l_i = thread_sums(p32)
-            p = gl.convert_layout(dropped(p32, n, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
+            p = gl.convert_layout(dropped(p32, first, rows, scalars, fixed).to(dtype), RIGHT, assert_trivial=True)
             acc = gl.zeros([64, HEAD_DIM_V], gl.float32, layout=OUT)
 
             # the others: scores of tile t and output of tile t - 1 at the same time
-            ahead = visit_any(gl.minimum(1, count - 1), tiles, fixed.lists)
+            ahead = first_key(gl.minimum(1, count - 1), tiles, fixed)
             for t in range(1, count):
-                n = ahead
-                ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
+                first = ahead
+                ahead = first_key(gl.minimum(t + 1, count - 1), tiles, fixed)
                 stage, k = tile_of(done + t, k_ring, k_full, fixed)
                 wait_turn(C)
                 coming = scores_of(q, k)
@@ -254,12 +254,12 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
                 give_turn((C + 1) % fixed.consumers)
                 s = warpgroup_mma_wait(1, deps=(coming,))
                 mbarrier.arrive(k_empty.index(stage))
-                s = final_scores(s, n, t < num_partial, rows, c, scale, formula, fixed)
-                p32, m_i, alpha = softmax_of(s, n, m_i, rows, c, fixed)
+                s = final_scores(s, first, t < num_partial, rows, c, scale, formula, fixed)
+                p32, m_i, alpha = softmax_of(s, first, m_i, rows, c, fixed)
                 sums = thread_sums(p32)
                 l_i = l_i + sums if fixed.limited else l_i * alpha + sums
                 keep_before_wait(sums)
-                p32 = dropped(p32, n, rows, scalars, fixed)
+                p32 = dropped(p32, first, rows, scalars, fixed)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(stage_v))
                 p = gl.convert_layout(p32.to(dtype), RIGHT, assert_trivial=True)

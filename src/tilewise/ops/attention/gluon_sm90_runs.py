@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.tiles.hopper import sequence
-from tilewise.tiles.visit import locate, take_turns, visits
+from tilewise.tiles.visit import TILE_BITS, entry_of, locate, take_turns, tile_of_entry, visits
 
 RUN = gl.constexpr(8)  # numbers of a run; the last is how many tiles it visits
 LONGEST = gl.constexpr(4)  # rows of tiles of each pair that come before all others
@@ -163,6 +163,16 @@ def where_of(run, grid, fixed, BLOCK: gl.constexpr):
     last = ((seqlen_q if fixed.of_keys else seqlen_k) + BLOCK - 1) // BLOCK - 1
     tiles = (begin, full_begin, count - num_partial, num_partial, last, list_of(b, h, slot, grid, fixed), grid[2][3])
     return queries, keys, (seqlen_q, seqlen_k), row0, tiles
+
+
+@gluon.jit
+def first_key(t, tiles, fixed):
+    """The first key of the t-th of all visited tiles, those that are not FULL first."""
+    entry = entry_of(t, tiles, fixed.lists)
+    first = tile_of_entry(entry, tiles, fixed.lists) * fixed.block_n
+    if fixed.moved:
+        first += entry >> TILE_BITS
+    return first
 
 
 @gluon.jit

@@ -28,6 +28,7 @@ from tilewise.ops.attention.triton_plans import (
     scalars_of,
     slots_of,
 )
+from tilewise.ops.attention.variant import keys_are_divided
 from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
 from tilewise.tiles.early import AT_FIRST
@@ -66,7 +67,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Triton forward, or by another kernel that takes the same pointers, and `more` behind them.
 
-    Where q, k and v are not `reached` by its loads, it runs on padded copies.
+    Where q, k and v are not `reached` by its loads, it runs on padded copies. With `by_length` lists are for one that
+    goes by them: `lists_of`, with tiles of keys that may be moved.
     """
     key = call_key(call)
     plan = _PLANS.get((make_plan, key))
@@ -77,7 +79,7 @@ def forward(
         plan = _PLANS.put(key and (make_plan, key), make_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
-        lists = lists_of(call, plan, False, key, {}, by_length)
+        lists = lists_of(call, plan, False, key, {}, by_length, moved=by_length and may_move(call))
         launch_forward(call, plan, lists, o, lse, more(call, plan, lists))
     return o, lse
 
@@ -166,13 +168,13 @@ def _padded_rows(x: torch.Tensor, reached: Reached) -> torch.Tensor:
 
 def lists_of(
     call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any], by_length: bool = False,
-    part: int | None = None,
+    part: int | None = None, moved: bool = False,
 ) -> Lists:  # fmt: skip
     """The tile lists and their strides by batch, head and row, or nothing where loop bounds do.
 
-    A row is laid out as `tile_lists` says; with `by_length` the longest have the first turns, and with `part` tiles are
-    classified for so many positions of a row at a time. `tables` keeps block extrema that several lists of one call
-    share.
+    A row is laid out as `tile_lists` says; with `by_length` the longest have the first turns, with `part` tiles are
+    classified for so many positions of a row at a time, and where they are `moved` they begin where it is best for a
+    row. `tables` keeps block extrema that several lists of one call share.
     """
     cfg, mask = plan.extra
     if call.mask is None or mask.classify is None:
@@ -186,10 +188,10 @@ def lists_of(
     parts = own // (part or own)
     width = triton.cdiv(3 + triton.cdiv(max(1, longest(call, not for_keys)), other), 4) * 4  # rows of 16 bytes
     listed = torch.empty((rows + 1, width), dtype=torch.int32, device=call.q.device)
-    list_key = key and ("lists", key, for_keys, cfg, by_length, parts)
+    list_key = key and ("lists", key, for_keys, cfg, by_length, parts, moved)
     plans = _PLANS.get(list_key)
     if plans is None:
-        constants = (heads, cfg.block_m, cfg.block_n, 128, parts, mask.classify, call.packed, for_keys, early)
+        constants = (heads, cfg.block_m, cfg.block_n, 128, parts, mask.classify, call.packed, for_keys, moved, early)
         lister = Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1, early=early > 0)
         sorter = None
         if by_length and 1 < slots <= _SORTED:
@@ -205,6 +207,13 @@ def lists_of(
     if sorter is not None:
         sorter.launch((listed,), (width,))  # which depends on lengths that no key has
     return listed, (heads * slots if batches > 1 else 0), (slots if heads > 1 else 0), width
+
+
+def may_move(call: Call) -> bool:
+    """Whether tiles of keys may begin anywhere, and not only where pages, counters of dropout or a formula's do."""
+    if call.mask is None or call.pages is not None or call.dropout > 0.0:
+        return False
+    return not keys_are_divided(call.mask.text, call.score and call.score.text)
 
 
 def _tables(

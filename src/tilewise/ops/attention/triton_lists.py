@@ -29,11 +29,68 @@ def block_extrema(X, LOW, HIGH, size, blocks, BLOCK: tl.constexpr, EARLY: tl.con
     tl.store(HIGH + pid, high)
 
 
+@triton.jit
+def looks(other, offset, end, row, rule, BLOCK: tl.constexpr, CLASSIFY: tl.constexpr, FOR_KEYS: tl.constexpr):
+    """(what parts of a row see something of, what any does, what all see whole) of tiles of the other side, whose first
+    begins at `offset`; a tile that reaches beyond the `end` is not seen whole.
+    """
+    b, h, shift, own0, own1, has_rows = row
+    block_i, block_j, args, nums = rule
+    exists = other * BLOCK + offset < end
+    first = tl.where(exists, other * BLOCK + offset, 0)
+    x0 = first.to(tl.int64)[None, :]
+    x1 = tl.minimum(first + BLOCK, end).to(tl.int64)[None, :] - 1
+    if FOR_KEYS:
+        sure, maybe = CLASSIFY(b, h, x0 + shift, x1 + shift, own0, own1, block_i, block_j, args, nums)
+    else:
+        sure, maybe = CLASSIFY(b, h, own0 + shift, own1 + shift, x0, x1, block_i, block_j, args, nums)
+    whole = first + BLOCK <= end
+    seen = exists[None, :] & has_rows & maybe
+    clear = (seen & sure & whole[None, :]) | (has_rows == 0)
+    visited = tl.max(seen.to(tl.int32), 0) > 0
+    return seen, visited, visited & (tl.min(clear.to(tl.int32), 0) > 0)
+
+
+@triton.jit
+def count_tiles(offset, end, row, rule, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLASSIFY: tl.constexpr):
+    """(first position of the tiles of keys that a row visits, how many there are, how many of them are FULL)."""
+    low = end
+    num_visited = 0
+    num_full = 0
+    for start in range(0, (end - offset + BLOCK - 1) // BLOCK, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        _seen, visited, full = looks(other, offset, end, row, rule, BLOCK, CLASSIFY, False)
+        low = tl.minimum(low, tl.min(tl.where(visited, other * BLOCK + offset, end), 0))
+        num_visited += tl.sum(visited.to(tl.int32), 0)
+        num_full += tl.sum(full.to(tl.int32), 0)
+    return low, num_visited, num_full
+
+
+@triton.jit
+def best_offset(end, row, rule, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLASSIFY: tl.constexpr):
+    """Where tiles of keys best begin for a row, at 0 or at the first key that it sees, modulo BLOCK: whichever it
+    visits fewer tiles with, or as many of which more are FULL.
+    """
+    b, h, shift, own0, own1, has_rows = row
+    block_i, block_j, args, nums = rule
+    low, num_visited, num_full = count_tiles(0 * end, end, row, rule, BLOCK, CHUNK, CLASSIFY)
+    low = tl.maximum(tl.minimum(low, end - 1), 0)
+    more = tl.arange(0, BLOCK)
+    x0 = (low + 0 * more).to(tl.int64)[None, :]
+    x1 = tl.maximum(tl.minimum(low + more, end - 1), 0).to(tl.int64)[None, :]
+    _sure, maybe = CLASSIFY(b, h, own0 + shift, own1 + shift, x0, x1, block_i, block_j, args, nums)
+    seen = tl.max((has_rows & maybe).to(tl.int32), 0) > 0
+    offset = tl.min(tl.where(seen, more, BLOCK), 0) % BLOCK
+    _low, visited_so, full_so = count_tiles(offset, end, row, rule, BLOCK, CHUNK, CLASSIFY)
+    better = (visited_so < num_visited) | ((visited_so == num_visited) & (full_so > num_full))
+    return tl.where(better, offset, 0)
+
+
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "slots", "width", "nums"])
 def tile_lists(
     LISTED, CU_Q, CU_K, args, nums, width, batch, seqlen_q, seqlen_k, slots,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
-    CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr, EARLY: tl.constexpr,
+    CLASSIFY: tl.constexpr, PACKED: tl.constexpr, FOR_KEYS: tl.constexpr, MOVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per row: a tile of queries lists its tiles of keys, or with FOR_KEYS a tile of keys its tiles of
     queries. A row is laid out as `tiles.visit.visit` says, and has one more number behind the tiles that are not FULL
@@ -43,11 +100,15 @@ def tile_lists(
     With PARTS, a power of two, the positions of a row are in as many parts, each of which is classified. Tiles that are
     not FULL have a bit for each above their number, 1 if the part sees nothing of it.
 
+    With MOVED, in lists of queries without parts, tiles begin where it is best for the row (`best_offset`): all of them
+    have the position at which the first begins above their number.
+
     Rows are (batch, head, slot), or (head, slot) when packed, and behind the last is a 0, to count with; a tile that
     reaches beyond the other side's end is PARTIAL.
     """
     begin_early(EARLY)
     OWN: tl.constexpr = BLOCK_N if FOR_KEYS else BLOCK_M
+    BLOCK: tl.constexpr = BLOCK_M if FOR_KEYS else BLOCK_N
     PART: tl.constexpr = OWN // PARTS
     pid = tl.program_id(0)
     slot = pid % slots
@@ -64,10 +125,10 @@ def tile_lists(
         seqlen_k = tl.load(CU_K + b + 1) - tl.load(CU_K + b)
     shift = seqlen_k - seqlen_q
     if FOR_KEYS:
-        size, others = seqlen_k, (seqlen_q + BLOCK_M - 1) // BLOCK_M
+        size, end = seqlen_k, seqlen_q
     else:
-        size, others = seqlen_q, (seqlen_k + BLOCK_N - 1) // BLOCK_N
-    others = tl.where(tile * OWN < size, others, 0)
+        size, end = seqlen_q, seqlen_k
+    end = tl.where(tile * OWN < size, end, 0)
     block_i = tl.full([], BLOCK_M if FOR_KEYS else PART, tl.int64)
     block_j = tl.full([], PART if FOR_KEYS else BLOCK_N, tl.int64)
     part = tl.arange(0, PARTS)
@@ -75,41 +136,34 @@ def tile_lists(
     has_rows = (own0 < size)[:, None]
     own1 = tl.minimum(own0 + PART, size).to(tl.int64)[:, None] - 1
     own0 = tl.minimum(own0, size - 1).to(tl.int64)[:, None]
+    row = (b, h, shift, own0, own1, has_rows)
+    rule = (block_i, block_j, args, nums)
     bit = tl.full([PARTS], 1, tl.int32) << (part + TILE_BITS)
+    hidden = tl.sum(bit, 0)  # the one tile that who sees nothing visits
+    offset = 0
+    if MOVED:
+        tl.static_assert(PARTS == 1 and not FOR_KEYS)
+        hidden = 0
+        offset = best_offset(end, row, rule, BLOCK, CHUNK, CLASSIFY)
     num_partial = 0
     num_full = 0
-    for start in range(0, others, CHUNK):
+    for start in range(0, (end - offset + BLOCK - 1) // BLOCK, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        exists = other < others
-        n = tl.where(exists, other, 0)
-        if FOR_KEYS:
-            i0 = (n * BLOCK_M).to(tl.int64)[None, :] + shift
-            i1 = tl.minimum(n * BLOCK_M + BLOCK_M, seqlen_q).to(tl.int64)[None, :] - 1 + shift
-            sure, maybe = CLASSIFY(b, h, i0, i1, own0, own1, block_i, block_j, args, nums)
-            whole = n * BLOCK_M + BLOCK_M <= seqlen_q
-        else:
-            j0 = (n * BLOCK_N).to(tl.int64)[None, :]
-            j1 = tl.minimum(n * BLOCK_N + BLOCK_N, seqlen_k).to(tl.int64)[None, :] - 1
-            sure, maybe = CLASSIFY(b, h, own0 + shift, own1 + shift, j0, j1, block_i, block_j, args, nums)
-            whole = n * BLOCK_N + BLOCK_N <= seqlen_k
-        seen = exists[None, :] & has_rows & maybe
-        clear = (seen & sure & whole[None, :]) | (has_rows == 0)
-        visited = tl.max(seen.to(tl.int32), 0) > 0
-        full = visited & (tl.min(clear.to(tl.int32), 0) > 0)
+        seen, visited, full = looks(other, offset, end, row, rule, BLOCK, CLASSIFY, FOR_KEYS)
         partial = visited & (full == 0)
         full_at = num_full + tl.cumsum(full.to(tl.int32), 0) - 1
         partial_at = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
-        entry = other
+        entry = other | (offset << TILE_BITS)
         if PARTS > 1:
             entry += tl.sum(tl.where(seen, 0, bit[:, None]), 0)
-        tl.store(listed + width - 1 - full_at, other, mask=full)
+        tl.store(listed + width - 1 - full_at, other | (offset << TILE_BITS), mask=full)
         tl.store(listed + 2 + partial_at, entry, mask=partial)
         num_full += tl.sum(full.to(tl.int32), 0)
         num_partial += tl.sum(partial.to(tl.int32), 0)
     tl.store(listed, num_partial)
     tl.store(listed + 1, num_full)
     if num_partial + num_full == 0:
-        tl.store(listed + 2, tl.sum(bit, 0))  # visited nevertheless, all of it hidden
+        tl.store(listed + 2, hidden)
     turn = 2 + tl.maximum(num_partial, 1 - num_full)
     tl.store(listed + turn, slot if FOR_KEYS else slots - 1 - slot)
     if pid == 0:

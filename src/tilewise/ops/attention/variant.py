@@ -14,7 +14,7 @@ from tilewise.formula.grad import UPSTREAM, gradients
 from tilewise.formula.linear import linear
 from tilewise.formula.optimize import base_2, cheaper, hoist, written_once
 from tilewise.formula.structure import parse
-from tilewise.formula.walk import postorder
+from tilewise.formula.walk import postorder, symbols
 from tilewise.schedule.rule import tile_rule
 
 CAUSAL = "(le j i)"  # the structure of `causal`
@@ -195,6 +195,17 @@ def is_band(mask: str) -> bool:
     """Whether both ends of the visible run of keys move with the query, as a window's."""
     rule = tile_rule(mask)
     return rule.spans is not None and all(end.op != "lit" for end in rule.rows["i"])
+
+
+@functools.lru_cache(maxsize=4096)
+def keys_are_divided(mask: str, score: str | None) -> bool:
+    """Whether kernels rely on tiles of keys that begin at multiples of their size: what a mask reads of keys is known
+    by tiles, or keys are divided, by a tile's size perhaps.
+    """
+    if any("j" in table.dims for table in tile_rule(mask).tables):
+        return True
+    nodes = postorder([parse(text).root for text in (mask, score) if text is not None])
+    return any(node.op in ("floordiv", "mod") and "j" in symbols(node) for node in nodes)
 
 
 def _grad_position(captured: tuple[Captured, ...], wanted: tuple[bool, ...], slot: int) -> int:
