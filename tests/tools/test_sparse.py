@@ -29,7 +29,8 @@ def test_every_part_is_measured_beside_all_tiles(tmp_path: Path) -> None:
             "tilewise.cpu_tiled.summary",
         }),
         (sparse.SLIDING, {
-            *(f"tilewise.{row}.sliding" for row in ("cpu_tiled", "cpu_codes")), "tilewise.cpu_tiled.dense", "sdpa",
+            *(f"tilewise.{row}.sliding" for row in ("cpu_tiled", "cpu_codes")), "tilewise.cpu_codes.sliding_blocks",
+            "tilewise.cpu_tiled.dense", "sdpa",
         }),
     ):  # fmt: skip
         assert {record.impl for record in found if record.question == question} == impls
