@@ -31,6 +31,7 @@ import torch
 
 import tilewise as tw
 from benchmarks.cases import Options
+from benchmarks.cases.few_bits import SCHEMES
 from benchmarks.contenders import HEAD, SDPA_BACKENDS, fa4, find_fa4, inputs, sdpa, sources_of
 from benchmarks.environment import current
 from benchmarks.records import Writer
@@ -47,8 +48,7 @@ ROUNDS = 20  # of the choice, call by call
 HEADS, HEAD_DIM, TILE = 16, 128, 128
 EXACT = "relative l2 to float64 under the same map, one head"
 ALL = "relative l2 to exact attention over all tiles"
-FP8 = tw.Sage("fp8")
-BLOCKS = tw.FP8("block", "block", "block")
+FP8, BLOCKS = SCHEMES["fp8"], SCHEMES["blocks"]
 TAKEN = tw.Sparge(tau=0.9, theta=-1.0)
 CHOSEN = {"selected": tw.Select(TAKEN), "summary": tw.Select(TAKEN, far="summary")}
 
