@@ -29,7 +29,7 @@ def test_every_part_is_measured_beside_all_tiles(tmp_path: Path) -> None:
             "tilewise.cpu_tiled.summary",
         }),
         (sparse.SLIDING, {
-            *(f"tilewise.{row}.sliding" for row in ("cpu_tiled", "cpu_codes")), "tilewise.cpu_codes.sliding_blocks",
+            *(f"tilewise.{row}.sliding" for row in ("cpu_tiled", "cpu_codes")), "tilewise.cpu_codes.sliding_int8",
             "tilewise.cpu_tiled.dense", "sdpa",
         }),
     ):  # fmt: skip
