@@ -130,6 +130,17 @@ def test_dq_has_sums_or_a_kernel_of_its_own(
     assert tuple(plan.kernel.__name__ for plan in plans if plan is not None) == kernels
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_fast_memory_makes_sums_of_more_calls_worth_it(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are as they are in any order."""
+    q, k, v = (torch.zeros(1, 1024, 2, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    call = make_call(q, k, v, mask=tw.causal, deterministic=deterministic)
+    monkeypatch.setattr(gluon_attention, "memory_rate", lambda device: 4.8e12)
+    with compiling_for(90):
+        _keys, _prepare, queries = gluon_attention.backward_plans(call, call.new_output(), call.new_output())
+    assert (queries is not None) is deterministic
+
+
 @pytest.mark.parametrize(("mask", "turns"), [(None, 1), (tw.causal, 33)])
 @pytest.mark.parametrize(("batch", "some"), [(2, False), (128, True)])
 def test_heads_share_memory_for_sums_in_whole_turns(

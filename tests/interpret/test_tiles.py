@@ -82,7 +82,7 @@ def test_tile_lists_are_the_tile_map(case: Case, for_keys: bool) -> None:
     if for_keys:
         o, do = call.new_output(), call.new_output()
         plan = triton_plans.backward_plans(call, o, do)[1]
-    cfg, mask = plan.extra
+    cfg, mask, _ = plan.extra
     assert mask.classify is not None, "this mask has loop bounds and needs no lists"
     lists = triton_attention.lists_of(call, plan, for_keys, None, {})
     slots = triton_plans.slots_of(call, cfg, for_keys)
@@ -103,8 +103,8 @@ def test_lists_say_what_parts_of_rows_see(case: Case, for_keys: bool, parts: int
     call = call_of(case)
     blocks = (32, 16 * parts) if for_keys else (16 * parts, 32)
     cfg = Config(*blocks, 4, 2, False)
-    plan = SimpleNamespace(extra=(cfg, triton_plans.functions(call)[0]))
-    lists = triton_attention.lists_of(call, plan, for_keys, None, {}, part=16)
+    plan = SimpleNamespace(extra=(cfg, triton_plans.functions(call)[0], triton_plans.Listing(part=16)))
+    lists = triton_attention.lists_of(call, plan, for_keys, None, {})
     for _, (num_partial, num_full, *entries), classes, whole in _rows(call, lists, cfg, for_keys, parts):
         seen, clear = classes != EMPTY, (classes == FULL) & whole
         full, visited = clear.all(0), seen.any(0)
@@ -130,9 +130,12 @@ def test_moved_tiles_see_what_others_do(name: str) -> None:
     call = call_of(CASES[name])
     assert triton_attention.may_move(call)
     cfg = Config(16, 16, 4, 2, False)
-    plan = SimpleNamespace(extra=(cfg, triton_plans.functions(call)[0]))
-    still = triton_attention.lists_of(call, plan, False, None, {})
-    moved = triton_attention.lists_of(call, plan, False, None, {}, by_length=True, moved=True)
+    still, moved = (
+        triton_attention.lists_of(
+            call, SimpleNamespace(extra=(cfg, triton_plans.functions(call)[0], how)), False, None, {}
+        )
+        for how in (triton_plans.Listing(), triton_plans.Listing(by_length=True, moved=True))
+    )
     by_key = Config(16, 1, 4, 2, False)
     offsets = set()
     for row, (num_partial, num_full, *entries), classes, _ in _rows(call, moved, by_key, False):
@@ -156,8 +159,9 @@ def test_who_sees_nothing_visits_the_first_tile() -> None:
     q = torch.zeros(1, 48, 1, 16)
     call = make_call(q, q, q, mask=lambda b, h, i, j: (i >= 20) & ((j - 36) * (j - 36) < 121))
     assert triton_attention.may_move(call)
-    plan = SimpleNamespace(extra=(Config(16, 16, 4, 2, False), triton_plans.functions(call)[0]))
-    listed, *_ = triton_attention.lists_of(call, plan, False, None, {}, moved=True)
+    how = triton_plans.Listing(moved=True)
+    plan = SimpleNamespace(extra=(Config(16, 16, 4, 2, False), triton_plans.functions(call)[0], how))
+    listed, *_ = triton_attention.lists_of(call, plan, False, None, {})
     assert listed[0, :3].tolist() == [0, 0, 0]
     assert listed[1, :4].tolist() == [2, 0, 1, 2]
     assert listed[2, [0, 1, 2, -1]].tolist() == [1, 1, 10 << 24 | 2, 10 << 24 | 1]
@@ -172,7 +176,8 @@ def test_lists_of_other_packed_lengths_are_sorted_as_they_lie(monkeypatch: pytes
     for key in (None, "of as many rows"):
         for call in calls:
             plan = triton_plans.forward_plan(call)
-            found.append(triton_attention.lists_of(call, plan, False, key, {}, by_length=True))
+            plan.extra = (*plan.extra[:2], triton_plans.Listing(by_length=True))
+            found.append(triton_attention.lists_of(call, plan, False, key, {}))
     widths = [width for *_, width in found]
     assert widths[0] != widths[1]
     for (want, *_), (got, *_) in zip(found[:2], found[2:], strict=True):
@@ -211,7 +216,7 @@ def test_extrema_of_a_call_are_pytorchs() -> None:
         call = call_of(case)
         assert call.mask is not None
         rule: TileRule = tile_rule(call.mask.text)
-        cfg, _ = triton_plans.forward_plan(call).extra
+        cfg, *_ = triton_plans.forward_plan(call).extra
         got = triton_attention._tables(rule, call.mask.tensors, cfg.block_m, cfg.block_n, False)
         for table, want in zip(
             got, build_tables(rule.tables, call.mask.tensors, cfg.block_m, cfg.block_n), strict=True

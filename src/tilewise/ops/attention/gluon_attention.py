@@ -20,11 +20,13 @@ from tilewise.ops.attention.gluon_sm90_fwd import attention_fwd_sm90
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_plans import (
+    Listing,
     accumulators,
     batches_of,
     formula_arguments,
     functions,
     lengths_of,
+    memory_rate,
     multiprocessors,
     slots_of,
     strides_of,
@@ -59,6 +61,7 @@ _SHORT_EVEN = 512  # and up to which those of equal length do, if they fill them
 # queries and keys of a sequence, up to which two products more cost less than sums of dQ, and where a mask is causal
 _FEW_ROWS = 512
 _FEW_CAUSAL = 1024
+_FAST = 4e12  # bytes a second, of memory that makes sums of dQ worth it in more calls
 _FEW_KEYS = 2048  # of a paged request, up to which rows are gathered
 _FEW_TILES = 24  # of a sequence, up to which those of unequal length may be divided beforehand,
 _FEWEST_TILES = 8  # and up to which they are, whether or not they come out even
@@ -169,7 +172,7 @@ def common(
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Gluon forward."""
-    return triton_attention.forward(call, _MAKE_PLAN[is_limited(call)], reached, _more, by_length=True)
+    return triton_attention.forward(call, _MAKE_PLAN[is_limited(call)], reached, _more)
 
 
 def _more(call: Call, plan: Plan, lists: triton_attention.Lists) -> tuple[Any, ...]:
@@ -248,6 +251,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
     if gathered:
         del boxes[1], boxes[2]
     skips = call.skip is not None
+    moved = mask is not None and mask.classify is not None and triton_attention.may_move(call)
     used, output = 2 * (cfg.block_m * d + cfg.stages * cfg.block_n * (d + d_v)), 2 * 64 * d_v  # bytes
     outputs = consumers if used + consumers * output <= SHARED else 1
     used += outputs * output
@@ -267,7 +271,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
                 limited=limited,
                 dropout=call.dropout > 0.0,
                 skips=skips,
-                moved=mask is not None and mask.classify is not None and triton_attention.may_move(call),
+                moved=moved,
                 in_boxes=boxed,
                 gathered=gathered,
                 head_dim=call.head_dim if gathered else None,
@@ -286,7 +290,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
         ),
         warps=cfg.warps,
         stages=cfg.stages,
-        extra=(cfg, functions(call)[0]),
+        extra=(cfg, functions(call)[0], Listing(by_length=True, moved=moved)),
         boxes=boxes,
         describe=describe,
         early=deals or meeting is not None,
@@ -399,10 +403,9 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
             added = (sums, sums, dq, _order(call, keys), o, lse, dlse, numbers)
         else:  # before the other, for which it leaves what queries begin with
             given = (o, lse, dlse) if prepare is None else (None,) * 3
-            lists = triton_attention.lists_of(call, queries, False, key, tables, by_length=True)
+            lists = triton_attention.lists_of(call, queries, False, key, tables)
             queries.launch((*inputs, dq, counts, *given, *cu_seqlens, *lists), formula, scalars)
-        part = 64 if keys.constants[0].parts.value else None
-        lists = triton_attention.lists_of(call, keys, True, key, tables, by_length=True, part=part)
+        lists = triton_attention.lists_of(call, keys, True, key, tables)
         if keys.kernel is attention_bwd_sm90:
             pointers = (*inputs, dk, dv, counts, *added, *cu_seqlens, *lists)
             keys.launch(pointers, (*formula, accumulators(captured)), scalars)
@@ -461,6 +464,7 @@ def _gradient_plan(
     side = (score.keys if of_keys else score.queries) if score else None
     tiles = -(-call.rows_q // block) if of_keys else -(-call.rows_k // cfg.block_n)
     apart = _ordered(call) or _columns(call) == 64  # who waits for another's additions, and whose would collide
+    parts = mask is not None and mask.classify is not None and kernel is attention_bwd_sm90 and block == 64
     places = (_places(call),) if kernel is attention_bwd_sm90 else ()
     return Plan(
         kernel,
@@ -472,7 +476,7 @@ def _gradient_plan(
                 **common(call, mask, score, side, cfg, of_keys),
                 block_m=block,
                 block_n=cfg.block_n,
-                parts=mask is not None and mask.classify is not None and kernel is attention_bwd_sm90 and block == 64,
+                parts=parts,
                 slope=side and side.slope if linear_of(call, score) is None else None,
                 accumulate=side and side.accumulate,
                 sums=_sums(call),
@@ -485,7 +489,7 @@ def _gradient_plan(
         ),
         warps=cfg.warps,
         stages=cfg.stages,
-        extra=(cfg, functions(call)[0]),
+        extra=(cfg, functions(call)[0], Listing(by_length=True, part=64 if parts else None)),
         boxes={**boxes},
         describe=describe,
         early=kernel is attention_bwd_sm90,
@@ -500,7 +504,8 @@ def _sums(call: Call) -> bool:
     cfg = config_of("hopper backward", call)
     rows = max(call.rows_q, call.rows_k)
     empty = slots_of(call, cfg, False) * cfg.block_m > 4 * rows
-    most = _FEW_CAUSAL if _is_causal(call) and call.score is None else _FEW_ROWS
+    slow = call.deterministic or memory_rate(call.q.device) < _FAST
+    most = _FEW_CAUSAL if _is_causal(call) and call.score is None and slow else _FEW_ROWS
     few = _columns(call) == 128 and rows <= most and not (call.packed or any(call.grad_captured))
     return not ((call.deterministic and not _in_order(call)) or _columns(call) > 128 or few or empty)
 

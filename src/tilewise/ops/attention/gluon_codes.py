@@ -26,6 +26,7 @@ from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_attention import lists_of
 from tilewise.ops.attention.triton_keys import call_key
 from tilewise.ops.attention.triton_plans import (
+    Listing,
     batches_of,
     formula_arguments,
     functions,
@@ -70,7 +71,7 @@ def _prepared(scheme: Scheme, call: Call) -> tuple[Plan, tuple[Any, ...]]:
     plan = _PLANS.get(key)
     if plan is None:
         plan = _PLANS.put(key, forward_plan(scheme, call))
-    lists = lists_of(call, plan, False, key, {}, by_length=True)
+    lists = lists_of(call, plan, False, key, {})
     return plan, (*lists, counter_of(call, plan, lists))
 
 
@@ -128,7 +129,7 @@ def forward_plan(scheme: Scheme, call: Call) -> Plan:
         ),
         warps=cfg.warps,
         stages=cfg.stages,
-        extra=(cfg, functions(call)[0]),
+        extra=(cfg, functions(call)[0], Listing(by_length=True)),
         boxes={0: (64, d), 1: (cfg.block_n, d), 2: (d_v, cfg.block_n), 4: (64, at_once)},  # q, k, v, o
         describe=describe,
         early=True,

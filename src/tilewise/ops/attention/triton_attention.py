@@ -63,23 +63,21 @@ def forward(
     make_plan: Callable[[Call], Plan] = forward_plan,
     reached: Reached = fetchable,
     more: More = _nothing,
-    by_length: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Triton forward, or by another kernel that takes the same pointers, and `more` behind them.
 
-    Where q, k and v are not `reached` by its loads, it runs on padded copies. With `by_length` lists are for one that
-    goes by them: `lists_of`, with tiles of keys that may be moved.
+    Where q, k and v are not `reached` by its loads, it runs on padded copies.
     """
     key = call_key(call)
     plan = _PLANS.get((make_plan, key))
     if plan is None:
         if not reached(call.q, call.k, call.v):
-            o, lse = forward(_padded(call, reached), make_plan, reached, more, by_length)
+            o, lse = forward(_padded(call, reached), make_plan, reached, more)
             return o[..., : call.head_dim_v], lse
         plan = _PLANS.put(key and (make_plan, key), make_plan(call))
     o, lse = call.new_output(), call.new_lse()
     with on_device(call.q):
-        lists = lists_of(call, plan, False, key, {}, by_length, moved=by_length and may_move(call))
+        lists = lists_of(call, plan, False, key, {})
         launch_forward(call, plan, lists, o, lse, more(call, plan, lists))
     return o, lse
 
@@ -166,35 +164,31 @@ def _padded_rows(x: torch.Tensor, reached: Reached) -> torch.Tensor:
 # tile lists ----------------------------------------------------------------------------------------------------------
 
 
-def lists_of(
-    call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any], by_length: bool = False,
-    part: int | None = None, moved: bool = False,
-) -> Lists:  # fmt: skip
-    """The tile lists and their strides by batch, head and row, or nothing where loop bounds do.
-
-    A row is laid out as `tile_lists` says; with `by_length` the longest have the first turns, with `part` tiles are
-    classified for so many positions of a row at a time, and where they are `moved` they begin where it is best for a
-    row. `tables` keeps block extrema that several lists of one call share.
+def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any]) -> Lists:
+    """The tile lists that a plan asks for (`Listing`) and their strides by batch, head and row, or nothing where loop
+    bounds do. `tables` keeps block extrema that several lists of one call share.
     """
-    cfg, mask = plan.extra
+    cfg, mask, how = plan.extra
     if call.mask is None or mask.classify is None:
         return NO_LISTS
-    early = AT_FIRST.value if by_length and capability(call.q.device) >= 90 else 0
+    early = AT_FIRST.value if how.by_length and capability(call.q.device) >= 90 else 0
     slots = slots_of(call, cfg, for_keys)
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch
     rows = batches * heads * slots
     own, other = (cfg.block_n, cfg.block_m) if for_keys else (cfg.block_m, cfg.block_n)
-    parts = own // (part or own)
+    parts = own // (how.part or own)
     width = triton.cdiv(3 + triton.cdiv(max(1, longest(call, not for_keys)), other), 4) * 4  # rows of 16 bytes
     listed = torch.empty((rows + 1, width), dtype=torch.int32, device=call.q.device)
-    list_key = key and ("lists", key, for_keys, cfg, by_length, parts, moved)
+    list_key = key and ("lists", key, for_keys, cfg, how)
     plans = _PLANS.get(list_key)
     if plans is None:
-        constants = (heads, cfg.block_m, cfg.block_n, 128, parts, mask.classify, call.packed, for_keys, moved, early)
+        constants = (
+            heads, cfg.block_m, cfg.block_n, 128, parts, mask.classify, call.packed, for_keys, how.moved, early,
+        )  # fmt: skip
         lister = Plan(tile_lists, rows, (), (*lengths_of(call)[:3], slots), constants, 1, 1, early=early > 0)
         sorter = None
-        if by_length and 1 < slots <= _SORTED:
+        if how.by_length and 1 < slots <= _SORTED:
             constants = (triton.next_power_of_2(slots), 32, early)
             sorter = Plan(sort_lists, batches * heads, (), (slots,), constants, 8, 1, early=early > 0)
         plans = _PLANS.put(list_key, (lister, sorter))

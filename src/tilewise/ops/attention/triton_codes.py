@@ -13,6 +13,7 @@ from tilewise.ops.attention.triton_attention import lists_of
 from tilewise.ops.attention.triton_codes_fwd import QUERIES, attention_codes_fwd
 from tilewise.ops.attention.triton_keys import call_key
 from tilewise.ops.attention.triton_plans import (
+    Listing,
     batches_of,
     formula_arguments,
     functions,
@@ -73,7 +74,7 @@ def forward_plan(x: Quantized, call: Call) -> Plan:
         ),
         warps=cfg.warps,
         stages=cfg.stages,
-        extra=(cfg, mask),
+        extra=(cfg, mask, Listing()),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,14 @@ from tilewise.schedule.rule import tile_rule
 from tilewise.tiles.load import DEVICE, HOST, POINTER
 
 _INT32 = 2**31 - 1  # coordinates of the tensor memory accelerator
+
+
+class Listing(NamedTuple):
+    """What a kernel's lists of tiles are like, where its formula needs any (`triton_lists.tile_lists`)."""
+
+    by_length: bool = False  # the longest have the first turns
+    part: int | None = None  # tiles are classified for so many positions of a row at a time
+    moved: bool = False  # tiles of keys begin where it is best for a row
 
 
 def forward_plan(call: Call) -> Plan:
@@ -91,7 +99,7 @@ def _plan(
         constants=(*_sizes(call), *blocks, *visibility(mask, of_keys), *scoring, *_modes(call), *own, tma.value),
         warps=cfg.warps,
         stages=cfg.stages,
-        extra=(cfg, mask),
+        extra=(cfg, mask, Listing()),
         boxes=_boxes(name, tma, *blocks),
         scratch=tma is DEVICE,
     )
@@ -241,6 +249,14 @@ def together(call: Call, mask: MaskFunctions | None, slots: int, pairs: int) -> 
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 1 elsewhere."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def memory_rate(device: torch.device) -> float:
+    """Bytes a second that a GPU's memory moves at most, two for each clock and pin of eight; 0 elsewhere."""
+    if device.type != "cuda":
+        return 0.0
+    properties = torch.cuda.get_device_properties(device)
+    return 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
 
 
 def longest(call: Call, of_keys: bool) -> int:
