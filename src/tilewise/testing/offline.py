@@ -203,8 +203,13 @@ def exponentials_in_flight(kernel: Any, instruction: str = "MUFU.EX2") -> list[i
 
 
 def spilled_in_loops(kernel: Any) -> list[int]:
-    """How often each innermost loop with products reads or writes spilled registers, from the disassembly of a Hopper
-    kernel. A loop is what a conditional branch goes back over; what only waits lies behind all loops.
+    """How often each innermost loop with products reads or writes spilled registers."""
+    return in_loops(kernel, r"\b(?:LDL|STL)\b")
+
+
+def in_loops(kernel: Any, instruction: str) -> list[int]:
+    """How often an instruction, a pattern, stands in each innermost loop with products, from a Hopper kernel's
+    disassembly. A loop is what a conditional branch goes back over; what only waits lies behind all loops.
     """
     lines: list[str] = []
     labels: dict[str, int] = {}
@@ -218,4 +223,4 @@ def spilled_in_loops(kernel: Any) -> list[int]:
         if back and back[1] in labels and any(re.search("[HIQ]GMMA", x) for x in lines[labels[back[1]] :]):
             loops.append((labels[back[1]], len(lines)))
     inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
-    return [len(re.findall(r"\b(?:LDL|STL)\b", "\n".join(lines[a:b]))) for a, b in inner]
+    return [len(re.findall(instruction, "\n".join(lines[a:b]))) for a, b in inner]

@@ -39,7 +39,7 @@ from tilewise.ops.attention.gluon_sm90_sums import (
     KEEPERS,
     add_to_sums,
     await_order,
-    count_additions,
+    count_addition,
     count_run,
     has_added,
     head_of,
@@ -181,8 +181,22 @@ def fetch(inputs, sums, memory, bars, grid, fixed):
 
 
 @gluon.jit
+def show_ds(done, bars):
+    """Let products read dS of the `done`-th tile when both warpgroups have put it where they find it. They do not see
+    to that themselves: the fence waits for all that a thread has under way, and theirs have additions to sums.
+    """
+    ds_full, ds_given = bars[8], bars[13]
+    place, phase = ring_turn(done, 2)
+    mbarrier.wait(ds_given.index(place), phase)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(place))
+
+
+@gluon.jit
 def send(outputs, sums, memory, bars, grid, fixed):
-    """The warp that writes: it sends dV and dK of an item out of the places of K and dS, and counts the item's runs."""
+    """The warp that writes: it has products see dS, sends dV and dK of an item out of the places of K and dS, and
+    counts the item's runs.
+    """
     DK, DV = outputs
     k_ring, _, q_ring, _, _, _, _, dk_ring, board = memory
     k_empty, out_full, out_empty = bars[1], bars[10], bars[11]
@@ -191,15 +205,22 @@ def send(outputs, sums, memory, bars, grid, fixed):
     run = posted(0, board, 1)
     while run[7] > 0:
         _queries, _keys, _lengths, _row0, tiles = where_of(run, grid, fixed, q_ring.shape[4])
-        count_additions(run, at % fixed.group, done, tiles, sums, bars[12], grid, fixed)
+        g = at % fixed.group
+        if fixed.sums:
+            for t in range(run[7]):
+                show_ds(done + t, bars)
+                if t > 0:  # which is taken a tile later
+                    count_addition(t - 1, run, g, done, tiles, sums, bars[12], grid, fixed)
+            count_addition(run[7] - 1, run, g, done, tiles, sums, bars[12], grid, fixed)
         done += run[7]
-        if at % fixed.group == fixed.group - 1:
+        if g == fixed.group - 1:
             h, start = run[1], run[3]
             _queries, keys, _lengths, _row0, _tiles = where_of(run, grid, fixed, q_ring.shape[4])
             turn = at // fixed.group
             spot, _phase = ring_turn(turn, AHEAD)
             for c in gl.static_range(2):
                 mbarrier.wait(out_full.index(c), turn & 1)
+                fence_async_shared()
                 from_row = at_row(keys, h // fixed.group, start + 64 * c)
                 async_store(DV, from_row, k_ring.index(spot * 2 + c))
                 async_store(DK, from_row, dk_ring.index(c))
@@ -207,8 +228,8 @@ def send(outputs, sums, memory, bars, grid, fixed):
             mbarrier.arrive(k_empty.index(spot))
             mbarrier.arrive(out_empty)
             if fixed.sums:
-                for g in range(fixed.group):  # of which all additions are on their way
-                    count_run(head_of(run, fixed) - g, sums)
+                for n in range(fixed.group):  # of which all additions are on their way
+                    count_run(head_of(run, fixed) - n, sums)
         at += 1
         run = posted(at, board, 1)
 
@@ -232,16 +253,14 @@ def issue_dq(k_ring, spot, ds_ring, place, done, C: gl.constexpr):
 
 @gluon.jit
 def give_ds(ds, done, turn, memory, bars, C: gl.constexpr, FIRST: gl.constexpr):
-    """Put a warpgroup's half of dS where both find it."""
+    """Put a warpgroup's half of dS where both find it, behind the fence of `show_ds`."""
     ds_ring = memory[6]
-    ds_full, ds_empty, out_empty = bars[8], bars[9], bars[11]
+    ds_given, ds_empty, out_empty = bars[13], bars[9], bars[11]
     place, phase = ring_turn(done, 2)
     if FIRST:
         mbarrier.wait(out_empty, (turn & 1) ^ 1)  # dK of the item before has left
     mbarrier.wait(ds_empty.index(place), phase ^ 1)
-    ds_ring.index(place * 2 + C).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(place))
+    hand_over(ds, ds_ring.index(place * 2 + C), ds_given.index(place))
 
 
 @gluon.jit
@@ -486,6 +505,7 @@ def attention_bwd_sm90(
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    ds_given = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     out_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     out_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     mbarrier.init(v_full, count=1)
@@ -499,7 +519,8 @@ def attention_bwd_sm90(
         mbarrier.init(do_full.index(n), count=1)
         mbarrier.init(q_empty.index(n), count=2)
         mbarrier.init(do_empty.index(n), count=2)
-        mbarrier.init(ds_full.index(n), count=2)
+        mbarrier.init(ds_given.index(n), count=2)
+        mbarrier.init(ds_full.index(n), count=1)
         mbarrier.init(ds_empty.index(n), count=2)
         mbarrier.init(out_full.index(n), count=1)
     counting = ()
@@ -517,7 +538,7 @@ def attention_bwd_sm90(
     memory = (k_ring, v_tile, q_ring, do_ring, shift_ring, centre_ring, ds_ring, dk_ring, board)
     bars = (
         k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, out_full, out_empty,
-        counting,
+        counting, ds_given,
     )  # fmt: skip
     listed = LISTED if fixed.lists else 0
     grid = (

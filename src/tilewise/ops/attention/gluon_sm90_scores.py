@@ -4,7 +4,7 @@ of the others along the columns.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.gluon_api import barrier
@@ -136,8 +136,7 @@ def through_score(ds, p, around, own, formula, fixed, MASKED: gl.constexpr):
 
 @gluon.jit
 def hand_over(x, place, full):
-    """Hand a tile to whoever waits for it in shared memory."""
+    """Hand a tile to a warp that waits for it in shared memory, and fences it before products or copies read it."""
     place.store(x)
-    fence_async_shared()
     barrier()
     mbarrier.arrive(full)

@@ -127,8 +127,8 @@ def has_added(at, bars, fixed):
 
 
 @gluon.jit
-def count_additions(run, g, done, tiles, sums, bars, grid, fixed):
-    """Say how far a run is, tile after tile, as both warpgroups add to the sums, and at its end beyond all tiles."""
+def count_addition(t, run, g, done, tiles, sums, bars, grid, fixed):
+    """Say how far a run is when both warpgroups have added its t-th tile, behind the last one beyond all tiles."""
     if fixed.ordered:
         HEADS_KV: gl.constexpr = fixed.heads // fixed.group
         added, counted = bars
@@ -136,12 +136,11 @@ def count_additions(run, g, done, tiles, sums, bars, grid, fixed):
         if not fixed.packed:
             pair += run[0] * HEADS_KV
         at = sums[5] + (pair * grid[0][4] + run[2])
-        for t in range(run[7]):
-            n = done + t
-            mbarrier.wait(added.index(n & 1), (n >> 1) & 1)
-            mbarrier.arrive(counted.index(n & 1))
-            far = g * grid[0][3] + 1 + visit_any(t, tiles, fixed.lists)
-            gl.atomic_xchg(at, gl.where(t + 1 == run[7], (g + 1) * grid[0][3], far), sem="release")
+        n = done + t
+        mbarrier.wait(added.index(n & 1), (n >> 1) & 1)
+        mbarrier.arrive(counted.index(n & 1))
+        far = g * grid[0][3] + 1 + visit_any(t, tiles, fixed.lists)
+        gl.atomic_xchg(at, gl.where(t + 1 == run[7], (g + 1) * grid[0][3], far), sem="release")
 
 
 @gluon.jit
