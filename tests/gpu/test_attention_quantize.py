@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
+from tilewise.ops.attention import triton_codes
 from tilewise.quant.schemes import Scheme
 from tilewise.testing import attention_codes as cases
 from tilewise.testing.attention_codes import CASES, FP8_VALUES, CodedCase
@@ -167,15 +169,47 @@ def test_weights_are_codes_of_their_exponents(scheme: tw.Sage, dim: int, first: 
     """But for rounding of outputs, for bits that sums of products lose, and for scores of float32 (those of integers
     are exact): rounded to the nearest in place of a code, weights would be 4 % apart. The first key's score is `first`.
     """
-    q, k, v = _one_head(3000, dim, torch.float16)
-    q[..., 0] = 8.0
-    k[0, 0, 0, 0] = first * dim**0.5 / 8.0
+    q, k, v = cases.with_first_key(3000, dim, torch.float16, first, DEVICE)
     o, lse = tw.attention_with_lse(q, k, v, quantize=scheme, impl=ROW)
     want, want_lse = cases.by_exponents(tw.quantize_qkv(q, k, v, scheme=scheme))
     off = float((o.double() - want).norm() / want.norm())
     assert off <= cases.OUTPUTS[torch.float16] + 2 * cases.KEPT + 2.0**-9, off
     apart = (lse.double() - want_lse).abs().max()
     assert float(apart) <= 2.0**-9 + 2.0**-20 * float(lse.abs().max())
+
+
+def _rounded_by_portable(dim: int, pv: str) -> Callable[..., torch.Tensor]:
+    keys = triton_codes.tiles(dim, dim).block_n
+    dtype = {"fp8": torch.float8_e4m3fn, "fp16": torch.float16}[pv]
+
+    def coded(scores: torch.Tensor, largest: float, off: float) -> torch.Tensor:
+        return cases.rounded_weights(scores, largest, keys, off, fall=0.0, dtype=dtype)
+
+    return coded
+
+
+@pytest.mark.parametrize("first", [0.0, 14.0, 300.0], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.Sage2pp(), tw.Sage(smooth=("k", "v"), rotate="hadamard")], ids=repr)
+@pytest.mark.parametrize("kind", ["exponents", "rounded", "portable"])
+def test_the_largest_difference_is_that_of_a_rounded_output(kind: str, scheme: tw.Sage, dim: int, first: float) -> None:
+    """Of both kernels; Hopper's has codes of exponents as weights, or rounds them where a gradient is wanted."""
+    q, k, v = cases.with_first_key(3000, dim, torch.bfloat16, first, DEVICE)
+    if kind == "exponents":
+        cases.check_codes_of_weights((q, k, v), scheme, ROW, cases.exponent_codes, sums_of_codes=True)
+    elif kind == "rounded":
+        q.requires_grad_()
+        cases.check_codes_of_weights((q, k, v), scheme, ROW, cases.rounded_weights, sums_of_codes=False)
+    else:
+        coded = _rounded_by_portable(dim, scheme.pv)
+        cases.check_codes_of_weights((q, k, v), scheme, PORTABLE, coded, sums_of_codes=False)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_and_where_weights_are_of_16_bits(dim: int) -> None:
+    tensors = cases.with_first_key(3000, dim, torch.bfloat16, 14.0, DEVICE)
+    coded = _rounded_by_portable(dim, "fp16")
+    cases.check_codes_of_weights(tensors, tw.Sage1(), PORTABLE, coded, sums_of_codes=False)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

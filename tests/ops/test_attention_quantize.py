@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import tilewise as tw
 from tilewise.core.errors import InputError, TilewiseError, UnsupportedError
 from tilewise.ops.attention import cpu_codes
 from tilewise.ops.attention.codes import encoded
+from tilewise.ops.attention.cpu import BLOCK_N, MAX_RUN
 from tilewise.quant.blocks import Quantized
 from tilewise.testing import attention_codes as cases
 from tilewise.testing.attention_codes import CASES, CodedCase
@@ -24,6 +26,23 @@ EMPTY = ("no_queries", "no_keys")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_are_those_of_the_codes(case: CodedCase, dtype: torch.dtype) -> None:
     cases.check_forward(case, dtype, "cpu_codes")
+
+
+@pytest.mark.parametrize("first", [0.0, 14.0, 300.0], ids=str)
+@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.Sage2pp(), tw.Sage1()], ids=repr)
+def test_the_largest_difference_is_that_of_a_rounded_output(scheme: tw.Sage, first: float) -> None:
+    tensors = cases.with_first_key(3000, 64, torch.bfloat16, first)
+    dtype = torch.float8_e4m3fn if scheme.pv == "fp8" else torch.float16
+
+    def coded(scores: torch.Tensor, largest: float, off: float, keys: int = MAX_RUN * BLOCK_N) -> torch.Tensor:
+        return cases.rounded_weights(scores, largest, keys, off, fall=0.0, dtype=dtype)
+
+    cases.check_codes_of_weights(tensors, scheme, "cpu_codes", coded, sums_of_codes=False)
+    if first == 0.0 and scheme.pv == "fp8":  # counted from another tile's largest, weights are other codes
+        with pytest.raises(AssertionError, match="half a step"):
+            cases.check_codes_of_weights(
+                tensors, scheme, "cpu_codes", functools.partial(coded, keys=BLOCK_N), sums_of_codes=False
+            )
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name not in EMPTY], ids=repr)

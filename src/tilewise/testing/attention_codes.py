@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,7 +161,19 @@ def lost(x: Quantized, scale: float) -> torch.Tensor:
     return most * abs(scale) * KEPT * -(-q.shape[-1] // 32)
 
 
-def exponent_codes(scores: torch.Tensor, largest: float, keys: int = KEYS) -> torch.Tensor:
+def _tiles(scores: torch.Tensor, keys: int, fall: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Scores of a tile, and the level from which kernels count them: the tile's largest, but at most `fall` below the
+    largest so far.
+    """
+    most = torch.full_like(scores[..., :1], -torch.inf)
+    for part in torch.split(scores, keys, -1):
+        of_tile = part.amax(-1, keepdim=True)
+        most = torch.maximum(most, of_tile)
+        level = torch.maximum(of_tile, most - fall)
+        yield part, torch.where(level == -torch.inf, 0.0, level)
+
+
+def exponent_codes(scores: torch.Tensor, largest: float, keys: int = KEYS, off: float = 0.0) -> torch.Tensor:
     """The weights 2 ** scores that `gluon_sm90_codes` multiplies values by where no gradient is wanted, but for
     roundings of float32: a model of `gluon_sm90_weight_codes` in float64.
 
@@ -169,14 +181,11 @@ def exponent_codes(scores: torch.Tensor, largest: float, keys: int = KEYS) -> to
         scores: (..., keys) in base 2; -inf is hidden.
         largest: what the largest weight of a tile becomes.
         keys: of a tile.
+        off: of scores before they become codes, from what they are.
     """
-    parts, most = [], torch.full_like(scores[..., :1], -torch.inf)
-    for part in torch.split(scores, keys, -1):
-        of_tile = part.amax(-1, keepdim=True)
-        most = torch.maximum(most, of_tile)
-        level = torch.maximum(of_tile, most - FALL)
-        level = torch.where(level == -torch.inf, 0.0, level)
-        code = 8 * (part - level + math.log2(largest) + 7) - CENTRE
+    parts = []
+    for part, level in _tiles(scores, keys, FALL):
+        code = 8 * (part - level + off + math.log2(largest) + 7) - CENTRE
         code = torch.round((code / LARGEST_CODE).clamp(0, 1).half().double() * LARGEST_CODE)
         power, rest = code // 8, code % 8
         of_code = torch.where(power == 0, rest / 8 * 2.0**-6, (1 + rest / 8) * torch.exp2(power - 7))
@@ -184,17 +193,88 @@ def exponent_codes(scores: torch.Tensor, largest: float, keys: int = KEYS) -> to
     return torch.cat(parts, -1)
 
 
+def rounded_weights(
+    scores: torch.Tensor, largest: float, keys: int = KEYS, off: float = 0.0, fall: float = FALL,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> torch.Tensor:  # fmt: skip
+    """The weights 2 ** scores that kernels multiply values by where sums have them before they are rounded, as
+    `exponent_codes`. With a `fall` of 0 they are counted from the largest so far.
+    """
+    parts = []
+    for part, level in _tiles(scores, keys, fall):
+        w = torch.exp2((part - level + off).clamp(max=0.0)) * largest
+        parts.append(w.float().to(dtype).double() / largest * torch.exp2(level))
+    return torch.cat(parts, -1)
+
+
 def by_exponents(x: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) in float64 where weights are `exponent_codes`, and so is what divides them: of every query to every key,
     with as many heads of keys as of queries.
     """
-    q, k, _ = x.numbers()
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * (x.q.shape[-1] ** -0.5 * math.log2(math.e))
+    s = _scores(x)
     w = exponent_codes(s, x.scheme.p_largest)
     total = w.sum(-1, keepdim=True)
-    o = torch.einsum("bhij,bjhd->bihd", w / total, x.values(torch.float64))
-    o = o if x.v_mean is None else o + x.v_mean.double()[:, None]
-    return o, math.log(2.0) * total[..., 0].log2()
+    return _weighed(x, w / total), math.log(2.0) * total[..., 0].log2()
+
+
+def with_first_key(keys: int, dim: int, dtype: torch.dtype, score: float, device: str = "cpu") -> list[torch.Tensor]:
+    """[q, k, v] of one head and 192 queries, all of which have a score near to `score` with the first key."""
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(1, n, 1, dim, generator=generator).to(device, dtype) for n in (192, keys, keys))
+    q[..., 0] = 8.0
+    k[0, 0, 0, 0] = score * dim**0.5 / 8.0
+    return [q, k, v]
+
+
+def _scores(x: Quantized) -> torch.Tensor:
+    """(batch, heads, queries, keys) in base 2."""
+    q, k, _ = x.numbers()
+    return torch.einsum("bihd,bjhd->bhij", q, k) * (math.log2(math.e) / math.sqrt(x.q.shape[-1]))
+
+
+def _weighed(x: Quantized, w: torch.Tensor) -> torch.Tensor:
+    """o of weights whose sum is 1."""
+    o = torch.einsum("bhij,bjhd->bihd", w, x.values(torch.float64))
+    if x.v_mean is not None:
+        o += x.v_mean.double()[:, None]
+    return o
+
+
+def check_codes_of_weights(
+    tensors: Sequence[torch.Tensor], scheme: Scheme, impl: str, coded: Callable[..., torch.Tensor], sums_of_codes: bool
+) -> None:
+    """The largest difference of o from what the same codes, of weights too, give when nothing else is rounded is what
+    rounding of the largest output to its dtype explains.
+
+    But for bits that sums of products of FP8 lose (`KEPT`), and for weights that lie as near to the middle between two
+    codes as scores of float32 are exact: these may be either.
+
+    Args:
+        tensors: q, k, v (batch, seqlen, heads, head_dim) with as many heads of keys as of queries, nothing hidden.
+        scheme: whose scores are exact sums: of INT8.
+        impl: a row of the dispatch table.
+        coded: weights of scores in base 2, `largest` and `off`, as `exponent_codes`.
+        sums_of_codes: what divides them is the sum of codes, else of what they are codes of.
+    """
+    o = tw.attention(*tensors, quantize=scheme, impl=impl).detach()
+    x = tw.quantize_qkv(*(y.detach() for y in tensors), scheme=scheme)
+    s = _scores(x)
+    near = 2.0**-22 * (1.0 + float(s.abs().max()))
+    top = s.amax(-1, keepdim=True)
+    largest = scheme.p_largest if scheme.pv == "fp8" else 1.0
+    w, less, more = (coded(s - top, largest, off=off) for off in (0.0, -near, near))
+    total = (w if sums_of_codes else torch.exp2(s - top)).sum(-1, keepdim=True)
+    want = _weighed(x, w / total)
+    either, sizes = (more - less) / total, x.values(torch.float64).abs()
+    doubt = torch.einsum("bhij,bjhd->bihd", either, sizes)
+    doubt += either.sum(-1).transpose(1, 2)[..., None] * want.abs()
+    if scheme.pv == "fp8":
+        doubt += KEPT * (torch.einsum("bhij,bjhd->bihd", w / total, sizes) + want.abs())
+    half_step = 2.0 ** math.floor(math.log2(float(want.abs().max()))) * torch.finfo(o.dtype).eps / 2
+    off = (o.double() - want).abs()
+    assert bool((off <= half_step + doubt + 2.0**-20 * want.abs()).all()), (
+        f"off by {float(off.max())}, half a step is {half_step}"
+    )
 
 
 def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = "cpu", exact_sums: bool = True) -> None:

@@ -51,11 +51,16 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return o, lse
 
 
+def tiles(head_dim: int, head_dim_v: int) -> Config:
+    """The tiles of `attention_codes_fwd`."""
+    return first_fit(_TILES, head_dim, head_dim_v, "plain")
+
+
 def forward_plan(x: Quantized, call: Call) -> Plan:
     """The plan of `attention_codes_fwd`."""
     mask, score = functions(call)
     side = score and score.queries
-    cfg = first_fit(_TILES, call.head_dim, call.head_dim_v, "plain")
+    cfg = tiles(call.head_dim, call.head_dim_v)
     slots = slots_of(call, cfg, False)
     pairs = call.num_heads_q * batches_of(call)
     block_d, block_dv = (max(_LEAST, padded(d)) for d in (call.head_dim, call.head_dim_v))
