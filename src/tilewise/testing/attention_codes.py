@@ -269,7 +269,8 @@ def check_codes_of_weights(
     doubt = torch.einsum("bhij,bjhd->bihd", either, sizes)
     doubt += either.sum(-1).transpose(1, 2)[..., None] * want.abs()
     if scheme.pv == "fp8":
-        doubt += KEPT * (torch.einsum("bhij,bjhd->bihd", w / total, sizes) + want.abs())
+        lost = KEPT * (KEYS // 32) * (torch.einsum("bhij,bjhd->bihd", w / total, sizes) + want.abs())
+        doubt += lost if o.is_cuda else 0.0
     half_step = 2.0 ** math.floor(math.log2(float(want.abs().max()))) * torch.finfo(o.dtype).eps / 2
     off = (o.double() - want).abs()
     assert bool((off <= half_step + doubt + 2.0**-20 * want.abs()).all()), (
