@@ -268,9 +268,9 @@ def check_codes_of_weights(
     either, sizes = (more - less) / total, x.values(torch.float64).abs()
     doubt = torch.einsum("bhij,bjhd->bihd", either, sizes)
     doubt += either.sum(-1).transpose(1, 2)[..., None] * want.abs()
-    if scheme.pv == "fp8":
-        lost = KEPT * (KEYS // 32) * (torch.einsum("bhij,bjhd->bihd", w / total, sizes) + want.abs())
-        doubt += lost if o.is_cuda else 0.0
+    cut = KEPT * (KEYS // 32) if scheme.pv == "fp8" else 2.0**-23 * (x.k.shape[1] // 16 + 1)  # by tensor cores
+    if o.is_cuda:
+        doubt += cut * (torch.einsum("bhij,bjhd->bihd", w / total, sizes) + want.abs())
     half_step = 2.0 ** math.floor(math.log2(float(want.abs().max()))) * torch.finfo(o.dtype).eps / 2
     off = (o.double() - want).abs()
     assert bool((off <= half_step + doubt + 2.0**-20 * want.abs()).all()), (
