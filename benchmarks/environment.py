@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -54,9 +55,16 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str:
-    """Short commit id, "+changes" after it where tracked files differ; TILEWISE_COMMIT where there is no git."""
-    if os.environ.get("TILEWISE_COMMIT"):
-        return os.environ["TILEWISE_COMMIT"]
+    """Short commit id, "+changes" after it where tracked files differ; TILEWISE_COMMIT where there is no git.
+
+    Raises:
+        ValueError: TILEWISE_COMMIT is no commit id: a name is soon another commit's.
+    """
+    given = os.environ.get("TILEWISE_COMMIT")
+    if given:
+        if not re.fullmatch("[0-9a-f]{7,40}", given):
+            raise ValueError(f"TILEWISE_COMMIT: got {given!r}, expected a commit id, 7 to 40 hexadecimal digits")
+        return given
     head = _output("git", "rev-parse", "--short=12", "HEAD")
     if head is None:
         return "unknown"

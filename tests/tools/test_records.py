@@ -117,6 +117,14 @@ def test_writer_stamps_one_run_and_keeps_failures(tmp_path: Path, capsys: pytest
     assert "failed: out of memory" in capsys.readouterr().out
 
 
+def test_records_name_a_commit_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWISE_COMMIT", "7d2cdbc")
+    assert environment.commit() == "7d2cdbc"
+    monkeypatch.setenv("TILEWISE_COMMIT", "HEAD")
+    with pytest.raises(ValueError, match="got 'HEAD', expected a commit id"):
+        environment.commit()
+
+
 def test_committed_records_are_valid_and_say_nothing_of_private_places() -> None:
     found = list(records.read_all())
     assert all(json.dumps(asdict(record)).find("/root/") == -1 for _, record in found)
