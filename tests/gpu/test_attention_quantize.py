@@ -157,11 +157,6 @@ def test_small_weights_are_left_out(row: str, scheme: tw.Sage | tw.FP8) -> None:
     check_left_out(torch.bfloat16, row, DEVICE, scheme)
 
 
-def _one_head(keys: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(1, n, 1, dim, generator=generator).to(DEVICE, dtype) for n in (192, keys, keys)]
-
-
 @pytest.mark.parametrize("first", [0.0, 14.0, 300.0], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("scheme", [tw.Sage2(), tw.Sage2pp(), tw.Sage(smooth=("k", "v"), rotate="hadamard")], ids=repr)
@@ -226,7 +221,7 @@ APART = [tw.Sage2(), tw.FA3FP8(), tw.Sage(q_scale="token", k_scale="token"), tw.
 @pytest.mark.parametrize("scheme", APART, ids=repr)
 def test_what_is_not_a_number_shows(scheme: Scheme, side: int, row: str) -> None:
     """In what shares its scale: of a query some rows, of a key all that see it, of a value its channel or block."""
-    tensors = _one_head(700, 64, torch.bfloat16)
+    tensors = cases.one_head(700, 64, torch.bfloat16, DEVICE)
     tensors[side][0, 150, 0, 5] = torch.nan
     o, lse = tw.attention_with_lse(*tensors, quantize=scheme, impl=row)
     bad = o[0, :, 0].isnan()

@@ -217,10 +217,15 @@ def by_exponents(x: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     return _weighed(x, w / total), math.log(2.0) * total[..., 0].log2()
 
 
-def with_first_key(keys: int, dim: int, dtype: torch.dtype, score: float, device: str = "cpu") -> list[torch.Tensor]:
-    """[q, k, v] of one head and 192 queries, all of which have a score near to `score` with the first key."""
+def one_head(keys: int, dim: int, dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
+    """[q, k, v] of one head and 192 queries."""
     generator = torch.Generator().manual_seed(7)
-    q, k, v = (torch.randn(1, n, 1, dim, generator=generator).to(device, dtype) for n in (192, keys, keys))
+    return [torch.randn(1, n, 1, dim, generator=generator).to(device, dtype) for n in (192, keys, keys)]
+
+
+def with_first_key(keys: int, dim: int, dtype: torch.dtype, score: float, device: str = "cpu") -> list[torch.Tensor]:
+    """`one_head`, all of whose queries have a score near to `score` with the first key."""
+    q, k, v = one_head(keys, dim, dtype, device)
     q[..., 0] = 8.0
     k[0, 0, 0, 0] = score * dim**0.5 / 8.0
     return [q, k, v]
