@@ -86,9 +86,12 @@ _PAGED = (
 )
 
 _HOPPER = tuple(f"src/tilewise/tiles/{name}.py" for name in ("gluon_api", "hopper"))
-_HOPPER_TILED = tuple(
-    _ATTENTION + f"gluon_{name}.py"
-    for name in ("attention", "boxes", "sm90_fetch", "sm90_formula", "sm90_fwd", "sm90_[bmprs]*")
+_HOPPER_TILED = (
+    _SCHEDULE + "whole.py",
+    *(
+        _ATTENTION + f"gluon_{name}.py"
+        for name in ("attention", "boxes", "sm90_fetch", "sm90_formula", "sm90_fwd", "sm90_[bmprs]*")
+    ),
 )
 _HOPPER_DECODE = (
     "src/tilewise/tiles/gluon_codes.py",

@@ -11,27 +11,34 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tilewise as tw
 from tests.gpu.matrix import DEVICE, case_matrix
 from tilewise.testing import cases as build
-from tilewise.testing import properties
+from tilewise.testing import plain, properties
 from tilewise.testing.budgets import Expectation, error, expectation
 from tilewise.testing.case import Builder, Case, Maker, Spelled
 from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.matrix import name_of
-from tilewise.testing.plain import softcap as plain_softcap
 from tilewise.testing.properties import Setting
 from tilewise.testing.strategies import shapes
 
 
 def _softcap(cap: float) -> Builder:
-    import tilewise as tw
-
-    return lambda case, make: Spelled(tw.softcap(cap), plain_softcap(cap))
+    return lambda case, make: Spelled(tw.softcap(cap), plain.softcap(cap))
 
 
 def _wide_head_blocks(case: Case, make: Maker) -> Spelled:
     return build.head_blocks(case, make)
+
+
+def _tile_blocks(case: Case, make: Maker) -> Spelled:
+    """Tiles that no mask cuts; one head has queries that see nothing, another keys that nobody sees."""
+    tiles = -(-case.seqlen_k // 128)
+    seen = make.booleans(0.4, case.heads_q, tiles, tiles)
+    seen[0, -2] = False
+    seen[1, :, 2] = False
+    return Spelled(tw.blocks(seen, 128), plain.blocks(seen, 128))
 
 
 MORE = [
@@ -39,6 +46,7 @@ MORE = [
     Case("wide_window", 1, 700, 900, 4, 4, 128, 128, mask=build.window(257, 130), score=build.alibi),
     Case("wide_document", 2, 600, 600, 4, 2, 128, 128, mask=build.document_window),
     Case("wide_blocks", 1, 512, 512, 4, 1, 64, 64, mask=_wide_head_blocks, score=build.softcap),
+    *(Case(f"tile_blocks_{d}", 2, 700, 956, 4, 4, d, d, mask=_tile_blocks, lse_gradient=True) for d in (64, 128, 256)),
     Case("softcap_30", 1, 300, 300, 2, 2, 64, 64, mask=build.causal, score=_softcap(30.0), scale=1.0),
     Case("bias_wide", 2, 200, 300, 4, 2, 64, 64, score=build.bias),
     Case("head_dim_256_more", 1, 200, 300, 4, 2, 256, 256, mask=build.causal, lse_gradient=True),

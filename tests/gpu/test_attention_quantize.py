@@ -24,11 +24,22 @@ from tilewise.testing.paging import paged
 ROW, PORTABLE = ROWS = ("hopper_codes", "triton_codes")
 BY_NAME = {case.name: case for case in CASES}
 _CENTRED = tw.Sage(smooth=("k", "v"))
+
+
+def _tiles(device: str) -> dict[str, Any]:
+    """Tiles that no mask cuts; one head has queries that see nothing."""
+    seen = torch.rand(4, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.4
+    seen[0, 5] = False
+    return {"mask": tw.blocks(seen.to(device), 128)}
+
+
 LARGE = [
     CodedCase("large", tw.Sage2(), lengths=((900, 2100),), heads=(4, 2), dim=128, dim_v=128),
     CodedCase("large_causal", tw.Sage2(), lambda device: {"mask": tw.causal}, ((1500, 1500),), (4, 4), 128, 128),
     CodedCase("large_fp8", tw.Sage("fp8", rotate="hadamard"), lambda device: {"mask": tw.causal}, ((2000, 2000),),
               (4, 1), 64, 64),
+    CodedCase("large_tiles", tw.Sage2(), _tiles, ((1500, 1500),), (4, 2), 128, 128),
+    CodedCase("large_tiles_blocks", tw.FP8("block", "block", "block"), _tiles, ((1500, 1500),), (4, 2), 128, 128),
     CodedCase("large_wide", _CENTRED, lambda device: {"mask": tw.causal}, ((1500, 2100),), (4, 2), 256, 256),
 ]  # fmt: skip
 

@@ -207,6 +207,13 @@ def spilled_in_loops(kernel: Any) -> list[int]:
     return in_loops(kernel, r"\b(?:LDL|STL)\b")
 
 
+def spilled_before_roles(kernel: Any) -> int:
+    """How many registers a Hopper kernel spills before its warps part: what several roles would work out, worked out
+    once, for all of them to read again and again.
+    """
+    return len(re.findall(r"\bSTL\b", _inspected(kernel, "nvdisasm", "-c").split("USETMAXREG")[0]))
+
+
 def in_loops(kernel: Any, instruction: str) -> list[int]:
     """How often an instruction, a pattern, stands in each innermost loop with products, from a Hopper kernel's
     disassembly. A loop is what a conditional branch goes back over; what only waits lies behind all loops.

@@ -199,6 +199,26 @@ def posted(at, board, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def afresh(x):
+    """x, a number that is known to the whole kernel, for this role alone. What several roles work out of such a number
+    is worked out before they part, else, and then spilled by those with few registers, and by the others.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def all_afresh(numbers):
+    """A formula's numbers and strides `afresh`, those that are whole."""
+    found = ()
+    for n in gl.static_range(len(numbers)):
+        number = numbers[n]
+        if number.dtype == gl.int32:
+            number = afresh(number)
+        found = found + (number,)  # noqa: RUF005 (unknown to Triton)
+    return found
+
+
+@gluon.jit
 def sequence(b, CU_SEQLENS, seqlen, PACKED: gl.constexpr):
     """(sequence as descriptors know it, first row, rows) of batch element b, or of a packed sequence.
 
@@ -212,7 +232,7 @@ def sequence(b, CU_SEQLENS, seqlen, PACKED: gl.constexpr):
         here = (LAST_ROW + 0 * row0, row0 + rows, LAST_ROW - rows)
     else:
         row0 = 0 * b
-        rows = seqlen
+        rows = afresh(seqlen)
         here = (b, row0, row0)
     return here, row0, rows
 

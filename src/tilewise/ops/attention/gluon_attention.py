@@ -34,6 +34,8 @@ from tilewise.ops.attention.triton_plans import (
 )
 from tilewise.ops.attention.variant import CAUSAL, MaskFunctions, ScoreFunctions, ScoreSide, formula_kind, is_band
 from tilewise.ops.triton_launch import Plan, Plans, describable, on_device
+from tilewise.schedule.rule import tile_rule
+from tilewise.schedule.whole import is_whole_in_tiles
 from tilewise.tiles.arithmetic import LOG2E
 
 # One compute warpgroup for each 64 queries. Chosen by timing on an H200 (benchmarks/NOTES.md).
@@ -90,7 +92,8 @@ class Fixed(NamedTuple):
     score: Any
     linear: Any
     scale_first: bool  # scores are scaled before anything else
-    guard: bool  # tiles may need a mask
+    guard: bool  # tiles may need a mask,
+    whole: bool  # only where sequences end, or for rows that see nothing
     packed: bool
     paged: bool
     of_keys: bool  # programs own keys, else queries
@@ -146,23 +149,25 @@ def common(
     of_keys: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """What all kernels are told; `side` is the score's functions for them."""
-    seen = mask and (mask.keys if of_keys else mask.queries)
+    whole = cuts_no_tile(call)
+    seen = mask and not whole and (mask.keys if of_keys else mask.queries)
     linear = linear_of(call, score)
     scored = side if linear is None else None
     return {
         "heads": call.num_heads_q,
         "group": call.group,
         "lists": mask is not None and mask.classify is not None,
-        "tiles": seen and seen.tiles,
-        "rows": seen and seen.rows,
-        "mask_once": seen and seen.once,
-        "mask_columns": seen and seen.columns,
-        "visible": seen and seen.visible,
+        "tiles": seen.tiles if seen else None,
+        "rows": seen.rows if seen else None,
+        "mask_once": seen.once if seen else None,
+        "mask_columns": seen.columns if seen else None,
+        "visible": seen.visible if seen else None,
         "score_once": scored and scored.once,
         "score_columns": scored and scored.columns,
         "score": scored and scored.apply,
         "linear": linear,
         "scale_first": _scale_first(call, score),
+        "whole": whole,
         "guard": mask is not None or call.packed or call.pages is not None or call.rows_k % cfg.block_n != 0,
         "packed": call.packed,
         "paged": call.pages is not None,
@@ -172,7 +177,7 @@ def common(
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) by the Gluon forward."""
-    return triton_attention.forward(call, _MAKE_PLAN[is_limited(call)], reached, _more)
+    return triton_attention.forward(call, _MAKE_PLAN[is_limited(call), cuts_no_tile(call)], reached, _more)
 
 
 def _more(call: Call, plan: Plan, lists: triton_attention.Lists) -> tuple[Any, ...]:
@@ -298,7 +303,11 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
 
 
 # Plans are kept by their maker: numbers of a formula, which no key of a call has, decide which it is.
-_MAKE_PLAN = {limited: functools.partial(forward_plan, limited=limited) for limited in (False, True)}
+_MAKE_PLAN = {
+    (limited, whole): functools.partial(forward_plan, limited=limited)
+    for limited in (False, True)
+    for whole in (False, True)
+}
 
 
 def config_of(kernel: str, call: Call) -> Config:
@@ -373,7 +382,7 @@ def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, d
     if call.dropout > 0.0 or (any(call.grad_captured) and not _sums(call)):
         return triton_attention.backward(call, o, lse, do, dlse)
     key = triton_attention.backward_key(call, o, do, dlse)
-    key = None if key is None else (key, call.deterministic)
+    key = None if key is None else (key, call.deterministic, cuts_no_tile(call))
     plans = _PLANS.get(key)
     if plans is None:
         if not reached(call.q, call.k, call.v, o, do):
@@ -568,6 +577,13 @@ def linear_of(call: Call, score: ScoreFunctions | None) -> Any:
     """
     folded = score is not None and call.scale > 0.0 and not any(call.grad_captured) and call.skip is None
     return score.linear if score is not None and folded else None
+
+
+def cuts_no_tile(call: Call) -> bool:
+    """Whether tiles come from lists, and are seen whole but for the ends of sequences."""
+    if call.mask is None or call.packed or call.pages is not None or tile_rule(call.mask.text).spans is not None:
+        return False
+    return is_whole_in_tiles(call.mask.text, call.mask.numbers, call.rows_k - call.rows_q)
 
 
 def is_limited(call: Call) -> bool:

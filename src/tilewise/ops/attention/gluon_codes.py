@@ -14,6 +14,7 @@ from tilewise.ops.attention.gluon_attention import (
     common,
     constants,
     counter_of,
+    cuts_no_tile,
     dealt,
     equal,
     linear_of,
@@ -67,7 +68,7 @@ def of_codes(x: Quantized, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def _prepared(scheme: Scheme, call: Call) -> tuple[Plan, tuple[Any, ...]]:
     """The plan, and the lists and the counter that the kernel is given."""
     key = call_key(call)
-    key = None if key is None else (key, scheme, call.wants_grad)
+    key = None if key is None else (key, scheme, call.wants_grad, cuts_no_tile(call))
     plan = _PLANS.get(key)
     if plan is None:
         plan = _PLANS.put(key, forward_plan(scheme, call))

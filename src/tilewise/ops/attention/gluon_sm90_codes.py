@@ -28,7 +28,7 @@ from tilewise.ops.attention.gluon_sm90_products import (
     product_of,
     scores_of,
 )
-from tilewise.ops.attention.gluon_sm90_runs import RUN, where_of
+from tilewise.ops.attention.gluon_sm90_runs import RUN, ends_of, where_of
 from tilewise.ops.attention.gluon_sm90_value_codes import (
     no_units,
     plus_output,
@@ -46,6 +46,7 @@ from tilewise.ops.attention.gluon_sm90_weight_codes import (
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.hopper import (
     HIDDEN,
+    afresh,
     at_row,
     filled,
     give_turn,
@@ -68,7 +69,7 @@ from tilewise.tiles.hopper import (
     wait_turn,
     whole,
 )
-from tilewise.tiles.visit import call_once, row_ends, visit_any
+from tilewise.tiles.visit import call_once, visit_any
 
 FALL = gl.constexpr(32.0)  # how far below the largest of all its exponents a row may be counted from
 SMALLEST_FACTOR = gl.constexpr(1e-20)  # of codes that a mask may hide: HIDDEN times it is far below any score
@@ -352,7 +353,6 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
     """One warpgroup, as `gluon_sm90_fwd.compute`. The output of each tile is added a tile late, when it is done."""
     O, LSE, SINK = outputs
     sizes, formula, _, _ = grid
-    rows_q = sizes[3]
     mask_args, mask_nums, score_args, score_nums = formula
     scale, c, SKIP = scalars
     q_ring, k_ring, v_ring, o_ring, board, ones = memory
@@ -383,10 +383,11 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
     while run[7] > 0:
         b, h, start, num_partial, count = run[0], run[1], run[3], run[6], run[7]
         queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, fixed.block_n)
+        rows_q = afresh(sizes[3])
         seqlen_q, seqlen_k = lengths
         own = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=ROW_OF_SCORES), seqlen_q - 1)
         offs_i = own + seqlen_k - seqlen_q
-        ends = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, fixed.rows)
+        ends = ends_of(run, offs_i, 0, seqlen_k, formula, fixed)
         mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
         score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)
         tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)

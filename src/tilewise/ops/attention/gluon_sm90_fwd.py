@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.ops.attention.gluon_sm90_fetch import fetch, fetch_rows, fetch_values
 from tilewise.ops.attention.gluon_sm90_formula import scored, with_hidden
-from tilewise.ops.attention.gluon_sm90_runs import RUN, first_key, where_of
+from tilewise.ops.attention.gluon_sm90_runs import RUN, ends_of, first_key, where_of
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.gluon_api import async_store, barrier
 from tilewise.tiles.hopper import (
@@ -43,7 +43,7 @@ from tilewise.tiles.hopper import (
     wait_turn,
     whole,
 )
-from tilewise.tiles.visit import call_once, row_ends
+from tilewise.tiles.visit import call_once
 
 
 @gluon.jit
@@ -213,7 +213,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         seqlen_q, seqlen_k = lengths
         own = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=ROW_OF_SCORES), seqlen_q - 1)
         offs_i = own + seqlen_k - seqlen_q
-        ends = row_ends(b, h, offs_i, 0, seqlen_k, mask_args, mask_nums, fixed.rows)
+        ends = ends_of(run, offs_i, 0, seqlen_k, formula, fixed)
         mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
         score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)
         tilt = tilt_of(b, h, score_args, score_nums, fixed.linear)

@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.tiles.hopper import sequence
-from tilewise.tiles.visit import TILE_BITS, entry_of, locate, take_turns, tile_of_entry, visits
+from tilewise.tiles.hopper import afresh, all_afresh, sequence
+from tilewise.tiles.visit import TILE_BITS, entry_of, locate, row_ends, take_turns, tile_of_entry, visits
 
 RUN = gl.constexpr(8)  # numbers of a run; the last is how many tiles it visits
 LONGEST = gl.constexpr(4)  # rows of tiles of each pair that come before all others
@@ -16,13 +16,13 @@ def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
     the first keys, which most see under a causal mask, go first, or where sums of dQ are `ordered` those with the last.
     Packed sequences have items to spare, which visit nothing.
 
-    Returns (batch, head, row of tiles in a list, first key, first visited tile, first FULL one, how many are not FULL,
-    how many tiles it visits).
+    Returns (batch, head, row of tiles in a list, first key, first visited tile, first FULL one, or under a mask that
+    cuts no tile 0 where nothing is seen, how many are not FULL, how many tiles it visits).
     """
     HEADS_KV: gl.constexpr = fixed.heads // fixed.group
     sizes, formula, _, cu_seqlens = grid
     batch, seqlen_q, seqlen_k, _rows, slots, together, _items = sizes
-    mask_args, mask_nums = formula[0], formula[1]
+    mask_args, mask_nums = all_afresh(formula[0]), all_afresh(formula[1])
     CU_Q, CU_K = cu_seqlens
     pair, slot = take_turns(item, slots, HEADS_KV if fixed.packed else batch * HEADS_KV, together)
     if fixed.ordered:
@@ -45,6 +45,8 @@ def run_of(item, g, grid, fixed, BLOCK_M: gl.constexpr, KEYS: gl.constexpr):
         b, h, start, j1, seqlen_k - seqlen_q, rows, mask_args, mask_nums, list_of(b, h, slot, grid, fixed),
         fixed.lists, fixed.tiles, BLOCK_M,
     )  # fmt: skip
+    if fixed.whole:
+        full_begin = num_full + num_partial
     num_partial = gl.maximum(num_partial, 1 - num_full)  # keys that nobody sees visit one tile, all of it hidden
     count = num_full + num_partial
     if fixed.packed:
@@ -77,7 +79,7 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
     """
     sizes, formula, _, cu_seqlens = grid
     batch, seqlen_q, seqlen_k, _rows, slots, together, _items = sizes
-    mask_args, mask_nums = formula[0], formula[1]
+    mask_args, mask_nums = all_afresh(formula[0]), all_afresh(formula[1])
     CU_Q, CU_K = cu_seqlens
     pair, turn = turns_of_queries(item, slots, fixed.heads if fixed.packed else batch * fixed.heads, together, fixed)
     slot = slots - 1 - turn
@@ -99,6 +101,8 @@ def run_of_queries(item, grid, fixed, BLOCK_M: gl.constexpr, BLOCK_N: gl.constex
         b, h, i0, i1, 0, seqlen_k, mask_args, mask_nums, list_of(b, h, slot, grid, fixed), fixed.lists, fixed.tiles,
         BLOCK_N,
     )  # fmt: skip
+    if fixed.whole:
+        full_begin = num_full + num_partial
     num_partial = gl.maximum(num_partial, 1 - num_full)  # who sees nothing visits one tile, all of it hidden
     count = num_full + num_partial
     if fixed.packed:
@@ -114,7 +118,7 @@ def reach_of(run, first, lengths, grid, fixed):
     of masks of lists nothing is known.
     """
     seqlen_q, seqlen_k = lengths
-    mask_args, mask_nums = grid[1][0], grid[1][1]
+    mask_args, mask_nums = all_afresh(grid[1][0]), all_afresh(grid[1][1])
     begin, end = 0 * first, seqlen_q - 1
     if fixed.tiles is not None:
         low = seqlen_k - seqlen_q
@@ -122,6 +126,18 @@ def reach_of(run, first, lengths, grid, fixed):
         begin, end, _, _ = fixed.tiles(run[0], run[1], gl.minimum(first, last), last, mask_args, mask_nums)
         begin, end = begin - low, end - low
     return begin, gl.where(first < seqlen_k, end, -1)
+
+
+@gluon.jit
+def ends_of(run, rows, begin, end, formula, fixed):
+    """First and last position of the other side, of those from `begin` up to `end`, that each of a run's rows sees, or
+    that see it.
+    """
+    mask_args, mask_nums = all_afresh(formula[0]), all_afresh(formula[1])
+    first, last = row_ends(run[0], run[1], rows, begin, end, mask_args, mask_nums, fixed.rows)
+    if fixed.whole:
+        last = gl.where(run[5] > 0, last, first - 1)
+    return first, last
 
 
 @gluon.jit
@@ -161,7 +177,8 @@ def where_of(run, grid, fixed, BLOCK: gl.constexpr):
     queries, row0, seqlen_q = sequence(b, CU_Q, seqlen_q, fixed.packed)
     keys, seqlen_k = keys_of(b, CU_K, seqlen_k, fixed)
     last = ((seqlen_q if fixed.of_keys else seqlen_k) + BLOCK - 1) // BLOCK - 1
-    tiles = (begin, full_begin, count - num_partial, num_partial, last, list_of(b, h, slot, grid, fixed), grid[2][3])
+    width = afresh(grid[2][3]) if fixed.lists else 0
+    tiles = (begin, full_begin, count - num_partial, num_partial, last, list_of(b, h, slot, grid, fixed), width)
     return queries, keys, (seqlen_q, seqlen_k), row0, tiles
 
 

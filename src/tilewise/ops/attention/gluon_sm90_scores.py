@@ -6,10 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
+from tilewise.ops.attention.gluon_sm90_runs import ends_of
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.gluon_api import barrier
 from tilewise.tiles.hopper import only_within, product_layout, tilt_of, tilted, with_columns
-from tilewise.tiles.visit import call_once, row_ends
+from tilewise.tiles.visit import call_once
 
 
 @gluon.jit
@@ -31,7 +32,7 @@ def own_rows(run, lengths, first, formula, fixed, COLUMNS: gl.constexpr):
         begin = 0 * seqlen_k
         rows = gl.minimum(offs, seqlen_q - 1) + seqlen_k - seqlen_q
         inside = offs < seqlen_q
-    start, end = row_ends(b, h, rows, begin, seqlen_k, mask_args, mask_nums, fixed.rows)
+    start, end = ends_of(run, rows, begin, seqlen_k, formula, fixed)
     end = gl.where(inside, end, start - 1)
     mask_once = call_once(b, h, rows[:, None], mask_args, mask_nums, fixed.mask_once)
     score_once = call_once(b, h, rows[:, None], score_args, score_nums, fixed.score_once)
