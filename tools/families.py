@@ -90,7 +90,7 @@ _HOPPER_TILED = (
     _SCHEDULE + "whole.py",
     *(
         _ATTENTION + f"gluon_{name}.py"
-        for name in ("attention", "boxes", "sm90_fetch", "sm90_formula", "sm90_fwd", "sm90_[bmprs]*")
+        for name in ("attention", "boxes", "fixed", "sm90_fetch", "sm90_formula", "sm90_fwd", "sm90_[bmprs]*")
     ),
 )
 _HOPPER_DECODE = (
@@ -126,9 +126,11 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
     "glu": (),
     "rope": ("src/tilewise/rotary.py", "src/tilewise/ops/rope/torch_op.py", _ROTARY),
     "tile_means": ("src/tilewise/tiles/visit.py",),
+    "tile_scores": (),
     "select": (
         *_TILES,
         "src/tilewise/ops/tile_means/*.py",
+        "src/tilewise/ops/tile_scores/*.py",
         *(_ATTENTION + name for name in ("choice.py", "paged_rows.py", "selected.py")),
     ),
     "page_summaries": ("src/tilewise/layouts.py", "src/tilewise/ops/kv_write/*.py"),

@@ -8,15 +8,16 @@ kernel over all tiles; forward and backward. Errors are to float64 under the sam
 
 Part choice: what `select_tiles` takes by means of tiles, 16,384 tokens of sequences of 8,192 and one of 131,072, beside
 exact attention over all tiles; and encoding q, k and v without and with sums of blocks and the choice made of these,
-beside FP8 attention over all tiles.
+in FP8 of centred numbers and of blocks as they are, beside FP8 attention over all tiles.
 
 Part local: queries and keys that follow a random walk, 32,768 and 131,072 tokens, `Sparge` with and without summaries,
 exact and in FP8, choice and codes included, beside the same over all tiles. TFLOP/s count all tiles; errors are to
 exact attention over all of them, and the density is in the problem.
 
 Part sliding: a video of 30 x 48 x 80 latent tokens in tiles of 6 x 8 x 8 and 256 tokens of text, 24 heads, windows of
-3 x 3 x 3 and of 5 x 5 x 5 tiles (9 and 42 % of the pairs), exact, in FP8, and with scores in INT8, beside all pairs by
-us and by peers. TFLOP/s count what is seen; errors are to float64 under the same mask.
+3 x 3 x 3 and of 5 x 5 x 5 tiles (9 and 42 % of the pairs), exact, in FP8, and with scores in INT8, as SageAttention 2
+has them and of blocks as they are, beside all pairs by us and by peers. TFLOP/s count what is seen; errors are to
+float64 under the same mask.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ HEADS, HEAD_DIM, TILE = 16, 128, 128
 EXACT = "relative l2 to float64 under the same map, one head"
 ALL = "relative l2 to exact attention over all tiles"
 FP8, INT8 = SCHEMES["fp8"], SCHEMES["sage2"]
+BY_BLOCKS = {"fp8": SCHEMES["blocks"], "int8": SCHEMES["int8_blocks"]}  # not centred, a scale for each block
 TAKEN = tw.Sparge(tau=0.9, theta=-1.0)
 CHOSEN = {"selected": tw.Select(TAKEN), "summary": tw.Select(TAKEN, far="summary")}
 
@@ -92,7 +94,8 @@ class _Run:
             if times:
                 outcome = {"metric": metric, "value": float(f"{errors[name]:.3g}")} if name in errors else {}
             rate = operations[name] / times[1] / 1e9 if times and name in operations else None
-            operation = {"choice": "select", "codes": "quantize", "codes_choice": "quantize"}.get(name.split(".")[-1])
+            kind = name.split(".")[-1].removesuffix("_blocks")
+            operation = {"choice": "select", "codes": "quantize", "codes_choice": "quantize"}.get(kind)
             self.writer.write(
                 question, problem, name, times_ms=times, tflops=rate, error=outcome or None, includes=includes,
                 sources=sources_of(name, operation or "attention"),
@@ -197,13 +200,22 @@ def _choice(what: _Run) -> None:
         shape = what.shape(seqlen, batch)
         q, k, v = (x.detach() for x in what.inputs(shape)[:3])
         one = f"tilewise.{'triton' if what.device == 'cuda' else 'cpu'}"
+        schemes = {"": FP8, "_blocks": BY_BLOCKS["fp8"]}
         for name, mask in (("full", None), ("causal", tw.causal)):
             select = tw.Select(tw.Sparge(0.9, 0.3), block=what.tile)
             calls: dict[str, Call] = {
                 f"{one}.choice": _selecting(q, k, select, mask),
                 f"tilewise.{what.row}.dense": _bound(_attention(what.row, mask=mask), q, k, v),
-                f"{one}.codes": _bound(functools.partial(tw.quantize_qkv, scheme=FP8), q, k, v),
-                f"{one}.codes_choice": _encoding_and_selecting(q, k, v, tw.Select(*select.parts), mask),
+                **{
+                    f"{one}.codes{more}": _bound(functools.partial(tw.quantize_qkv, scheme=scheme), q, k, v)
+                    for more, scheme in schemes.items()
+                },
+                **{
+                    f"{one}.codes_choice{more}": _encoding_and_selecting(
+                        q, k, v, scheme, tw.Select(*select.parts), mask
+                    )
+                    for more, scheme in schemes.items()
+                },
                 f"tilewise.{what.coded}.dense": _bound(_attention(what.coded, mask=mask, quantize=FP8), q, k, v),
             }
             problem = _problem("choice", shape, q.dtype, formula=name)
@@ -214,12 +226,14 @@ def _selecting(q: torch.Tensor, k: torch.Tensor, select: tw.Select, mask: Any) -
     return lambda: tw.select_tiles(q, k, select, mask=mask)
 
 
-def _encoding_and_selecting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, select: tw.Select, mask: Any) -> Call:
+def _encoding_and_selecting(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scheme: Any, select: tw.Select, mask: Any
+) -> Call:
     """As `attention(select=, quantize=)` does before its kernel."""
     call = make_call(q, k, v, mask=mask)
 
     def run() -> Any:
-        call.codes = tw.quantize_qkv(q, k, v, scheme=FP8, sums=True)
+        call.codes = tw.quantize_qkv(q, k, v, scheme=scheme, sums=True)
         return choose_tiles(call, select, None)
 
     return run
@@ -290,6 +304,7 @@ def _sliding(what: _Run, fa4_module: Any) -> None:
             f"tilewise.{what.row}.sliding": _attention(what.row, mask=mask),
             f"tilewise.{what.coded}.sliding": _attention(what.coded, mask=mask, quantize=FP8),
             f"tilewise.{what.coded}.sliding_int8": _attention(what.coded, mask=mask, quantize=INT8),
+            f"tilewise.{what.coded}.sliding_int8_blocks": _attention(what.coded, mask=mask, quantize=BY_BLOCKS["int8"]),
         }
         errors = {name: relative_error(attend(q, k, v)[0, rows, HEAD[1]], want) for name, attend in sparse.items()}
         operations = {name: _operations(shape, share if name in sparse else 1.0) for name in (sparse | dense)}

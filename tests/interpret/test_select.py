@@ -1,4 +1,4 @@
-"""The Triton kernels of `tile_means` and of taking tiles, in tiles of any size, and broken twins are caught."""
+"""The Triton kernels of `tile_means`, `tile_scores` and of taking tiles, in any shape, and broken twins are caught."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from tilewise.ops import triton_launch
 from tilewise.ops.select import triton_select
 from tilewise.ops.tile_means import tile_means as means_of_tiles
 from tilewise.ops.tile_means import triton_tile_means
-from tilewise.testing import select, tile_means
+from tilewise.ops.tile_scores import triton_tile_scores
+from tilewise.testing import select, tile_means, tile_scores
 from tilewise.testing.select import RowsCase
 from tilewise.testing.tile_means import MeansCase
+from tilewise.testing.tile_scores import ScoresCase
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where numbers are NaN
 STEPS = MeansCase("steps", 40, (90,), 1, 64)  # of fewer rows than a tile, where a thread has few elements
@@ -39,6 +41,11 @@ def test_rows_of_nearly_nothing_have_no_direction() -> None:
 def test_tiles_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_tile_means, "_EACH", 8)
     tile_means.check(STEPS, torch.float32, "triton")
+
+
+@pytest.mark.parametrize("case", tile_scores.CASES, ids=repr)
+def test_scores_of_tiles(case: ScoresCase) -> None:
+    tile_scores.check(case, "triton")
 
 
 @pytest.mark.parametrize("case", ROWS, ids=repr)
@@ -68,6 +75,8 @@ def test_calls_of_other_kinds_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatc
             select.check(rows, "triton")
         for means in tile_means.CASES[:4]:
             tile_means.check(means, torch.float32, "triton")
+        for scores in tile_scores.CASES[:4]:
+            tile_scores.check(scores, "triton")
 
 
 ALIKE = RowsCase("mass", (0.5,) * 4, True)
@@ -78,6 +87,10 @@ TWINS = [
     (triton_tile_means, ("tile_means_fwd", "tile_means_bwd"), "tl.load(CU + sequence + 1) - first", "BLOCK + 0 * first",
      "packed"),
     (triton_tile_means, ("tile_means_bwd",), "2.0 * inv", "inv", "halves"),
+    (triton_tile_scores, ("tile_scores_fwd", "means_of"), "tl.minimum(rows - tile * TILE, TILE)", "TILE", "ragged"),
+    (triton_tile_scores, ("tile_scores_fwd", "means_of"), "tile * EACH + n", "tile + n", "ragged"),
+    (triton_tile_scores, ("tile_scores_fwd",), "head // GROUP", "head % GROUP", "ragged"),
+    (triton_tile_scores, ("tile_scores_fwd",), "if first_n == 0", "if first_n < 0", "ragged"),
     (triton_select, ("take_tiles",), "bits ^ 0xFFFFFFFF, bits ^ 0x80000000", "bits, bits ^ 0x80000000", "mass"),
     (triton_select, ("take_tiles",), "ties & (before < enough)", "ties", "mass"),
     (triton_select, ("take_tiles",), "s = tl.where(s == 0.0, 0.0, s)", "s = s", "mass"),
@@ -95,6 +108,8 @@ def test_a_broken_twin_is_caught(
     def check() -> None:
         if module is triton_tile_means:
             tile_means.check(tile_means.BY_NAME[name], torch.float32, "triton")
+        elif module is triton_tile_scores:
+            tile_scores.check(tile_scores.BY_NAME[name], "triton")
         else:
             select.check(ALIKE if name == "alike" else select.CASES[0], "triton")
 

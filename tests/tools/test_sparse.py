@@ -21,7 +21,8 @@ def test_every_part_is_measured_beside_all_tiles(tmp_path: Path) -> None:
         (sparse.FORWARD, {"tilewise.cpu_tiled.selected", "tilewise.cpu_tiled.dense"}),
         (sparse.BACKWARD, {"tilewise.cpu_tiled.selected", "tilewise.cpu_tiled.dense"}),
         (sparse.CHOICE, {
-            *(f"tilewise.cpu.{what}" for what in ("choice", "codes", "codes_choice")),
+            "tilewise.cpu.choice",
+            *(f"tilewise.cpu.{what}{more}" for what in ("codes", "codes_choice") for more in ("", "_blocks")),
             *(f"tilewise.{row}.dense" for row in ("cpu_tiled", "cpu_codes")),
         }),
         (sparse.WHOLE, {
@@ -29,7 +30,8 @@ def test_every_part_is_measured_beside_all_tiles(tmp_path: Path) -> None:
             "tilewise.cpu_tiled.summary",
         }),
         (sparse.SLIDING, {
-            *(f"tilewise.{row}.sliding" for row in ("cpu_tiled", "cpu_codes")), "tilewise.cpu_codes.sliding_int8",
+            *(f"tilewise.{row}.sliding" for row in ("cpu_tiled", "cpu_codes")),
+            *(f"tilewise.cpu_codes.sliding_int8{more}" for more in ("", "_blocks")),
             "tilewise.cpu_tiled.dense", "sdpa",
         }),
     ):  # fmt: skip
@@ -37,7 +39,7 @@ def test_every_part_is_measured_beside_all_tiles(tmp_path: Path) -> None:
     for record in (record for record in found if record.impl != "sdpa"):
         of = {"choice": "select_cpu", "codes": "quantize_cpu", "codes_choice": "quantize_cpu"}
         family = "attention_codes_cpu" if "cpu_codes" in record.impl else "attention_cpu"
-        assert record.sources == FAMILIES[of.get(record.impl.split(".")[-1], family)].hash()
+        assert record.sources == FAMILIES[of.get(record.impl.split(".")[-1].removesuffix("_blocks"), family)].hash()
         if record.question in (sparse.FORWARD, sparse.BACKWARD) and record.impl.endswith("selected"):
             assert record.error is not None
             assert record.error["value"] < 1e-5

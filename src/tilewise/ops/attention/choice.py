@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,9 @@ from tilewise.ops.quantize.problem import DTYPES, WIDEST, has_sums
 from tilewise.ops.select.problem import Call as Rows
 from tilewise.ops.select.table import TAKE
 from tilewise.ops.tile_means import tile_means
-from tilewise.quant.blocks import Quantized, rows_of_block
+from tilewise.ops.tile_scores.problem import Call as Sums
+from tilewise.ops.tile_scores.table import TILE_SCORES
+from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.schemes import Scheme
 from tilewise.schedule.selection import PerHead, Prediction, Select, Sparge, TopK
 from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, Tiles, classify, classify_pairs
@@ -202,20 +203,18 @@ def classes_of(call: Call, block: tuple[int, int]) -> torch.Tensor:
 
 def pooled(call: Call, classes: torch.Tensor, block: tuple[int, int], alike: bool) -> Pooled:
     """Of a call, dense or packed. Codes that it has already may have sums, of which the means of tiles are made."""
-    rows, columns = block
-    of_q = _means(call.q, call.cu_seqlens_q, rows, alike, "q", call.codes)
-    of_k = _means(call.k, call.cu_seqlens_k, columns, alike, "k", call.codes)
-    scores = _scores(call, of_q[0], of_k[0], block, call.scale * _factor(call, block))
-    return Pooled(classes, scores, *((of_q[1], of_k[1]) if alike else (None, None)))
-
-
-def _factor(call: Call, block: tuple[int, int]) -> float:
-    """What makes the product of two sums one of means, where `_means` gives sums."""
-    if call.codes is None or call.codes.q_sums is None:
-        return 1.0
-    return math.prod(
-        1.0 if rows % one else 1.0 / one for rows, one in zip((call.rows_q, call.rows_k), block, strict=True)
-    )
+    codes = call.codes
+    if codes is not None and codes.q_sums is not None and codes.k_sums is not None:
+        (of_q, of_k), sizes = (codes.q_sums, codes.k_sums), (call.rows_q, call.rows_k)
+        each = (block[0] // rows_of_block("q"), block[1] // rows_of_block("k"))
+        units = (of_q[1], of_k[1]) if alike else (None, None)
+        sums = Sums(of_q[0], of_k[0], units[0], units[1], sizes, block, each, call.scale)
+        s, *similar = TILE_SCORES(sums)
+    else:
+        means_q, *of_rows = _means(call.q, call.cu_seqlens_q, block[0], alike)
+        means_k, *of_columns = _means(call.k, call.cu_seqlens_k, block[1], alike)
+        s, similar = _products(call, means_q, means_k), [*of_rows, *of_columns]
+    return Pooled(classes, _scored(call, s, block), *(similar or (None, None)))
 
 
 def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
@@ -248,37 +247,10 @@ def sums_serve(call: Call, select: Select, scheme: Any) -> bool:
     return whole and has_sums(scheme) and max(call.head_dim, call.head_dim_v) <= WIDEST
 
 
-def _means(
-    x: torch.Tensor, cu_seqlens: torch.Tensor | None, rows: int, alike: bool, side: str, codes: Quantized | None
-) -> tuple[torch.Tensor, ...]:
-    """Means of tiles (batch, heads, tiles, dim), of packed sequences in slots of one, and how alike their rows are; of
-    codes whose tiles are all whole their sums (`_factor`).
-    """
-    sums = None if codes is None else codes.q_sums if side == "q" else codes.k_sums
-    if sums is None:
-        found = tile_means(x.detach(), rows, cu_seqlens=cu_seqlens, similarity=alike)
-        return found if cu_seqlens is None else tuple(one[None] for one in found)
-    inverse = _inverse_counts(x.shape[1], rows, x.device)
-    total, *units = (_of_tiles(one, rows // rows_of_block(side)) for one in sums[: 1 + alike])
-    if x.shape[1] % rows:
-        total = total * inverse
-    return total, *((one * inverse).square().sum(-1) for one in units)
-
-
-def _of_tiles(sums: torch.Tensor, each: int) -> torch.Tensor:
-    """Sums (batch, heads, blocks, dim) of so many blocks each."""
-    if each == 1:
-        return sums
-    whole = torch.nn.functional.pad(sums, (0, 0, 0, -sums.shape[2] % each)) if sums.shape[2] % each else sums
-    return whole.view(*sums.shape[:2], -1, each, sums.shape[3]).sum(3)
-
-
-@functools.lru_cache(maxsize=256)
-def _inverse_counts(seqlen: int, rows: int, device: torch.device) -> torch.Tensor:
-    """One over the rows of each tile, (tiles, 1)."""
-    counts = torch.full((-(-seqlen // rows), 1), float(rows))
-    counts[-1:] = seqlen - (counts.shape[0] - 1) * rows
-    return (1.0 / counts).to(device)
+def _means(x: torch.Tensor, cu_seqlens: torch.Tensor | None, rows: int, alike: bool) -> tuple[torch.Tensor, ...]:
+    """Means of tiles (batch, heads, tiles, dim), of packed sequences in slots of one, and how alike their rows are."""
+    found = tile_means(x.detach(), rows, cu_seqlens=cu_seqlens, similarity=alike)
+    return found if cu_seqlens is None else tuple(one[None] for one in found)
 
 
 def _classes(bound: Bound | None, call: Call, block: tuple[int, int]) -> torch.Tensor:
@@ -332,18 +304,21 @@ def _tiles(call: Call, block: tuple[int, int]) -> tuple[Tiles, Tiles]:
     return of_q.moved((_lengths(call.cu_seqlens_k) - _lengths(call.cu_seqlens_q))[of_q.b]), of_k
 
 
-def _scores(call: Call, of_q: torch.Tensor, of_k: torch.Tensor, block: tuple[int, int], scale: float) -> torch.Tensor:
-    """(batch, heads, tiles_q, tiles_k) of means of queries and keys, times `scale`."""
-    batch = of_q.shape[0]
-    grouped = of_q.reshape(batch * call.num_heads_kv, -1, call.head_dim)
+def _products(call: Call, of_q: torch.Tensor, of_k: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, tiles_q, tiles_k) of means of queries and keys, scaled."""
+    grouped = of_q.reshape(of_q.shape[0] * call.num_heads_kv, -1, call.head_dim)
     with torch.autocast(call.q.device.type, enabled=False):
         nothing = grouped.new_empty((1, 1, 1))  # times 0, which makes the factor part of the product
-        s = torch.baddbmm(nothing, grouped, of_k.flatten(0, 1).transpose(-1, -2), beta=0, alpha=scale)
-    s = s.view(*of_q.shape[:3], of_k.shape[2])
+        s = torch.baddbmm(nothing, grouped, of_k.flatten(0, 1).transpose(-1, -2), beta=0, alpha=call.scale)
+    return s.view(*of_q.shape[:3], of_k.shape[2])
+
+
+def _scored(call: Call, s: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """What the score formula makes of scores of tiles, at their middles."""
     if call.score is None:
         return s
     queries, keys = _tiles(call, block)
-    sequences = queries.b[:, None] if call.packed else torch.arange(batch, device=s.device).view(-1, 1, 1, 1)
+    sequences = queries.b[:, None] if call.packed else torch.arange(s.shape[0], device=s.device).view(-1, 1, 1, 1)
     symbols = {
         "s": s,
         "b": sequences,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from tilewise.formula.limits import stays_near_zero
 from tilewise.ops.attention import gluon_sm90_prepare, triton_attention
 from tilewise.ops.attention import gluon_sm90_sums as dq_sums
 from tilewise.ops.attention.configs import Config, Row, first_fit, padded
 from tilewise.ops.attention.gluon_boxes import box_of_pages, describe, eights_of_page
+from tilewise.ops.attention.gluon_fixed import constants
 from tilewise.ops.attention.gluon_sm90_bwd import attention_bwd_sm90
 from tilewise.ops.attention.gluon_sm90_bwd_queries import OWN, attention_bwd_queries_sm90
 from tilewise.ops.attention.gluon_sm90_bwd_wide import attention_bwd_wide_sm90
@@ -76,74 +76,6 @@ _FEWEST_MET = 32  # tiles of an item from which programs meet
 _APART = 2**23  # elements of such pairs, beyond which fewer take turns where any tile may be visited
 
 
-class Fixed(NamedTuple):
-    """What is known when a kernel is compiled: numbers, and the formula's device functions, None where not needed."""
-
-    heads: int
-    group: int
-    lists: bool
-    tiles: Any
-    rows: Any
-    mask_once: Any
-    mask_columns: Any
-    visible: Any
-    score_once: Any
-    score_columns: Any
-    score: Any
-    linear: Any
-    scale_first: bool  # scores are scaled before anything else
-    guard: bool  # tiles may need a mask,
-    whole: bool  # only where sequences end, or for rows that see nothing
-    packed: bool
-    paged: bool
-    of_keys: bool  # programs own keys, else queries
-    registers: int
-    # of the forward
-    block_n: int | None = None
-    consumers: int | None = None
-    stages: int | None = None
-    sinks: bool | None = None
-    dropout: bool | None = None
-    outputs: int | None = None  # places for outputs: one of each warpgroup, or one that they use in turn
-    ahead: int | None = None  # for how many items queries have places
-    limited: bool | None = None  # exponentials need no maximum
-    in_base_2: bool | None = None  # scores come out of the formula, or of the multiply-add of a linear one, in base 2
-    in_boxes: bool | None = None  # pages come by the tensor memory accelerator,
-    gathered: bool | None = None  # or row by row
-    registers_of_fetch: int | None = None  # of who gathers
-    page: int | None = None  # tokens of a page
-    head_dim: int | None = None  # columns of keys, and of values, where rows are gathered
-    head_dim_v: int | None = None
-    eights_k: int | None = None  # from one page of a pool to the next, in eights of tokens
-    eights_v: int | None = None
-    few: int | None = None  # rows of queries up to which a request is another launch's
-    codes: bool | None = None  # q, k and v are codes,
-    p_largest: int | None = None  # and weights, the largest of which becomes this;
-    q_groups: int | None = None  # scales of a block of queries,
-    k_groups: int | None = None  # and of keys
-    biased: bool | None = None  # whether centred keys left queries a bias,
-    centred: bool | None = None  # and values are centred,
-    value_blocks: bool | None = None  # of which each block has a scale
-    exact_sums: bool | None = None  # weights are summed before they are codes
-    skips: bool | None = None  # tiles of small weights count for nothing
-    meets: int | None = None  # after how many tiles programs wait for each other, if they do
-    moved: bool | None = None  # lists say where tiles begin
-    dealt: bool | None = None  # items are dealt out while the kernel runs, and not divided beforehand
-    # of the backward
-    slope: Any = None  # the score's derivative
-    accumulate: Any = None  # adds the gradients of captured tensors
-    block_m: int | None = None  # queries of a tile
-    parts: bool | None = None  # lists say of which tiles a warpgroup's keys are seen by nothing
-    begins: bool | None = None  # programs work out what their queries begin with
-    sums: bool | None = None  # programs add to dQ in memory,
-    ordered: bool | None = None  # each when those with later keys have
-
-
-def constants(**values: Any) -> Fixed:
-    """Numbers as constants; functions and None are ones as they are."""
-    return Fixed(**{name: gl.constexpr(x) if isinstance(x, int) else x for name, x in values.items()})
-
-
 def common(
     call: Call, mask: MaskFunctions | None, score: ScoreFunctions | None, side: ScoreSide | None, cfg: Config,
     of_keys: bool,
@@ -156,7 +88,7 @@ def common(
     return {
         "heads": call.num_heads_q,
         "group": call.group,
-        "lists": mask is not None and mask.classify is not None,
+        "lists": _is_listed(mask),
         "tiles": seen.tiles if seen else None,
         "rows": seen.rows if seen else None,
         "mask_once": seen.once if seen else None,
@@ -256,7 +188,7 @@ def forward_plan(call: Call, limited: bool, few: int | None = None) -> Plan:
     if gathered:
         del boxes[1], boxes[2]
     skips = call.skip is not None
-    moved = mask is not None and mask.classify is not None and triton_attention.may_move(call)
+    moved = _is_listed(mask) and triton_attention.may_move(call)
     used, output = 2 * (cfg.block_m * d + cfg.stages * cfg.block_n * (d + d_v)), 2 * 64 * d_v  # bytes
     outputs = consumers if used + consumers * output <= SHARED else 1
     used += outputs * output
@@ -339,7 +271,7 @@ def dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
     if call.mask is None and not call.packed and call.pages is None:
         return False
     even = slots <= _FEWEST_TILES or 2 * multiprocessors(call.q.device) % slots == 0
-    return slots > _FEW_TILES or not even or call.packed or (mask is not None and mask.classify is not None)
+    return slots > _FEW_TILES or not even or call.packed or (_is_listed(mask))
 
 
 def meets(call: Call, tiles: int, fewest: int = _FEWEST_MET) -> int | None:
@@ -367,7 +299,7 @@ def turns_of(call: Call, slots: int, pairs: int, rounds: int = 2) -> int:
     mask = functions(call, "gluon")[0]
     if slots <= _FEW_TILES:
         most = -(-rounds * multiprocessors(call.q.device) // slots)
-    elif mask is not None and mask.classify is not None:
+    elif _is_listed(mask):
         most = min(_PAIRS, _APART // (max(call.rows_q, call.rows_k) * (call.head_dim + call.head_dim_v)))
     else:
         most = _PAIRS
@@ -473,7 +405,7 @@ def _gradient_plan(
     side = (score.keys if of_keys else score.queries) if score else None
     tiles = -(-call.rows_q // block) if of_keys else -(-call.rows_k // cfg.block_n)
     apart = _ordered(call) or _columns(call) == 64  # who waits for another's additions, and whose would collide
-    parts = mask is not None and mask.classify is not None and kernel is attention_bwd_sm90 and block == 64
+    parts = _is_listed(mask) and kernel is attention_bwd_sm90 and block == 64
     places = (_places(call),) if kernel is attention_bwd_sm90 else ()
     return Plan(
         kernel,
@@ -577,6 +509,11 @@ def linear_of(call: Call, score: ScoreFunctions | None) -> Any:
     """
     folded = score is not None and call.scale > 0.0 and not any(call.grad_captured) and call.skip is None
     return score.linear if score is not None and folded else None
+
+
+def _is_listed(mask: MaskFunctions | None) -> bool:
+    """Whether tiles come from lists."""
+    return mask is not None and mask.classify is not None
 
 
 def cuts_no_tile(call: Call) -> bool:

@@ -12,7 +12,6 @@ from tilewise.ops.attention.configs import Config, padded
 from tilewise.ops.attention.gluon_attention import (
     SHARED,
     common,
-    constants,
     counter_of,
     cuts_no_tile,
     dealt,
@@ -22,6 +21,7 @@ from tilewise.ops.attention.gluon_attention import (
     turns_of,
 )
 from tilewise.ops.attention.gluon_boxes import describe
+from tilewise.ops.attention.gluon_fixed import constants
 from tilewise.ops.attention.gluon_sm90_codes import attention_codes_sm90
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.triton_attention import lists_of

@@ -27,7 +27,6 @@ from tilewise.ops.attention.gluon_sm90_runs import (
     where_of,
 )
 from tilewise.ops.attention.gluon_sm90_scores import (
-    hand_over,
     of_queries,
     own_rows,
     probabilities,
@@ -249,6 +248,14 @@ def issue_dq(k_ring, spot, ds_ring, place, done, C: gl.constexpr):
         else:
             dq = warpgroup_mma(ds.slice(C * 64, 64, dim=1).permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
     return dq
+
+
+@gluon.jit
+def hand_over(x, place, full):
+    """Hand a tile to a warp that waits for it in shared memory, and fences it before products or copies read it."""
+    place.store(x)
+    barrier()
+    mbarrier.arrive(full)
 
 
 @gluon.jit
@@ -480,7 +487,7 @@ def attention_bwd_sm90(
     list_stride_b, list_stride_h, list_stride_r, mask_args, mask_nums, score_args, score_nums, grads,
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, places, scale, fixed,
 ):  # fmt: skip
-    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
+    """`fixed` is what is known when the kernel is compiled (`gluon_fixed.Fixed`)."""
     tl.extra.cuda.gdc_wait()  # for what counts to be 0
     # shared memory: K of two items, V, rings of Q and dO with a number for each query, dS of two tiles, shares of dQ
     D: gl.constexpr = Q.block_shape[4]

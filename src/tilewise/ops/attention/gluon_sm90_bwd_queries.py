@@ -207,7 +207,7 @@ def attention_bwd_queries_sm90(
     list_stride_r, o_stride_b, o_stride_s, o_stride_h, mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, scale, fixed,
 ):  # fmt: skip
-    """dQ; `fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
+    """dQ; `fixed` is what is known when the kernel is compiled (`gluon_fixed.Fixed`)."""
     D: gl.constexpr = K.block_shape[4]
     q_tile = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, 1, HALF, D], Q.layout)
     do_tile = gl.allocate_shared_memory(DO.dtype, [2, 1, 1, 1, HALF, D], DO.layout)

@@ -226,7 +226,7 @@ def attention_bwd_wide_sm90(
     mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, slots_q, slots, together, items, scale, fixed,
 ):  # fmt: skip
-    """dK and dV; `fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
+    """dK and dV; `fixed` is what is known when the kernel is compiled (`gluon_fixed.Fixed`)."""
     D: gl.constexpr = Q.block_shape[4]
     k_tile = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 1, TILE, D], K.layout)
     v_tile = gl.allocate_shared_memory(V.dtype, [1, 1, 1, 1, TILE, D], V.layout)

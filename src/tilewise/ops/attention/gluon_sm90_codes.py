@@ -504,7 +504,7 @@ def attention_codes_sm90(
     list_stride_h, list_stride_r, NEXT, mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, rows_q, slots, together, items, blocks_q, blocks_k, scale, fixed,
 ):  # fmt: skip
-    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`)."""
+    """`fixed` is what is known when the kernel is compiled (`gluon_fixed.Fixed`)."""
     D_V: gl.constexpr = V.block_shape[3]
     N: gl.constexpr = fixed.block_n
     D: gl.constexpr = Q.block_shape[4]

@@ -341,7 +341,7 @@ def attention_fwd_sm90(
     NEXT, TABLE, FIRST, stride_t, STRIDES, mask_args, mask_nums, score_args, score_nums,
     batch, seqlen_q, seqlen_k, rows_q, slots, together, items, scale, dropout, keep_scale, fixed,
 ):  # fmt: skip
-    """`fixed` is what is known when the kernel is compiled (`gluon_attention.Fixed`). Where requests of few queries are
+    """`fixed` is what is known when the kernel is compiled (`gluon_fixed.Fixed`). Where requests of few queries are
     another launch's, that may start, and NEXT are the shares of the multiprocessors (`triton_work.write_shares`).
     """
     tl.extra.cuda.gdc_wait()  # for what has been dealt out to be 0, where it is launched early

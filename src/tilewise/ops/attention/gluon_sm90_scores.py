@@ -4,11 +4,10 @@ of the others along the columns.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.ops.attention.gluon_sm90_runs import ends_of
 from tilewise.tiles.arithmetic import LOG2E
-from tilewise.tiles.gluon_api import barrier
 from tilewise.tiles.hopper import only_within, product_layout, tilt_of, tilted, with_columns
 from tilewise.tiles.visit import call_once
 
@@ -133,11 +132,3 @@ def through_score(ds, p, around, own, formula, fixed, MASKED: gl.constexpr):
         if MASKED or fixed.ordered:
             ds = gl.where(p == 0.0, 0.0, ds)  # a hidden score may have no finite derivative
     return ds
-
-
-@gluon.jit
-def hand_over(x, place, full):
-    """Hand a tile to a warp that waits for it in shared memory, and fences it before products or copies read it."""
-    place.store(x)
-    barrier()
-    mbarrier.arrive(full)
