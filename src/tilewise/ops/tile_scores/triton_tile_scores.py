@@ -1,5 +1,5 @@
 """Scores of pairs of tiles on a GPU: a program adds up the blocks of some tiles of queries and some of keys of a head,
-and multiplies their means. Those with the first keys, or queries, also say how alike rows are.
+and multiplies their means; others of the same launch say how alike the rows of some tiles are.
 """
 
 import torch
@@ -10,17 +10,15 @@ from tilewise.ops.tile_scores.problem import Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 
 _FEW = 256  # tiles of queries up to which a program has 16 of them, beyond 64: many programs, or little read twice
-_KEYS = 64  # tiles of keys of a program
+_KEYS = 64  # tiles of keys of a program, and of either where rows are compared
+_STEP = 64  # dimensions at a time
 _PLANS = Plans()
 
 
 @triton.jit
-def means_of(
-    SUMS, head, tile, blocks, rows, DIM: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Means of some tiles of a head  # [TILES, DIM]"""
-    d = tl.arange(0, BLOCK_D)
-    total = tl.zeros([tile.shape[0], BLOCK_D], tl.float32)
+def means_of(SUMS, head, tile, d, blocks, rows, DIM: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr):
+    """Means of some tiles of a head in some dimensions  # [TILES, STEP]"""
+    total = tl.zeros([tile.shape[0], d.shape[0]], tl.float32)
     for n in tl.static_range(EACH):
         block = tile * EACH + n
         at = SUMS + ((head * blocks + block) * DIM)[:, None] + d[None, :]
@@ -29,34 +27,63 @@ def means_of(
     return total * (1.0 / count)[:, None]
 
 
-@triton.jit(do_not_specialize=["blocks_q", "blocks_k", "rows_q", "rows_k", "tiles_q", "tiles_k", "scale"])
+@triton.jit
+def compare_rows(
+    pid, UNITS, SIMILAR, blocks, rows, tiles, DIM: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """How alike the rows of some tiles are: the squared length of the mean of what has length 1."""
+    head = (pid // tl.cdiv(tiles, BLOCK)).to(tl.int64)
+    tile = pid % tl.cdiv(tiles, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    alike = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, DIM, STEP, loop_unroll_factor=2):
+        mean = means_of(UNITS, head, tile, start + tl.arange(0, STEP), blocks, rows, DIM, EACH, TILE)
+        alike += tl.sum(mean * mean, 1)
+    tl.store(SIMILAR + head * tiles + tile, alike, mask=tile < tiles)
+
+
+@triton.jit
+def multiply_means(
+    pid, Q_SUMS, K_SUMS, SCORES, blocks_q, blocks_k, rows_q, rows_k, tiles_q, tiles_k, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, EACH_Q: tl.constexpr, EACH_K: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Scores of some tiles of queries and some of keys of a head."""
+    rest = pid // tl.cdiv(tiles_k, BLOCK_N)
+    head = (rest // tl.cdiv(tiles_q, BLOCK_M)).to(tl.int64)  # of all sequences
+    m = rest % tl.cdiv(tiles_q, BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = pid % tl.cdiv(tiles_k, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, DIM, STEP, loop_unroll_factor=2):
+        d = start + tl.arange(0, STEP)
+        q = means_of(Q_SUMS, head, m, d, blocks_q, rows_q, DIM, EACH_Q, TILE_Q)
+        k = means_of(K_SUMS, head // GROUP, n, d, blocks_k, rows_k, DIM, EACH_K, TILE_K)
+        s = tl.dot(q, tl.trans(k), s, input_precision="tf32x3")
+    at = SCORES + ((head * tiles_q + m) * tiles_k)[:, None] + n[None, :]
+    tl.store(at, s * scale, mask=(m < tiles_q)[:, None] & (n < tiles_k)[None, :])
+
+
+@triton.jit(do_not_specialize=["heads", "blocks_q", "blocks_k", "rows_q", "rows_k", "tiles_q", "tiles_k", "scale"])
 def tile_scores_fwd(
     Q_SUMS, K_SUMS, Q_UNITS, K_UNITS, SCORES, SIMILAR_Q, SIMILAR_K,
-    blocks_q, blocks_k, rows_q, rows_k, tiles_q, tiles_k, scale,
+    heads, blocks_q, blocks_k, rows_q, rows_k, tiles_q, tiles_k, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, EACH_Q: tl.constexpr, EACH_K: tl.constexpr, TILE_Q: tl.constexpr,
-    TILE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    # who am I
-    first_n = tl.program_id(0) % tl.cdiv(tiles_k, BLOCK_N) * BLOCK_N
-    rest = tl.program_id(0) // tl.cdiv(tiles_k, BLOCK_N)
-    first_m = rest % tl.cdiv(tiles_q, BLOCK_M) * BLOCK_M
-    head = (rest // tl.cdiv(tiles_q, BLOCK_M)).to(tl.int64)  # of all sequences
-    head_kv = head // GROUP
-    m = first_m + tl.arange(0, BLOCK_M)
-    n = first_n + tl.arange(0, BLOCK_N)
-
-    q = means_of(Q_SUMS, head, m, blocks_q, rows_q, DIM, EACH_Q, TILE_Q, BLOCK_D)
-    k = means_of(K_SUMS, head_kv, n, blocks_k, rows_k, DIM, EACH_K, TILE_K, BLOCK_D)
-    s = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
-    at = SCORES + ((head * tiles_q + m) * tiles_k)[:, None] + n[None, :]
-    tl.store(at, s, mask=(m < tiles_q)[:, None] & (n < tiles_k)[None, :])
+    of_scores = heads * tl.cdiv(tiles_q, BLOCK_M) * tl.cdiv(tiles_k, BLOCK_N)
+    pid = tl.program_id(0)
+    if pid < of_scores:
+        multiply_means(
+            pid, Q_SUMS, K_SUMS, SCORES, blocks_q, blocks_k, rows_q, rows_k, tiles_q, tiles_k, scale,
+            GROUP, DIM, EACH_Q, EACH_K, TILE_Q, TILE_K, BLOCK_M, BLOCK_N, STEP,
+        )  # fmt: skip
     if Q_UNITS is not None:
-        if first_n == 0:
-            alike = means_of(Q_UNITS, head, m, blocks_q, rows_q, DIM, EACH_Q, TILE_Q, BLOCK_D)
-            tl.store(SIMILAR_Q + head * tiles_q + m, tl.sum(alike * alike, 1), mask=m < tiles_q)
-        if (first_m == 0) & (head % GROUP == 0):
-            alike = means_of(K_UNITS, head_kv, n, blocks_k, rows_k, DIM, EACH_K, TILE_K, BLOCK_D)
-            tl.store(SIMILAR_K + head_kv * tiles_k + n, tl.sum(alike * alike, 1), mask=n < tiles_k)
+        pid -= of_scores
+        of_q = heads * tl.cdiv(tiles_q, BLOCK_N)
+        if (pid >= 0) & (pid < of_q):
+            compare_rows(pid, Q_UNITS, SIMILAR_Q, blocks_q, rows_q, tiles_q, DIM, EACH_Q, TILE_Q, BLOCK_N, STEP)
+        if pid >= of_q:
+            compare_rows(pid - of_q, K_UNITS, SIMILAR_K, blocks_k, rows_k, tiles_k, DIM, EACH_K, TILE_K, BLOCK_N, STEP)
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
@@ -70,10 +97,12 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         batch, heads, blocks_q, dim = call.q_sums.shape
         heads_kv, blocks_k = call.k_sums.shape[1:3]
         block_m = 16 if call.tiles[0] <= _FEW else 64
-        grid = batch * heads * triton.cdiv(call.tiles[0], block_m) * triton.cdiv(call.tiles[1], _KEYS)
-        block_d = max(16, triton.next_power_of_2(dim))
-        constants = (heads // heads_kv, dim, *call.each, *call.block, block_m, _KEYS, block_d)
-        sizes = (blocks_q, blocks_k, *call.rows, *call.tiles)
+        of_q, of_k = (triton.cdiv(tiles, _KEYS) for tiles in call.tiles)
+        grid = batch * heads * triton.cdiv(call.tiles[0], block_m) * of_k
+        if call.q_units is not None:
+            grid += batch * (heads * of_q + heads_kv * of_k)
+        constants = (heads // heads_kv, dim, *call.each, *call.block, block_m, _KEYS, _STEP)
+        sizes = (batch * heads, blocks_q, blocks_k, *call.rows, *call.tiles)
         plan = _PLANS.put(key, Plan(tile_scores_fwd, grid, (), sizes, constants, 4, 1))
     with on_device(call.q_sums):
         plan.launch(tensors, (), (call.scale,))
