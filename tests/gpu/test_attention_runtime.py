@@ -68,6 +68,30 @@ def test_a_graph_replays_with_other_inputs_and_other_captured_values(impl: str) 
 
 
 @on_both
+def test_lists_that_are_kept_serve_calls_in_turn_alone(impl: str) -> None:
+    """As many calls as there are give what the first one gave, also of a graph and of other streams, and whatever count
+    stands behind the lists.
+    """
+    q, k, v = leaves(1, 1024, 4, 64)
+    do, mask = draw(1, 1024, 4, 64, seed=9), tw.sliding_tile((8, 16, 8), (4, 8, 4), (1, 2, 1))
+    step = lambda: forward_backward(impl, q, k, v, do, mask=mask)  # noqa: E731
+    first = step()
+    for _ in range(3):
+        same(step(), first, impl)
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        same(step(), first, impl)
+    torch.cuda.current_stream().wait_stream(other)
+    graph, found = captured(step)
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        same(found, first, impl)
+    same(step(), first, impl)
+
+
+@on_both
 def test_a_packed_graph_replays_with_other_lengths(impl: str) -> None:
     q, k, v = leaves(512, 2, 64)
     do = draw(512, 2, 64, seed=9)

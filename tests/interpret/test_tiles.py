@@ -14,6 +14,7 @@ import triton.language as tl
 
 import tilewise as tw
 from tilewise.core.philox import keep_mask
+from tilewise.formula import as_mask
 from tilewise.ops import triton_launch
 from tilewise.ops.attention import triton_attention, triton_plans
 from tilewise.ops.attention.configs import Config
@@ -358,3 +359,30 @@ def test_dropout_bits_are_those_of_the_cpu(
     kept[(1,)](out, torch.tensor([seed]), row, first_i, start_j, dropout, 16, 32, keys_first)
     i, j = torch.arange(first_i, first_i + 16)[:, None], torch.arange(start_j, start_j + 32)
     assert torch.equal(out.bool(), keep_mask(seed, dropout, torch.tensor(row), i, j))
+
+
+def test_lists_of_masks_that_capture_nothing_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels run in turn; those of a tensor, whose values may change, are made at every call."""
+    monkeypatch.setattr(triton_launch, "remember", True)
+    monkeypatch.setattr(triton_attention, "_LISTS", triton_launch.Plans(limit=2))
+    rows, ids = 512, torch.arange(512) // 200
+
+    def every(n: int) -> tw.Mask:
+        return as_mask(lambda b, h, i, j: (i // 64 - j // 64) % n == 0)
+
+    masks = {"second": every(2), "third": every(3), "fifth": every(5), "captured": tw.document(ids)}
+    q, k, v = (torch.randn(1, rows, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+
+    def right(name: str) -> bool:
+        found, want = (tw.attention(q, k, v, mask=masks[name], impl=impl) for impl in ("triton", "reference"))
+        return bool(torch.allclose(found, want, atol=1e-5))
+
+    assert right("second")
+    assert not triton_attention._LISTS._known, "beside other kernels, whose turns nobody knows"
+    monkeypatch.setattr(triton_attention, "in_turn", lambda device: True)
+    for name, kept in (("second", 1), ("second", 1), ("third", 2), ("second", 2), ("captured", 2), ("fifth", 2)):
+        assert right(name)
+        assert len(triton_attention._LISTS._known) == kept
+    ids.copy_(torch.arange(rows) // 400)
+    assert right("captured")
+    assert right("second")

@@ -128,15 +128,14 @@ def counter_of(call: Call, plan: Plan, lists: triton_attention.Lists) -> torch.T
     if listed is not None:
         return listed[-1]
     device = call.q.device
-    in_turn = device.type == "cuda" and not torch.cuda.current_stream(device).cuda_stream
-    return _none_dealt(device) if in_turn and fixed.meets is None else torch.zeros(1, dtype=torch.int32, device=device)
+    if fixed.meets is None and triton_attention.in_turn(device):
+        return _none_dealt(device)
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @functools.cache
 def _none_dealt(device: torch.device) -> torch.Tensor:
-    """For kernels of the default stream, which run one after another; a CUDA graph, which is of another stream when it
-    is captured, may be replayed beside anything, and has numbers of its own.
-    """
+    """For kernels that run in turn, and leave it at 0."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 

@@ -36,6 +36,8 @@ from tilewise.tiles.early import AT_FIRST
 NO_LISTS = (None, 0, 0, 0)
 LOG2E = math.log2(math.e)
 _PLANS = Plans()
+_LISTS = Plans(limit=16)
+_KEPT_SIZE = 2**22  # numbers of lists that are kept, at most
 _SORTED = 512  # rows of lists that programs take by length; with more of them the last ones matter less
 Reached = Callable[..., bool]  # whether a kernel's loads reach these tensors
 Lists = tuple[Any, ...]  # the lists themselves, and their strides by batch, head and row
@@ -166,11 +168,18 @@ def _padded_rows(x: torch.Tensor, reached: Reached) -> torch.Tensor:
 
 def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any, Any]) -> Lists:
     """The tile lists that a plan asks for (`Listing`) and their strides by batch, head and row, or nothing where loop
-    bounds do. `tables` keeps block extrema that several lists of one call share.
+    bounds do. `tables` keeps block extrema that several lists of one call share. Lists are kept where the mask captures
+    no tensor.
     """
     cfg, mask, how = plan.extra
     if call.mask is None or mask.classify is None:
         return NO_LISTS
+    list_key = key and ("lists", key, for_keys, cfg, how)
+    kept_key = (list_key, call.mask.numbers) if list_key and not (call.mask.tensors or call.packed) else None
+    if kept_key is not None and in_turn(call.q.device):
+        kept: Lists | None = _LISTS.get(kept_key)
+        if kept is not None:
+            return kept
     early = AT_FIRST.value if how.by_length and capability(call.q.device) >= 90 else 0
     slots = slots_of(call, cfg, for_keys)
     heads = call.num_heads_q if mask.by_head else 1
@@ -180,7 +189,6 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
     parts = own // (how.part or own)
     width = triton.cdiv(3 + triton.cdiv(max(1, longest(call, not for_keys)), other), 4) * 4  # rows of 16 bytes
     listed = torch.empty((rows + 1, width), dtype=torch.int32, device=call.q.device)
-    list_key = key and ("lists", key, for_keys, cfg, how)
     plans = _PLANS.get(list_key)
     if plans is None:
         constants = (
@@ -200,7 +208,17 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
     lister.launch((listed, call.cu_seqlens_q, call.cu_seqlens_k), (args + tables[blocks], nums, width))
     if sorter is not None:
         sorter.launch((listed,), (width,))  # which depends on lengths that no key has
-    return listed, (heads * slots if batches > 1 else 0), (slots if heads > 1 else 0), width
+    found = (listed, (heads * slots if batches > 1 else 0), (slots if heads > 1 else 0), width)
+    if kept_key is not None and in_turn(call.q.device) and listed.numel() <= _KEPT_SIZE:
+        _LISTS.put(kept_key, found)
+    return found
+
+
+def in_turn(device: torch.device) -> bool:
+    """Whether kernels that are launched now run one after another, with all that share memory of theirs: those of a
+    GPU's default stream. A CUDA graph, which is of another stream when it is captured, may be replayed beside anything.
+    """
+    return device.type == "cuda" and not torch.cuda.current_stream(device).cuda_stream
 
 
 def may_move(call: Call) -> bool:
