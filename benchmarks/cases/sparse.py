@@ -200,24 +200,17 @@ def _choice(what: _Run) -> None:
         shape = what.shape(seqlen, batch)
         q, k, v = (x.detach() for x in what.inputs(shape)[:3])
         one = f"tilewise.{'triton' if what.device == 'cuda' else 'cpu'}"
-        schemes = {"": FP8, "_blocks": BY_BLOCKS["fp8"]}
         for name, mask in (("full", None), ("causal", tw.causal)):
             select = tw.Select(tw.Sparge(0.9, 0.3), block=what.tile)
             calls: dict[str, Call] = {
                 f"{one}.choice": _selecting(q, k, select, mask),
                 f"tilewise.{what.row}.dense": _bound(_attention(what.row, mask=mask), q, k, v),
-                **{
-                    f"{one}.codes{more}": _bound(functools.partial(tw.quantize_qkv, scheme=scheme), q, k, v)
-                    for more, scheme in schemes.items()
-                },
-                **{
-                    f"{one}.codes_choice{more}": _encoding_and_selecting(
-                        q, k, v, scheme, tw.Select(*select.parts), mask
-                    )
-                    for more, scheme in schemes.items()
-                },
                 f"tilewise.{what.coded}.dense": _bound(_attention(what.coded, mask=mask, quantize=FP8), q, k, v),
             }
+            for more, scheme in {"": FP8, "_blocks": BY_BLOCKS["fp8"]}.items():
+                calls[f"{one}.codes{more}"] = _bound(functools.partial(tw.quantize_qkv, scheme=scheme), q, k, v)
+                chosen = _encoding_and_selecting(q, k, v, scheme, tw.Select(*select.parts), mask)
+                calls[f"{one}.codes_choice{more}"] = chosen
             problem = _problem("choice", shape, q.dtype, formula=name)
             what.write(CHOICE, problem, calls, {}, {}, "", "select_tiles; attention over all tiles")
 

@@ -22,6 +22,7 @@ from tilewise.ops.quantize.problem import DTYPES, WIDEST, has_sums
 from tilewise.ops.select.problem import Call as Rows
 from tilewise.ops.select.table import TAKE
 from tilewise.ops.tile_means import tile_means
+from tilewise.ops.tile_scores import scores_of_means
 from tilewise.ops.tile_scores.problem import Call as Sums
 from tilewise.ops.tile_scores.table import TILE_SCORES
 from tilewise.quant.blocks import rows_of_block
@@ -213,7 +214,7 @@ def pooled(call: Call, classes: torch.Tensor, block: tuple[int, int], alike: boo
     else:
         means_q, *of_rows = _means(call.q, call.cu_seqlens_q, block[0], alike)
         means_k, *of_columns = _means(call.k, call.cu_seqlens_k, block[1], alike)
-        s, similar = _products(call, means_q, means_k), [*of_rows, *of_columns]
+        s, similar = scores_of_means(means_q, means_k, call.scale), [*of_rows, *of_columns]
     return Pooled(classes, _scored(call, s, block), *(similar or (None, None)))
 
 
@@ -302,15 +303,6 @@ def _tiles(call: Call, block: tuple[int, int]) -> tuple[Tiles, Tiles]:
         Tiles.of_packed(call.cu_seqlens_k, call.rows_k, block[1]),
     )
     return of_q.moved((_lengths(call.cu_seqlens_k) - _lengths(call.cu_seqlens_q))[of_q.b]), of_k
-
-
-def _products(call: Call, of_q: torch.Tensor, of_k: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, tiles_q, tiles_k) of means of queries and keys, scaled."""
-    grouped = of_q.reshape(of_q.shape[0] * call.num_heads_kv, -1, call.head_dim)
-    with torch.autocast(call.q.device.type, enabled=False):
-        nothing = grouped.new_empty((1, 1, 1))  # times 0, which makes the factor part of the product
-        s = torch.baddbmm(nothing, grouped, of_k.flatten(0, 1).transpose(-1, -2), beta=0, alpha=call.scale)
-    return s.view(*of_q.shape[:3], of_k.shape[2])
 
 
 def _scored(call: Call, s: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -82,18 +82,18 @@ def common(
 ) -> dict[str, Any]:  # fmt: skip
     """What all kernels are told; `side` is the score's functions for them."""
     whole = cuts_no_tile(call)
-    seen = mask and not whole and (mask.keys if of_keys else mask.queries)
+    seen = None if whole or mask is None else mask.keys if of_keys else mask.queries
     linear = linear_of(call, score)
     scored = side if linear is None else None
     return {
         "heads": call.num_heads_q,
         "group": call.group,
         "lists": _is_listed(mask),
-        "tiles": seen.tiles if seen else None,
-        "rows": seen.rows if seen else None,
-        "mask_once": seen.once if seen else None,
-        "mask_columns": seen.columns if seen else None,
-        "visible": seen.visible if seen else None,
+        "tiles": seen and seen.tiles,
+        "rows": seen and seen.rows,
+        "mask_once": seen and seen.once,
+        "mask_columns": seen and seen.columns,
+        "visible": seen and seen.visible,
         "score_once": scored and scored.once,
         "score_columns": scored and scored.columns,
         "score": scored and scored.apply,
@@ -270,7 +270,7 @@ def dealt(call: Call, mask: MaskFunctions | None, slots: int) -> bool:
     if call.mask is None and not call.packed and call.pages is None:
         return False
     even = slots <= _FEWEST_TILES or 2 * multiprocessors(call.q.device) % slots == 0
-    return slots > _FEW_TILES or not even or call.packed or (_is_listed(mask))
+    return slots > _FEW_TILES or not even or call.packed or _is_listed(mask)
 
 
 def meets(call: Call, tiles: int, fewest: int = _FEWEST_MET) -> int | None:

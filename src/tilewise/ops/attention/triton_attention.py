@@ -175,11 +175,11 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
     if call.mask is None or mask.classify is None:
         return NO_LISTS
     list_key = key and ("lists", key, for_keys, cfg, how)
-    kept_key = (list_key, call.mask.numbers) if list_key and not (call.mask.tensors or call.packed) else None
-    if kept_key is not None and in_turn(call.q.device):
-        kept: Lists | None = _LISTS.get(kept_key)
-        if kept is not None:
-            return kept
+    keeps = list_key and not (call.mask.tensors or call.packed) and in_turn(call.q.device)
+    kept_key = (list_key, call.mask.numbers) if keeps else None
+    kept: Lists | None = _LISTS.get(kept_key)
+    if kept is not None:
+        return kept
     early = AT_FIRST.value if how.by_length and capability(call.q.device) >= 90 else 0
     slots = slots_of(call, cfg, for_keys)
     heads = call.num_heads_q if mask.by_head else 1
@@ -208,8 +208,8 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
     lister.launch((listed, call.cu_seqlens_q, call.cu_seqlens_k), (args + tables[blocks], nums, width))
     if sorter is not None:
         sorter.launch((listed,), (width,))  # which depends on lengths that no key has
-    found = (listed, (heads * slots if batches > 1 else 0), (slots if heads > 1 else 0), width)
-    if kept_key is not None and in_turn(call.q.device) and listed.numel() <= _KEPT_SIZE:
+    found: Lists = (listed, (heads * slots if batches > 1 else 0), (slots if heads > 1 else 0), width)
+    if listed.numel() <= _KEPT_SIZE:
         _LISTS.put(kept_key, found)
     return found
 

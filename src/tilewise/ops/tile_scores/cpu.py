@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from tilewise.ops.tile_scores import scores_of_means
 from tilewise.ops.tile_scores.problem import Call
 
 Tensors = dict[str, torch.Tensor]
@@ -13,15 +14,11 @@ Tensors = dict[str, torch.Tensor]
 
 def forward(call: Call, results: Tensors) -> None:
     """Fills scores, and similarities where they are wanted."""
-    (batch, heads_kv), dim = call.k_sums.shape[:2], call.k_sums.shape[-1]
     of_q, of_k = (_means(x, call, side) for side, x in enumerate((call.q_sums, call.k_sums)))
-    grouped = of_q.reshape(batch * heads_kv, -1, dim)
-    with torch.autocast(grouped.device.type, enabled=False):
-        s = torch.bmm(grouped, of_k.flatten(0, 1).transpose(-1, -2)).mul_(call.scale)
-    results["scores"].copy_(s.view(results["scores"].shape))
-    for side, units in enumerate((call.q_units, call.k_units)):
+    results["scores"].copy_(scores_of_means(of_q, of_k, call.scale))
+    for side, (name, units) in enumerate((("similar_q", call.q_units), ("similar_k", call.k_units))):
         if units is not None:
-            results["similar_q" if side == 0 else "similar_k"].copy_(_means(units, call, side).square().sum(-1))
+            results[name].copy_(_means(units, call, side).square().sum(-1))
 
 
 def _means(sums: torch.Tensor, call: Call, side: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ def forward(call: Call, results: Tensors) -> None:
     group = call.q_sums.shape[1] // call.k_sums.shape[1]
     of_q, of_k = (_means(x, call, side) for side, x in enumerate((call.q_sums, call.k_sums)))
     results["scores"].copy_(of_q @ of_k.repeat_interleave(group, 1).transpose(-1, -2) * call.scale)
-    for side, units in enumerate((call.q_units, call.k_units)):
+    for side, (name, units) in enumerate((("similar_q", call.q_units), ("similar_k", call.k_units))):
         if units is not None:
-            results["similar_q" if side == 0 else "similar_k"].copy_(_means(units, call, side).square().sum(-1))
+            results[name].copy_(_means(units, call, side).square().sum(-1))
 
 
 def _means(sums: torch.Tensor, call: Call, side: int) -> torch.Tensor:
