@@ -22,8 +22,8 @@ from tilewise.ops.quantize.problem import DTYPES, WIDEST, has_sums
 from tilewise.ops.select.problem import Call as Rows
 from tilewise.ops.select.table import TAKE
 from tilewise.ops.tile_means import tile_means
-from tilewise.ops.tile_scores import scores_of_means
 from tilewise.ops.tile_scores.problem import Call as Sums
+from tilewise.ops.tile_scores.problem import scores_of_means
 from tilewise.ops.tile_scores.table import TILE_SCORES
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.schemes import Scheme

@@ -6,8 +6,7 @@ import functools
 
 import torch
 
-from tilewise.ops.tile_scores import scores_of_means
-from tilewise.ops.tile_scores.problem import Call
+from tilewise.ops.tile_scores.problem import Call, scores_of_means
 
 Tensors = dict[str, torch.Tensor]
 
