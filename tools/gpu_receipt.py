@@ -18,6 +18,8 @@ from tools.families import FAMILIES, ROOT, Family
 from tools.receipts import Receipt, append
 from tools.resumed import Passed, name_of, state_of
 
+PATIENCE = "900"  # seconds of a test: the assembler takes minutes over the longest formula, more beside others
+
 
 class Outcomes:
     """A pytest plugin that counts outcomes per test file; a broken set-up or tear-down counts as a failure. Tests that
@@ -95,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     before = {family.name: family.hash() for family in chosen}
     passed = None if given.resume is None else Passed(given.resume, state_of(chosen, environment))
     outcomes = Outcomes(passed)
-    options = ["-n", given.workers, "--dist", "loadgroup", "-q", "-p", gpus_in_turns.__name__]
+    options = ["-n", given.workers, "--dist", "loadgroup", "-q", "-p", gpus_in_turns.__name__, "--timeout", PATIENCE]
     options += passed.leave_out() if passed else []
     status = pytest.main([*tests_of(chosen), *options], plugins=[outcomes])
     if passed is not None and status == pytest.ExitCode.NO_TESTS_COLLECTED and passed.names:
