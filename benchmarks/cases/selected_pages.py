@@ -1,7 +1,7 @@
 """Question `selected_pages`: decoding over the pages, or tokens, of a KV cache that matter, beside all of them.
 
-bf16, 32 heads on 8 of 128, one new token for each request: 1 x 128k and 16 x 32k tokens, in pages of 16 and of 64, an
-eighth of them read. Keys and values of a page lie around a centre of its own, and a query around that of one page's
+bf16, 32 heads on 8 of 128, and pages of 64 of 32 heads of their own as in the paper of SparQ, one new token for each
+request: 1 x 128k and 16 x 32k tokens, in pages of 16 and of 64, an eighth of them read. Keys and values of a page lie around a centre of its own, and a query around that of one page's
 keys. Contenders: our kernels over all pages; `TopPages` by ends and by means of keys, and with a key for each page that
 is not read; `SparQ` by 32 dimensions; cuDNN through SDPA over contiguous keys. Each is replayed from a CUDA graph where
 there is a GPU. GB/s count the keys and values of all tokens once; errors are to attention over all of them.
@@ -30,15 +30,18 @@ RANK = 32
 
 
 def run(options: Options) -> None:
-    """Measure every batch; one record per contender and batch. Parts: "page 16" and "page 64"."""
+    """Measure every batch; one record per contender and batch. Parts: "page 16", "page 64" and "own heads"."""
     device, rounds = options.device, min(options.rounds, ROUNDS)
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
     writer = Writer(current(device), method=method(device, rounds), ceilings=ceiling, results=options.out)
     sizes = ((1, 131_072), (16, 32_768)) if not options.quick else ((1, 200), (3, 64))
-    heads = {} if not options.quick else {"heads_q": 4, "heads_kv": 2, "head_dim": 32}
+    few, many = (16, 64) if not options.quick else (4, 8)
+    shared = {} if not options.quick else {"heads_q": 4, "heads_kv": 2, "head_dim": 32}
+    own = shared | {"heads_kv": 32 if not options.quick else 4}
+    parts = {"page 16": (few, shared), "page 64": (many, shared), "own heads": (many, own)}
     with torch.no_grad():
-        for page_size in (16, 64) if not options.quick else (4, 8):
-            if options.wants(f"page {page_size}"):
+        for part, (page_size, heads) in parts.items():
+            if options.wants(part):
                 for requests, length in sizes:
                     _measure(Batch((length,) * requests, "equal", page_size, **heads), device, writer, rounds)
 
