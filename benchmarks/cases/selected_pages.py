@@ -1,9 +1,10 @@
 """Question `selected_pages`: decoding over the pages, or tokens, of a KV cache that matter, beside all of them.
 
-bf16, 32 heads on 8 of 128, and pages of 64 of 32 heads of their own as in the paper of SparQ, one new token for each
-request: 1 x 128k and 16 x 32k tokens, in pages of 16 and of 64, an eighth of them read. Keys and values of a page lie around a centre of its own, and a query around that of one page's
-keys. Contenders: our kernels over all pages; `TopPages` by ends and by means of keys, and with a key for each page that
-is not read; `SparQ` by 32 dimensions; cuDNN through SDPA over contiguous keys. Each is replayed from a CUDA graph where
+bf16, one new token for each request: 1 x 128k and 16 x 32k tokens, an eighth of them read, 32 heads of 128. Eight heads
+of keys in pages of 16 and of 64; and 32, one for each head of queries, as the models have for which SparQ was made, in
+pages of 64. Keys and values of a page lie around a centre of its own, and a query around that of one page's keys.
+Contenders: our kernels over all pages; `TopPages` by ends and by means of keys, and with a key for each page that is
+not read; `SparQ` by 32 dimensions; cuDNN through SDPA over contiguous keys. Each is replayed from a CUDA graph where
 there is a GPU. GB/s count the keys and values of all tokens once; errors are to attention over all of them.
 """
 
