@@ -27,6 +27,10 @@ LARGE = [
          mask=causal, score=alibi),
     Case("wide", batch=3, seqlen_q=2, seqlen_k=700, heads_q=8, heads_kv=1, head_dim=256, head_dim_v=256, mask=causal),
     Case("wider", batch=3, seqlen_q=2, seqlen_k=300, heads_q=4, heads_kv=1, head_dim=512, head_dim_v=512, mask=causal),
+    Case("own_heads", batch=3, seqlen_q=1, seqlen_k=2500, heads_q=32, heads_kv=32, head_dim=128, head_dim_v=128),
+    Case("many_heads", batch=2, seqlen_q=2, seqlen_k=900, heads_q=128, heads_kv=128, head_dim=192, head_dim_v=128,
+         mask=causal),
+    Case("one_head_of_keys", batch=2, seqlen_q=1, seqlen_k=1500, heads_q=71, heads_kv=1, head_dim=64, head_dim_v=64),
     Case("mixed", packed=((1, 900), (700, 700), (0, 40), (1, 1), (5, 2100), (1, 0), (64, 65)), heads_q=12, heads_kv=4,
          head_dim=128, head_dim_v=128, mask=causal, sink=True),
 ]  # fmt: skip

@@ -52,6 +52,9 @@ MORE = [
     Case("head_dim_256_more", 1, 200, 300, 4, 2, 256, 256, mask=build.causal, lse_gradient=True),
     Case("packed_wide", packed=((300, 300), (0, 0), (1, 1), (129, 129), (64, 64)), heads_q=8, heads_kv=2, head_dim=128,
          head_dim_v=128, mask=build.document, dropout=0.1),
+    Case("one_head_of_keys", 1, 200, 300, 71, 1, 64, 64, mask=build.causal),
+    Case("many_heads_wide", 1, 200, 300, 128, 128, 192, 128, mask=build.causal, lse_gradient=True),
+    Case("own_heads_decode", 2, 1, 2500, 32, 32, 128, 128),
     Case("decode_long", 3, 1, 5000, 16, 2, 128, 128, mask=build.causal, sink=True),
     Case("decode_window", 2, 4, 3000, 8, 1, 64, 64, mask=build.window(1000), score=build.batch_alibi),
 ]  # fmt: skip

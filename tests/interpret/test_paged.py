@@ -100,6 +100,12 @@ def test_half_precision() -> None:
         properties.pages_hold_the_keys(Setting("triton_paged", torch.float16), CASES[name], 16)
 
 
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(16, 16), (40, 8), (71, 1), (128, 128)])
+def test_heads_of_models(heads_q: int, heads_kv: int) -> None:
+    case = Case("heads", packed=((1, 40), (2, 7)), heads_q=heads_q, heads_kv=heads_kv, mask=causal_of)
+    properties.pages_hold_the_keys(PAGED, case, 16)
+
+
 def test_rows_beyond_a_tile() -> None:
     """More rows than a tile has, of one request; and of several, whose mean is small."""
     long = Case("rows", batch=1, seqlen_q=40, seqlen_k=50, heads_q=4, heads_kv=2, mask=causal_of)

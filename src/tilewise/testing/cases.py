@@ -333,6 +333,8 @@ CASES: dict[str, Case] = _named(
     length_129=Case(_, batch=1, seqlen_q=129, seqlen_k=129, heads_q=1, heads_kv=1, mask=causal, score=softcap),
     length_1025=Case(_, batch=1, seqlen_q=1025, seqlen_k=1025, heads_q=2, heads_kv=1, mask=window(300)),
     one_query=Case(_, seqlen_q=1, seqlen_k=129, heads_q=8, mask=causal),
+    many_heads=Case(_, batch=1, seqlen_q=1, seqlen_k=70, heads_q=32, heads_kv=32),
+    many_heads_packed=Case(_, packed=((1, 9), (1, 130), (0, 3), (2, 40)), heads_q=32, heads_kv=16, mask=causal),
     one_query_long=Case(_, batch=1, seqlen_q=1, seqlen_k=1500, heads_q=4, heads_kv=1, mask=window(1100), score=alibi),
     few_queries=Case(_, seqlen_q=5, seqlen_k=200, heads_q=4, mask=prefix_lm, score=batch_alibi),
     head_dim_1=Case(_, seqlen_q=33, head_dim=1, head_dim_v=1, mask=causal),

@@ -227,8 +227,9 @@ def tile_at(position, BEFORE, UNITS, slots, look, HEADS_KV: tl.constexpr, CHUNK:
     """(unit, head, tile of its run) at a position, of a chunk the first; `look` is 0 .. LOOK - 1."""
     unit = position * 0 - 1
     for first in range(0, slots + 1, LOOK):
-        before = tl.load(BEFORE + first + look, mask=first + look <= slots, other=2**27)
-        unit += tl.sum((before * HEADS_KV <= position).to(tl.int32), 0)
+        there = first + look <= slots
+        before = tl.load(BEFORE + first + look, mask=there, other=0)
+        unit += tl.sum((there & (before * HEADS_KV <= position)).to(tl.int32), 0)
     unit = tl.minimum(unit, slots)
     rest = position - tl.load(BEFORE + unit) * HEADS_KV
     count = tl.maximum(tl.load(UNITS + unit * UNIT + 3), 1)
