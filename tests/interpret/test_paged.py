@@ -106,6 +106,24 @@ def test_heads_of_models(heads_q: int, heads_kv: int) -> None:
     properties.pages_hold_the_keys(PAGED, case, 16)
 
 
+@pytest.mark.parametrize("order", ["heads", "tokens", "queries"])
+def test_offsets_beyond_32_bits(order: str) -> None:
+    """Pools whose heads, or places in a page, lie outermost, 2**30 elements from one to the next, and queries whose
+    heads do; of their memory only what is named is touched.
+    """
+    far = torch.empty(2**31 + 2**16, dtype=torch.float16)
+    strides = {"heads": (16 * 8, 8, 2**30, 1), "tokens": (3 * 8, 2**30, 8, 1)}.get(order, (16 * 24, 24, 8, 1))
+    pool = far.as_strided((20, 16 if order != "tokens" else 3, 3, 8), strides)
+    q = torch.randn(2, 1, 3, 8, dtype=torch.float16)
+    if order == "queries":
+        pool, q = torch.empty(20, 16, 3, 8, dtype=torch.float16), far.as_strided(q.shape, (8, 8, 2**30, 1)).copy_(q)
+    pool.normal_()
+    table = torch.tensor([[5, 19, 7], [0, 2, 11]], dtype=torch.int32)
+    layout = tw.Paged(table, torch.tensor([2 * pool.shape[1] + 1, 3 * pool.shape[1]], dtype=torch.int32))
+    got = tw.attention(q, pool, pool, layout=layout, impl="triton_paged")
+    torch.testing.assert_close(got, tw.attention(q, pool, pool, layout=layout, impl="reference"), rtol=2e-3, atol=2e-3)
+
+
 def test_rows_beyond_a_tile() -> None:
     """More rows than a tile has, of one request; and of several, whose mean is small."""
     long = Case("rows", batch=1, seqlen_q=40, seqlen_k=50, heads_q=4, heads_kv=2, mask=causal_of)

@@ -124,9 +124,10 @@ def gather_queries(Q, strides, unit, hk, at, ring, scales, full, empty, fixed):
         if rows_q > 1:  # a division takes as long as a look-up
             b = m // rows_q
             query = m - b * rows_q
-        row = (unit[0] + b).to(gl.int64) * strides[0] + query.to(gl.int64) * strides[1] + h * strides[2]
+        row = (unit[0] + b).to(gl.int64) * strides[0] + query.to(gl.int64) * strides[1]
     else:
-        row = unit[0].to(gl.int64) * strides[0] + (unit[6] + m).to(gl.int64) * strides[1] + h * strides[2]
+        row = unit[0].to(gl.int64) * strides[0] + (unit[6] + m).to(gl.int64) * strides[1]
+    row += h.to(gl.int64) * strides[2]
     mask = in_r[:, None] & (offs_d < fixed.head_dim)[None, :]
     if fixed.encoding is None:
         gather(Q, row[:, None] + offs_d[None, :], mask, (), at, ring, full, empty)
@@ -152,8 +153,8 @@ def scales_of(SCALES, pages, first, hk, r, there, rings, BLOCK_N: gl.constexpr, 
     else:
         k_strides = (decoded(SCALES[2]), decoded(SCALES[3]), decoded(SCALES[4]))
         v_strides = (decoded(SCALES[5]), decoded(SCALES[6]), decoded(SCALES[7]))
-        k_at = rows_of(pages, first, hk, r, k_strides, BLOCK_N, PAGE, 1)
-        v_at = rows_of(pages, first, hk, r, v_strides, BLOCK_N, PAGE, 1)
+        k_at = rows_of(pages, first, hk.to(gl.int64), r, k_strides, BLOCK_N, PAGE, 1)
+        v_at = rows_of(pages, first, hk.to(gl.int64), r, v_strides, BLOCK_N, PAGE, 1)
         return (SCALES[0], k_at, there, rings[0]), (SCALES[1], v_at, there, rings[1])
 
 
@@ -205,10 +206,12 @@ def fetch(inputs, strides, work, memory, bars, fixed):
     turn = 0
     known = 0  # of the next piece: nothing, its turn, all
     while left > 0:
-        k_rows = rows_of(pages, first, hk, r, k_strides, BLOCK_N, fixed.page, 16)
+        k_rows = rows_of(pages, first, 0, r, k_strides, BLOCK_N, fixed.page, 16)
         v_rows = k_rows
         if not fixed.alike:
-            v_rows = rows_of(pages, first, hk, r, v_strides, BLOCK_N, fixed.page, 16)
+            v_rows = rows_of(pages, first, 0, r, v_strides, BLOCK_N, fixed.page, 16)
+        k_head = K + gl.multiple_of(hk.to(gl.int64) * stride_kh, 16)  # heads may lie outermost in a pool
+        v_head = V + gl.multiple_of(hk.to(gl.int64) * stride_vh, 16)
         in_k = r < unit[4] - first
         there = of_scales < unit[4] - first
         k_scales, v_scales = scales_of(
@@ -216,7 +219,7 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         )
         mask = in_k[:, None] & (offs_d < fixed.head_dim // IN_BYTE)[None, :]
         if K_FIRST:
-            gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
+            gather(k_head, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
             if n == 0:
                 post(piece, 0, board, 4)
         if (left <= 3) & (known == 0):
@@ -248,10 +251,10 @@ def fetch(inputs, strides, work, memory, bars, fixed):
         pages_of_scales = pages_of(table, unit, first, of_scales, BLOCK_N, fixed)
 
         if not K_FIRST:
-            gather(K, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
+            gather(k_head, k_rows[:, None] + offs_d[None, :], mask, k_scales, n, k_ring, k_full, k_empty)
         v_rows = gl.convert_layout(v_rows, V_ROWS)
         mask = gl.convert_layout(in_k, V_ROWS)[:, None] & (offs_dv < fixed.head_dim_v // IN_BYTE)[None, :]
-        gather(V, v_rows[:, None] + offs_dv[None, :], mask, v_scales, n, v_ring, v_full, v_empty)
+        gather(v_head, v_rows[:, None] + offs_dv[None, :], mask, v_scales, n, v_ring, v_full, v_empty)
         if fixed.of_prefixes:  # noqa: SIM102 (known when it is compiled)
             if n == 0:
                 row = unit_of(UNITS, begins[0])

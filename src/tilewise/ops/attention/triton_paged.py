@@ -69,10 +69,11 @@ def pages_of(TABLE, FIRST, stride_t, b, start, keys, PAGE: tl.constexpr, BLOCK_N
 def load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, rows_q, HEAD_DIM: tl.constexpr,
                  GROUP: tl.constexpr, BLOCK_R: tl.constexpr, OF_PREFIXES: tl.constexpr = False):  # fmt: skip
     in_r, m, h, _i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
+    row = h.to(tl.int64) * stride_qh
     if OF_PREFIXES:  # of several requests
-        row = (unit[0] + m // rows_q).to(tl.int64) * stride_qb + (m % rows_q).to(tl.int64) * stride_qs + h * stride_qh
+        row += (unit[0] + m // rows_q).to(tl.int64) * stride_qb + (m % rows_q).to(tl.int64) * stride_qs
     else:
-        row = unit[0].to(tl.int64) * stride_qb + (unit[6] + m).to(tl.int64) * stride_qs + h * stride_qh
+        row += unit[0].to(tl.int64) * stride_qb + (unit[6] + m).to(tl.int64) * stride_qs
     return tl.load(Q + row[:, None] + offs_d[None, :], mask=in_r[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
 
 
@@ -110,8 +111,9 @@ def load_keys(K, V, SCALES, stride_kp, stride_ks, stride_kh, stride_vp, stride_v
     """(keys and values, or their codes, of one of a unit's tiles, their scales, their positions)."""
     offs_n = (unit[2] + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_k = offs_n < unit[4]
-    k_rows = pages.to(tl.int64) * stride_kp + (offs_n % PAGE) * stride_ks + hk * stride_kh
-    v_rows = pages.to(tl.int64) * stride_vp + (offs_n % PAGE) * stride_vs + hk * stride_vh
+    place, head = (offs_n % PAGE).to(tl.int64), hk.to(tl.int64)  # whatever lies outermost in the pool
+    k_rows = pages.to(tl.int64) * stride_kp + place * stride_ks + head * stride_kh
+    v_rows = pages.to(tl.int64) * stride_vp + place * stride_vs + head * stride_vh
     scales = (in_k,)
     if ENCODING is None:
         k = tl.load(K + k_rows[:, None] + offs_d[None, :], mask=in_k[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
