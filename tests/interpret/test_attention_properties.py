@@ -12,6 +12,7 @@ from hypothesis import settings as hypothesis_settings
 
 import tilewise as tw
 from tests.interpret.small_tiles import use_tiles
+from tilewise.core.errors import UnsupportedError
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.ops.attention import triton_decode
 from tilewise.ops.attention.problem import Call
@@ -45,6 +46,19 @@ def test_property(check: Check, setting: Setting, case: Case) -> None:
 def test_every_property_is_checked() -> None:
     assert {check for check, setting, _ in MATRIX if setting.impl == "triton"} == set(PROPERTIES)
     assert {setting.impl for _, setting, _ in MATRIX} == {"triton", "triton_decode"}
+
+
+@pytest.mark.parametrize("far", [0, 1, 2])
+def test_rows_that_lie_far_apart(far: int) -> None:
+    """Of q, k or v: 2**31 elements and more inside a tile; only what is named of their memory is touched."""
+    given = [torch.randn(1, 128, 1, 16, dtype=torch.float16) for _ in range(3)]
+    apart = 2**31 // 48 // 8 * 8  # rows of a tile of 64 reach beyond
+    held = torch.empty(128 * apart, dtype=torch.float16).as_strided((1, 128, 1, 16), (16, apart, 16, 1))
+    tensors = [held.copy_(x) if n == far else x for n, x in enumerate(given)]
+    assert torch.equal(tw.attention(*tensors, impl="triton"), tw.attention(*given, impl="triton"))
+    if far > 0:
+        with pytest.raises(UnsupportedError, match="elements apart"):
+            tw.attention(given[0][:, :1], *tensors[1:], impl="triton_decode")
 
 
 SPELLINGS: list[tuple[str, Callable[[], dict[str, Any]]]] = [

@@ -53,6 +53,16 @@ def test_nan_stays_in_its_row(log: bool, chunks: bool, monkeypatch: pytest.Monke
     operators.poisoned(cases.ours(case, log, "triton"), cases.make_inputs(case, torch.float32), "x", 2)
 
 
+def test_a_mask_whose_columns_lie_far_apart() -> None:
+    """2**31 elements and more from the first to the last; only what is named of its memory is touched."""
+    width = 2**11
+    mask = torch.empty(2**31 + width, dtype=torch.bool).as_strided((1, width), (1, 2**31 // (width - 1) + 1))
+    mask.copy_(torch.rand(1, width) < 0.5)
+    x = torch.randn(1, width)
+    want = tw.softmax(x, mask=mask.contiguous(), impl="triton")
+    assert torch.equal(tw.softmax(x, mask=mask, impl="triton"), want)
+
+
 def test_zero_rows() -> None:
     x = torch.zeros(0, 5, requires_grad=True)
     o = tw.softmax(x, impl="triton")

@@ -36,6 +36,16 @@ def padding(case: Case, make: Maker) -> Spelled:
     return Spelled(tw.lengths(seqlens), plain.prefix(seqlens))
 
 
+def far_ends(case: Case, make: Maker) -> Spelled:
+    """Runs whose ends 32 bits do not hold: nothing before, or all up to, a position beyond all."""
+    first, last = make.fixed([3, 2**31 - 1, 3, 3]).int(), make.fixed([2**40, 2**31, 20, -(2**40)])
+
+    def seen(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (j > first[h]) & (j <= last[h]) & (i - j < 2**33)
+
+    return Spelled(seen, seen)
+
+
 def tree(case: Case, make: Maker) -> Spelled:
     draws = make.integers(0, 1000, case.seqlen_k).tolist()
     parents = [-1, *(draw % node if draw % 9 else -1 for node, draw in enumerate(draws[1:], 1))]
@@ -280,6 +290,7 @@ CASES: dict[str, Case] = _named(
     chunked=Case(_, mask=chunked),
     prefix_lm=Case(_, mask=prefix_lm),
     padding=Case(_, batch=3, seqlen_k=40, mask=padding),
+    far_ends=Case(_, batch=1, seqlen_q=40, heads_q=4, mask=far_ends),
     document=Case(_, mask=document),
     document_window=Case(_, mask=document_window),
     ascending=Case(_, mask=ascending),
@@ -373,16 +384,7 @@ CASES: dict[str, Case] = _named(
         _, batch=1, seqlen_q=4100, seqlen_k=4100, heads_q=4, head_dim=64, head_dim_v=64, mask=causal, gpu=True
     ),
     length_4100_alibi=Case(
-        _,
-        batch=1,
-        seqlen_q=2050,
-        seqlen_k=4100,
-        heads_q=2,
-        head_dim=128,
-        head_dim_v=128,
-        mask=window(700),
-        score=alibi,
-        gpu=True,
+        _, batch=1, seqlen_q=2050, seqlen_k=4100, head_dim=128, head_dim_v=128, mask=window(700), score=alibi, gpu=True
     ),
     packed_long=Case(
         _, packed=((1500, 1500), (0, 0), (700, 2100), (1, 900)), head_dim=128, head_dim_v=128, mask=causal, gpu=True

@@ -48,6 +48,24 @@ def locate(slot, CU_SEQLENS, batch, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def first_within(x, begin, end):
+    """A run's first position in 32 bits, within [begin, end]: ends that read tensors have 64 bits, and any number."""
+    x = tl.maximum(x, begin)
+    if x.dtype.primitive_bitwidth > 32:
+        x = tl.minimum(x, end)
+    return x.to(tl.int32)
+
+
+@triton.jit
+def last_within(x, begin, end):
+    """A run's last position in 32 bits, within [begin - 1, end - 1]."""
+    x = tl.minimum(x, end - 1)
+    if x.dtype.primitive_bitwidth > 32:
+        x = tl.maximum(x, begin - 1)
+    return x.to(tl.int32)
+
+
+@triton.jit
 def span_tiles(b, h, x0, x1, low, size, args, nums, TILES: tl.constexpr, BLOCK: tl.constexpr):
     """Loop bounds for the rows x0 .. x1 of a mask whose visible positions are one run (everything, if TILES is None).
 
@@ -61,10 +79,10 @@ def span_tiles(b, h, x0, x1, low, size, args, nums, TILES: tl.constexpr, BLOCK: 
     last_all = last_any
     if TILES is not None:
         first_any, last_any, first_all, last_all = TILES(b, h, x0, x1, args, nums)
-        first_any = tl.maximum(first_any - low, 0).to(tl.int32)
-        last_any = tl.minimum(last_any - low, size - 1).to(tl.int32)
-        first_all = tl.maximum(first_all - low, 0).to(tl.int32)
-        last_all = tl.minimum(last_all - low, size - 1).to(tl.int32)
+        first_any = first_within(first_any - low, 0, size)
+        last_any = last_within(last_any - low, 0, size)
+        first_all = first_within(first_all - low, 0, size)
+        last_all = last_within(last_all - low, 0, size)
     begin = first_any // BLOCK
     end = tl.where(last_any >= first_any, last_any // BLOCK + 1, begin)
     full_begin = tl.maximum((first_all + BLOCK - 1) // BLOCK, begin)
@@ -156,8 +174,8 @@ def row_ends(b, h, rows, begin, end, args, nums, ROWS: tl.constexpr):
     last = none + (end - 1)
     if ROWS is not None:
         row_first, row_last = ROWS(b, h, rows, args, nums)
-        first = tl.maximum(row_first, begin).to(tl.int32) + none
-        last = tl.minimum(row_last, end - 1).to(tl.int32) + none
+        first = first_within(row_first, begin, end) + none
+        last = last_within(row_last, begin, end) + none
     return first, last
 
 

@@ -136,6 +136,11 @@ class Call:
         return torch.empty(*batch, heads, rows, dtype=dtype, device=q.device)
 
 
+def rows_within_reach(*tensors: torch.Tensor) -> bool:
+    """Whether rows (..., rows, heads, dim) lie so near each other that 32 bits count offsets in a tile of 128."""
+    return all(x.shape[-3] < 2 or x.stride(-3) < 2**24 for x in tensors)
+
+
 def make_call(
     q: Any,
     k: Any,

@@ -13,7 +13,7 @@ import triton
 from tilewise.core.dispatch import capability
 from tilewise.formula.emit import tensor_arguments
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
-from tilewise.ops.attention.problem import Call, signature_of
+from tilewise.ops.attention.problem import Call, rows_within_reach, signature_of
 from tilewise.ops.attention.triton_keys import call_key
 from tilewise.ops.attention.triton_lists import block_extrema, sort_lists, tile_lists
 from tilewise.ops.attention.triton_plans import (
@@ -45,7 +45,8 @@ More = Callable[[Call, Plan, Lists], tuple[Any, ...]]  # what a kernel is given 
 
 
 def fetchable(*tensors: torch.Tensor) -> bool:
-    """Whether 16-byte copies and tensor descriptors can fetch rows; float32 kernels need neither.
+    """Whether 16-byte copies and tensor descriptors can fetch rows, which float32 kernels need neither of; and whether
+    rows lie no further apart than a tile's offsets reach.
 
     Mixing such 16-bit rows with others in one kernel gave wrong results on sm_90 (Triton 3.6; head_dim 40 with
     head_dim_v 5), so calls with others run on padded copies.
@@ -53,7 +54,7 @@ def fetchable(*tensors: torch.Tensor) -> bool:
     return all(
         x.element_size() != 2 or not (x.data_ptr() % 16 or any(n % 8 for n in (*x.stride()[:-1], x.shape[-1])))
         for x in tensors
-    )
+    ) and rows_within_reach(*tensors)
 
 
 def _nothing(call: Call, plan: Plan, lists: Lists) -> tuple[Any, ...]:

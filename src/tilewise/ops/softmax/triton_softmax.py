@@ -32,7 +32,7 @@ def masked_scores(X, MASK, row, offs, inside, inv_t, stride_x, strides_mask, siz
         outer, k = row // sizes_mask[1], row % sizes_mask[1]
         i, j = outer // sizes_mask[0], outer % sizes_mask[0]
         base = i * strides_mask[0] + j * strides_mask[1] + k * strides_mask[2]
-        keep = tl.load(MASK + base + offs * strides_mask[3], mask=inside, other=0)
+        keep = tl.load(MASK + base + offs.to(tl.int64) * strides_mask[3], mask=inside, other=0)
         s = tl.where(keep != 0, s, float("-inf"))
     return s
 

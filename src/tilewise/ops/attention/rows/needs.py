@@ -31,7 +31,17 @@ ATOMICS: Need[Call] = Need(
 ALL_VALUES: Need[Call] = Need(
     "no tile left out for small weights (Sparge without lam)", lambda c: None if c.skip is None else "lam"
 )
+REACHED: Need[Call] = Need(
+    "pages whose first and last token are fewer than 2**31 elements apart", lambda c: _out_of_reach(c)
+)
 ANY_BATCH: Need[Call] = Need("batch_invariant=False", lambda c: "batch_invariant=True" if c.batch_invariant else None)
+
+
+def _out_of_reach(call: Call) -> str | None:
+    if call.pages is None:
+        return None
+    size = max((x.shape[1] - 1) * x.stride(1) for x in (call.k, call.v))
+    return f"{size}" if size >= 2**31 else None
 
 
 def _no_hopper(call: Call) -> str | None:

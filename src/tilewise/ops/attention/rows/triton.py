@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilewise.core.dispatch import TRITON, Need, Row
-from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.problem import Call, rows_within_reach
 from tilewise.ops.attention.rows.needs import (
     ALL_VALUES,
     ANY_BATCH,
@@ -21,6 +21,10 @@ def _few_queries(call: Call) -> str | None:
     return None if rows <= 64 else f"{rows} (seqlen_q {call.rows_q} times group {call.group})"
 
 
+def _far_apart(call: Call) -> str | None:
+    return next((f"{x.stride(-3)}" for x in (call.k, call.v) if not rows_within_reach(x)), None)
+
+
 DECODE: Row[Call] = Row(
     "triton_decode",
     "tilewise.ops.attention.triton_decode",
@@ -30,6 +34,7 @@ DECODE: Row[Call] = Row(
         UP_TO_FLOAT32,
         DENSE,
         Need("at most 64 rows of queries for each key/value head", _few_queries),
+        Need("rows of keys that are fewer than 2**24 elements apart", _far_apart),
         NO_DROPOUT,
         NO_GRAD,
         ALL_VALUES,
