@@ -106,20 +106,23 @@ def test_heads_of_models(heads_q: int, heads_kv: int) -> None:
     properties.pages_hold_the_keys(PAGED, case, 16)
 
 
-@pytest.mark.parametrize("order", ["heads", "tokens", "queries"])
-def test_offsets_beyond_32_bits(order: str) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "of_pool", "of_q"),
+    [(16, (128, 8, 2**30, 1), None), (3, (24, 2**30, 8, 1), None), (16, None, (8, 8, 2**30, 1))],
+    ids=["heads", "tokens", "queries"],
+)
+def test_offsets_beyond_32_bits(page_size: int, of_pool: tuple[int, ...] | None, of_q: tuple[int, ...] | None) -> None:
     """Pools whose heads, or places in a page, lie outermost, 2**30 elements from one to the next, and queries whose
     heads do; of their memory only what is named is touched.
     """
     far = torch.empty(2**31 + 2**16, dtype=torch.float16)
-    strides = {"heads": (16 * 8, 8, 2**30, 1), "tokens": (3 * 8, 2**30, 8, 1)}.get(order, (16 * 24, 24, 8, 1))
-    pool = far.as_strided((20, 16 if order != "tokens" else 3, 3, 8), strides)
-    q = torch.randn(2, 1, 3, 8, dtype=torch.float16)
-    if order == "queries":
-        pool, q = torch.empty(20, 16, 3, 8, dtype=torch.float16), far.as_strided(q.shape, (8, 8, 2**30, 1)).copy_(q)
-    pool.normal_()
+    pool, q = (torch.empty(shape, dtype=torch.float16) for shape in ((20, page_size, 3, 8), (2, 1, 3, 8)))
+    pool = pool if of_pool is None else far.as_strided(pool.shape, of_pool)
+    q = q if of_q is None else far.as_strided(q.shape, of_q)
+    for x in (pool, q):
+        x.normal_()
     table = torch.tensor([[5, 19, 7], [0, 2, 11]], dtype=torch.int32)
-    layout = tw.Paged(table, torch.tensor([2 * pool.shape[1] + 1, 3 * pool.shape[1]], dtype=torch.int32))
+    layout = tw.Paged(table, torch.tensor([2 * page_size + 1, 3 * page_size], dtype=torch.int32))
     got = tw.attention(q, pool, pool, layout=layout, impl="triton_paged")
     torch.testing.assert_close(got, tw.attention(q, pool, pool, layout=layout, impl="reference"), rtol=2e-3, atol=2e-3)
 

@@ -6,13 +6,11 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.core.dispatch import Row
+from tilewise.core.dispatch import Need, Row
 from tilewise.ops.attention.problem import Call, make_call
-from tilewise.ops.attention.rows import decode, hopper
+from tilewise.ops.attention.rows import decode, hopper, needs
 
 FAR = 2**30  # elements, three of which 32 bits do not hold
-PLACES = "pages whose first and last token"
-HEADS = "keys in rows, or under a mask"
 
 
 def call_over(strides: tuple[int, ...]) -> Call:
@@ -25,14 +23,14 @@ def call_over(strides: tuple[int, ...]) -> Call:
 @pytest.mark.parametrize(
     ("row", "need", "far", "near"),
     [
-        (decode.ROW, PLACES, (192, FAR, 64, 1), (576, 192, 64, 1)),
-        (hopper.ROW, PLACES, (192, FAR, 64, 1), (576, 192, 64, 1)),
-        (hopper.ROW, HEADS, (192, 64, FAR, 1), (576, 64, 192, 1)),
+        (decode.ROW, needs.NEAR_TOKENS, (192, FAR, 64, 1), (576, 192, 64, 1)),
+        (hopper.ROW, needs.NEAR_TOKENS, (192, FAR, 64, 1), (576, 192, 64, 1)),
+        (hopper.ROW, needs.NEAR_HEADS, (192, 64, FAR, 1), (576, 64, 192, 1)),
     ],
 )  # fmt: skip
-def test_pools_out_of_reach(row: Row[Call], need: str, far: tuple[int, ...], near: tuple[int, ...]) -> None:
-    (found,) = (one for one in row.needs if one.says.startswith(need))
-    said = found.unmet(call_over(far))
+def test_pools_out_of_reach(row: Row[Call], need: Need[Call], far: tuple[int, ...], near: tuple[int, ...]) -> None:
+    assert need in row.needs
+    said = need.unmet(call_over(far))
     assert said is not None
     assert str(2 * FAR) in said
-    assert found.unmet(call_over(near)) is None
+    assert need.unmet(call_over(near)) is None

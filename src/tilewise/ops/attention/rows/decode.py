@@ -8,7 +8,7 @@ from tilewise.core.dispatch import TRITON, Need, Row, untraced
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import symbols
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ALL_VALUES, ANY_BATCH, HALF, HOPPER, NO_DROPOUT, NO_GRAD, REACHED
+from tilewise.ops.attention.rows.needs import ALL_VALUES, ANY_BATCH, HALF, HOPPER, NEAR_TOKENS, NO_DROPOUT, NO_GRAD
 from tilewise.ops.attention.sharing import may_share
 from tilewise.quant.codes import KINDS
 
@@ -57,7 +57,7 @@ ROW: Row[Call] = Row(
         Need("keys that are not encoded by channel", lambda c: "by channel" if c.keys_by_channel else None),
         Need("no prefixes that are shared, or keys and values that are not encoded", _shared_codes),
         Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
-        REACHED,
+        NEAR_TOKENS,
         Need("no score formula, or one that reads the score", _other_scores),
         NO_DROPOUT,
         ALL_VALUES,

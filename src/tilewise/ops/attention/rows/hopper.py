@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import TRITON, Need, Row, untraced
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.rows.needs import ANY_BATCH, ATOMICS, HALF, HOPPER, NO_CODES, NO_GRAD_OF_PAGES, REACHED
+from tilewise.ops.attention.rows.needs import (
+    ANY_BATCH,
+    ATOMICS,
+    HALF,
+    HOPPER,
+    NEAR_HEADS,
+    NEAR_TOKENS,
+    NO_CODES,
+    NO_GRAD_OF_PAGES,
+)
 from tilewise.ops.attention.variant import is_band
 from tilewise.schedule.rule import tile_rule
 
@@ -22,9 +31,6 @@ def _other_pages(call: Call) -> str | None:
     apart = next((stride for stride in strides if stride % 16), None)
     if apart is not None:
         return f"a stride of {apart}"
-    far = max((pool.shape[2] - 1) * pool.stride(2) for pool in (call.k, call.v))
-    if far >= 2**31:
-        return f"heads up to {far} elements apart"
     return None if call.mask is None or _is_run(call.mask.text) else "another mask"
 
 
@@ -64,11 +70,11 @@ ROW: Row[Call] = Row(
     (
         TRITON,
         Need(
-            "keys in rows, or under a mask of one run in pages whose rows are multiples of 16 elements apart, "
-            "and heads fewer than 2**31",
+            "keys in rows, or in pages whose rows are multiples of 16 elements apart, under a mask of one run",
             _other_pages,
         ),
-        REACHED,
+        NEAR_TOKENS,
+        NEAR_HEADS,
         NO_CODES,
         NO_GRAD_OF_PAGES,
         HOPPER,

@@ -8,6 +8,13 @@ from tilewise.core import dispatch
 from tilewise.core.dispatch import Need
 from tilewise.ops.attention.problem import Call
 
+
+def _out_of_reach(call: Call, axis: int) -> str | None:
+    """How far a pool's first and last along an axis are apart, where 32 bits do not count it."""
+    size = max((x.shape[axis] - 1) * x.stride(axis) for x in (call.k, call.v)) if call.pages else 0
+    return f"{size}" if size >= 2**31 else None
+
+
 CPU: Need[Call] = dispatch.on("cpu", lambda c: c.q.device)
 GPU: Need[Call] = dispatch.gpu(lambda c: c.q.device)
 HALF: Need[Call] = dispatch.dtypes(lambda c: c.q.dtype, torch.float16, torch.bfloat16)
@@ -31,17 +38,13 @@ ATOMICS: Need[Call] = Need(
 ALL_VALUES: Need[Call] = Need(
     "no tile left out for small weights (Sparge without lam)", lambda c: None if c.skip is None else "lam"
 )
-REACHED: Need[Call] = Need(
-    "pages whose first and last token are fewer than 2**31 elements apart", lambda c: _out_of_reach(c)
+NEAR_TOKENS: Need[Call] = Need(
+    "pages whose first and last token are fewer than 2**31 elements apart", lambda c: _out_of_reach(c, 1)
+)
+NEAR_HEADS: Need[Call] = Need(
+    "pages whose first and last head are fewer than 2**31 elements apart", lambda c: _out_of_reach(c, 2)
 )
 ANY_BATCH: Need[Call] = Need("batch_invariant=False", lambda c: "batch_invariant=True" if c.batch_invariant else None)
-
-
-def _out_of_reach(call: Call) -> str | None:
-    if call.pages is None:
-        return None
-    size = max((x.shape[1] - 1) * x.stride(1) for x in (call.k, call.v))
-    return f"{size}" if size >= 2**31 else None
 
 
 def _no_hopper(call: Call) -> str | None:
