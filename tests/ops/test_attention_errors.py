@@ -58,6 +58,7 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
     "batch": ({"q": tensors(3, 6, 4, 8)}, InputError, "k", "batch 2"),
     "head_ratio": ({"q": tensors(2, 6, 3, 8)}, InputError, "k", "2 heads"),
     "more_kv_heads": ({"q": tensors(2, 6, 1, 8)}, InputError, "k", "2 heads"),
+    "many_heads": ({"q": torch.empty(2, 6, 2**21, 8)}, InputError, "q", "2097152 query heads of 8"),
     "no_heads": ({"q": tensors(2, 6, 0, 8)}, InputError, "k", "2 heads"),
     "no_kv_heads": ({"k": tensors(2, 9, 0, 8), "v": tensors(2, 9, 0, 8)}, InputError, "k", "0 heads"),
     "head_dim_0": (

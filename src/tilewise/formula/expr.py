@@ -225,9 +225,9 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, bool):
         return TRUE if value else FALSE
     if isinstance(value, int):
-        if not -(2**63) <= value < 2**63:
-            hint = "use a float for a larger number"
-            raise FormulaError(f"number at {caller_line()}", got=value, expected="an integer of 64 bits", hint=hint)
+        if not -(2**61) <= value < 2**61:  # kernels are handed four times as much (`emit.encoded`)
+            hint = "2**60 is beyond any position; use a float for a larger number"
+            raise FormulaError(f"number at {caller_line()}", got=value, expected="-2**61 to 2**61 - 1", hint=hint)
         return Expr("num", (), "int", value)
     if isinstance(value, float):
         return Expr("num", (), "float", value)

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from tilewise.formula.expr import Expr, binary, lit, negate, unary, where
 from tilewise.formula.interval import Bounds
-from tilewise.formula.walk import symbols
+from tilewise.formula.walk import postorder, symbols
 
 FAR = 2**30  # beyond any position
+_WIDE = 2**61  # sums of a few such are within 64 bits
 
 
 class Span(NamedTuple):
@@ -93,7 +94,7 @@ def _union(mask: Expr, axis: str) -> Span | None:
 def _linear(expr: Expr, axis: str) -> tuple[int, Expr] | None:
     """Write an integer expression as coefficient * axis + rest, with coefficient -1, 0 or 1."""
     if axis not in symbols(expr):
-        return 0, expr
+        return 0, _summable(expr)
     if expr.op == "sym":
         return 1, lit(0)
     if expr.op == "neg":
@@ -106,6 +107,13 @@ def _linear(expr: Expr, axis: str) -> tuple[int, Expr] | None:
         coefficient = a[0] + b[0] if expr.op == "add" else a[0] - b[0]
         return (coefficient, binary(expr.op, a[1], b[1])) if abs(coefficient) <= 1 else None
     return None
+
+
+def _summable(expr: Expr) -> Expr:
+    """An integer whose sums with positions stay within 64 bits: tensors hold any ("no limit": the largest there is)."""
+    if not any(node.op == "load" for node in postorder([expr])):
+        return expr
+    return binary("max", binary("min", expr, lit(_WIDE)), lit(-_WIDE))
 
 
 def _comparison(mask: Expr, axis: str) -> Span | None:

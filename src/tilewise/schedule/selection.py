@@ -11,6 +11,7 @@ from typing import Any
 from tilewise.core.errors import InputError
 from tilewise.formula.formula import Mask
 
+SHORTEST = 2.0**-63  # a row that has a direction: a GPU's root takes squares below 2**-126 for 0
 FAR = ("drop", "summary", "summary2")
 PerHead = float | tuple[float, ...]
 

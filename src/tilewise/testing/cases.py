@@ -37,11 +37,12 @@ def padding(case: Case, make: Maker) -> Spelled:
 
 
 def far_ends(case: Case, make: Maker) -> Spelled:
-    """Runs whose ends 32 bits do not hold: nothing before, or all up to, a position beyond all."""
-    first, last = make.fixed([3, 2**31 - 1, 3, 3]).int(), make.fixed([2**40, 2**31, 20, -(2**40)])
+    """Runs whose ends 32 bits do not hold, and 64 bits do not beside a position: nothing before, or all up to, one."""
+    first, last = make.fixed([3, 2**31 - 1, 3, 3]).int(), make.fixed([2**40, 2**31, 20, -(2**63)])
+    back = make.fixed([2**63 - 1, 2**33, 7, 2**63 - 1])
 
     def seen(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        return (j > first[h]) & (j <= last[h]) & (i - j < 2**33)
+        return (j > first[h]) & (j < last[h]) & (i - j <= back[h]) & (i - j < 2**60)
 
     return Spelled(seen, seen)
 
@@ -290,7 +291,7 @@ CASES: dict[str, Case] = _named(
     chunked=Case(_, mask=chunked),
     prefix_lm=Case(_, mask=prefix_lm),
     padding=Case(_, batch=3, seqlen_k=40, mask=padding),
-    far_ends=Case(_, batch=1, seqlen_q=40, heads_q=4, mask=far_ends),
+    far_ends=Case(_, batch=1, seqlen_q=50, heads_q=4, mask=far_ends),
     document=Case(_, mask=document),
     document_window=Case(_, mask=document_window),
     ascending=Case(_, mask=ascending),

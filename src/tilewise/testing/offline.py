@@ -80,6 +80,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
     try:
         with (
             mock.patch.object(JITFunction, "run", run),
+            mock.patch.object(triton_launch, "capability", return_value=sm),
             mock.patch.object(triton_plans, "capability", return_value=sm),
             mock.patch.object(triton_quantize, "capability", return_value=sm),
             mock.patch.object(triton_codes, "capability", return_value=sm),

@@ -164,10 +164,10 @@ def _of_biases(x: dict[str, torch.Tensor]) -> float:
 
 def _of_sums(x: dict[str, torch.Tensor], name: str) -> float:
     """How far two float32 sums of a block's rows may be from each other, in any order: of at most 128 terms, and of
-    rows of length 1 also by what the sums of their squares are.
+    rows of length 1 also by what the sums of their squares are, and by 16 bits of what makes them so.
     """
     if "unit" in name:
-        return 128 * EPS * (128 + x[name].shape[-1])
+        return 128 * (EPS * (128 + x[name].shape[-1]) + 2.0**-17)
     side = name[0]
     if not x[side].numel():
         return 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 import tilewise as tw
 from tilewise.core import dispatch
+from tilewise.ops import triton_launch
 from tilewise.ops.quantize import triton_quantize
 from tilewise.ops.quantize.table import QUANTIZE
 from tilewise.ops.triton_launch import Plan
@@ -47,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         found.append((name, early, set(there.values()), {there[key] for key in writes & there.keys()}))
 
     monkeypatch.setattr(Plan, "launch", launch)
-    monkeypatch.setattr(triton_quantize, "capability", lambda device: 90)
+    monkeypatch.setattr(triton_launch, "capability", lambda device: 90)
     monkeypatch.setattr(triton_quantize._PLANS, "get", lambda key: None)
     return found
 
@@ -86,8 +86,7 @@ def run(inputs: dict[str, Any], case: QuantizeCase, launches: list[Launch]) -> N
 
 
 def test_one_that_does_not_wait_would_show(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    early: Callable[..., int] = triton_quantize._early
-    monkeypatch.setattr(triton_quantize, "_early", lambda call, behind: early(call, True))
+    monkeypatch.setattr(triton_quantize, "early_for", lambda device, behind=False: BEHIND.value)
     run(cases.make_inputs(BY_NAME["sage2"], torch.float16), BY_NAME["sage2"], launches)
     with pytest.raises(AssertionError, match="still writes"):
         check(launches)

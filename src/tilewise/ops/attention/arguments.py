@@ -198,6 +198,13 @@ def check_shapes(
                 expected="1 to 512",
                 hint="split wide heads into several",
             )
+        if heads_q * dim >= 2**24:  # a tile's rows are reached with 32 bits
+            raise InputError(
+                name,
+                got=f"{heads_q} query heads of {dim}",
+                expected="fewer than 2**24 elements per token",
+                hint="call it for some of the heads at a time",
+            )
 
 
 def check_sink(sink: Any, q: torch.Tensor) -> None:

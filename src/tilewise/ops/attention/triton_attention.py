@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import triton
 
-from tilewise.core.dispatch import capability
 from tilewise.formula.emit import tensor_arguments
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
 from tilewise.ops.attention.problem import Call, rows_within_reach, signature_of
@@ -29,9 +28,8 @@ from tilewise.ops.attention.triton_plans import (
     slots_of,
 )
 from tilewise.ops.attention.variant import keys_are_divided
-from tilewise.ops.triton_launch import Plan, Plans, on_device
+from tilewise.ops.triton_launch import Plan, Plans, early_for, on_device
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
-from tilewise.tiles.early import AT_FIRST
 
 NO_LISTS = (None, 0, 0, 0)
 LOG2E = math.log2(math.e)
@@ -181,7 +179,7 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
     kept: Lists | None = _LISTS.get(kept_key)
     if kept is not None:
         return kept
-    early = AT_FIRST.value if how.by_length and capability(call.q.device) >= 90 else 0
+    early = early_for(call.q.device) if how.by_length else 0
     slots = slots_of(call, cfg, for_keys)
     heads = call.num_heads_q if mask.by_head else 1
     batches = 1 if call.packed or not mask.by_batch else call.batch

@@ -8,6 +8,7 @@ from tilewise.ops.quantize.problem import NUMBERS, Call, alone, of_values, parts
 from tilewise.quant.blocks import KEY_ORDER, keys_of_mean, row_groups, rows_of_block
 from tilewise.quant.codes import SMALLEST
 from tilewise.quant.rotation import rotate
+from tilewise.schedule.selection import SHORTEST
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,7 +29,7 @@ def _encode(call: Call, x: torch.Tensor, other: torch.Tensor | None, into: Tenso
     rows = rows_of_block(call.side)
     if call.sums:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        units = x / torch.where(length == 0.0, 1.0, length)
+        units = x / torch.where(length < SHORTEST, torch.inf, length)
         into["sum"].copy_(_blocks(x, rows).sum(1).transpose(0, 1))
         into["unit_sum"].copy_(_blocks(units, rows).sum(1).transpose(0, 1))
     if call.side == "q" and call.smooth:

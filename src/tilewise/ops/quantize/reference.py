@@ -10,6 +10,7 @@ from tilewise.ops.quantize.problem import NUMBERS, Call, alone, of_values, parts
 from tilewise.quant.blocks import KEY_ORDER, keys_of_mean, row_groups, rows_of_block
 from tilewise.quant.codes import SMALLEST
 from tilewise.quant.rotation import matrix
+from tilewise.schedule.selection import SHORTEST
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,7 +40,7 @@ def _prepared(call: Call, x: torch.Tensor, other: torch.Tensor | None, head: int
     for block, part in enumerate(torch.split(x.double(), rows) if call.sums else ()):
         length = part.norm(dim=-1, keepdim=True)
         into["sum"][head, block] = part.sum(0)
-        into["unit_sum"][head, block] = (part / torch.where(length == 0, 1.0, length)).sum(0)
+        into["unit_sum"][head, block] = (part / torch.where(length < SHORTEST, torch.inf, length)).sum(0)
     if call.smooth and call.side == "q":
         blocks = torch.split(x, rows)
         for block, part in enumerate(blocks):

@@ -20,7 +20,7 @@ from tilewise.core.dispatch import capability
 from tilewise.ops.quantize.problem import NUMBERS, Call, of_values
 from tilewise.ops.quantize.triton_code_bytes import bytes_of, scale_of
 from tilewise.ops.quantize.triton_columns import encode_columns
-from tilewise.ops.quantize.triton_row_sums import sums_of_rows
+from tilewise.ops.quantize.triton_row_sums import store_sums
 from tilewise.ops.quantize.triton_statistics import (
     join_chunks,
     place_of,
@@ -29,11 +29,11 @@ from tilewise.ops.quantize.triton_statistics import (
     size_of,
     sum_chunks,
 )
-from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.ops.triton_launch import Plan, Plans, early_for, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
 from tilewise.quant.schemes import SAMPLED_FROM, SAMPLED_OF
-from tilewise.tiles.early import AT_FIRST, BEHIND, begin_early, end_early
+from tilewise.tiles.early import begin_early, end_early
 
 _CHUNK = 256  # rows of a program that looks at them
 _SAMPLES = 4  # or of how many of these it looks at some (`quant.blocks.keys_of_mean`)
@@ -142,9 +142,7 @@ def encode_rows(
         given = rows_given(x_rows, token, d, inside, there, ROPE, STEP, TURNS)
         x = given.to(tl.float32)
         if SUM is not None:
-            of_rows, units = sums_of_rows(given, x)
-            tl.store(SUM + cell * DIM + d, of_rows, mask=d < DIM)
-            tl.store(UNIT_SUM + cell * DIM + d, units, mask=d < DIM)
+            store_sums(SUM, UNIT_SUM, cell, given, x, d, DIM)
         if SMOOTH:
             if QUERIES:
                 count = tl.maximum(tl.minimum(length - block * ROWS, ROWS), 1)
@@ -327,14 +325,14 @@ class _Plans:
         self.sums, self.join, self.most = None, None, None
         self.memory: dict[str, int] = {}
         self.cells = self._programs(call, self.rows)
-        early, looks = _early(call, call.behind), call.spanned or call.summed
+        early, looks = early_for(call.x.device, call.behind), call.spanned or call.summed
         if looks:
             self._chunks(call)
-            early = _early(call, call.apart and not (call.summed and call.side == "v"))
+            early = early_for(call.x.device, call.apart and not (call.summed and call.side == "v"))
         make = self._columns if call.columns else self._rows
         if call.of_head:
             self.most, self.memory["most"] = make(call, looks, early), self.cells
-            early = _early(call, False)
+            early = early_for(call.x.device)
         self.codes = make(call, looks != call.of_head, early)
 
     def _programs(self, call: Call, rows: int) -> int:
@@ -361,7 +359,9 @@ class _Plans:
         step, stages = (_STEP, _STAGES) if call.cos is None else (_STEP // 2, 1)
         warps = max(1, _STEP * self.block_d // (32 * _EACH))
         at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
-        early = _early(call, call.behind and not _sizes_wanted(call))  # for which the kernel before makes zeros
+        early = early_for(
+            call.x.device, call.behind and not _sizes_wanted(call)
+        )  # for which the kernel before makes zeros
         constants: tuple[Any, ...] = (
             call.heads, call.dim, chunk, per, step, stages, at_once, self.block_d, sampled, _turns(call),
             _zeros_wanted(call), early,
@@ -371,7 +371,7 @@ class _Plans:
             sum_chunks, programs, self.strides, sizes, constants, warps, 1, early=early > 0, options=_ROUND_TWICE
         )
         if call.summed:
-            early = _early(call, call.apart and (call.side == "v" or _zeros_wanted(call) > 0))
+            early = early_for(call.x.device, call.apart and (call.side == "v" or _zeros_wanted(call) > 0))
             constants = (call.heads, call.dim, chunk, per, _PARTS, self.block_d, sampled, early)
             warps = max(warps, self.block_d**2 // (32 * _EACH)) if turned else warps
             self.join = Plan(join_chunks, by_head, (), sizes[1:], constants, warps, 1, early=early > 0)
@@ -423,15 +423,6 @@ def _turns(call: Call) -> tuple[int, bool]:
 def _converts(call: Call) -> bool:
     """Whether the GPU has an instruction that makes FP8 of float32."""
     return capability(call.x.device) >= 89
-
-
-def _early(call: Call, behind: bool) -> int:
-    """When a kernel waits for the one before, if it is launched while that ends: first, or if what it needs is from
-    those before that one, at the end.
-    """
-    if capability(call.x.device) < 90:
-        return 0
-    return BEHIND.value if behind else AT_FIRST.value
 
 
 @functools.lru_cache(maxsize=16)

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from tilewise.ops.select.problem import SLACK, Call
-from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.ops.triton_launch import Plan, Plans, early_for, on_device, tensors_key
 from tilewise.tiles.arithmetic import LOG2E
+from tilewise.tiles.early import begin_early
 
 SHARE = tl.constexpr(SLACK)
 AT_ONCE = tl.constexpr(4)  # bits between looks whether one key is left
@@ -30,7 +31,10 @@ def ordered(s):
 def take_tiles(
     SCORES, CLASSES, SIMILAR_Q, SIMILAR_K, LEAST, AMOUNT, KEPT, classes_b, classes_h, rows, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
+
     # who am I
     m = tl.program_id(0) % rows
     h = tl.program_id(0) // rows % HEADS
@@ -111,7 +115,9 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         )
         block = max(16, triton.next_power_of_2(tiles))
         warps = min(16, max(1, block // (32 * _EACH)))
-        constants = (heads, call.group, call.kind, block)
-        plan = _PLANS.put(key, Plan(take_tiles, batch * heads * rows, strides, (rows, tiles), constants, warps, 1))
+        early = early_for(scores.device)
+        constants, grid = (heads, call.group, call.kind, block, early), batch * heads * rows
+        plan = Plan(take_tiles, grid, strides, (rows, tiles), constants, warps, 1, early=early > 0)
+        _PLANS.put(key, plan)
     with on_device(scores):
         plan.launch((scores, classes, *similar, call.least, call.amount, kept.view(torch.int8)), ())

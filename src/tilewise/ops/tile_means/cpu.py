@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewise.ops.tile_means.problem import SHORTEST, Call, parts
+from tilewise.ops.tile_means.problem import Call, parts
+from tilewise.schedule.selection import SHORTEST
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,7 +13,6 @@ from tilewise.core.errors import InputError
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SHORTEST = 2.0**-63  # a row that has a direction: a GPU's root takes squares below 2**-126 for 0
 
 
 @dataclass(eq=False, slots=True)

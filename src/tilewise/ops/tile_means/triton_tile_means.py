@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops.tile_means.problem import SHORTEST, Call
+from tilewise.ops.tile_means.problem import Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.schedule.selection import SHORTEST
 from tilewise.tiles.visit import locate
 
 NORMAL = tl.constexpr(SHORTEST**2)

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from tilewise.ops.tile_scores.problem import Call
-from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.ops.triton_launch import Plan, Plans, early_for, on_device, tensors_key
+from tilewise.tiles.early import begin_early
 
 _FEW = 256  # tiles of queries up to which a program has 16 of them, beyond 64: many programs, or little read twice
 _KEYS = 64  # tiles of keys of a program, and of either where rows are compared
@@ -68,8 +69,9 @@ def tile_scores_fwd(
     Q_SUMS, K_SUMS, Q_UNITS, K_UNITS, SCORES, SIMILAR_Q, SIMILAR_K,
     heads, blocks_q, blocks_k, rows_q, rows_k, tiles_q, tiles_k, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, EACH_Q: tl.constexpr, EACH_K: tl.constexpr, TILE_Q: tl.constexpr,
-    TILE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    TILE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     of_scores = heads * tl.cdiv(tiles_q, BLOCK_M) * tl.cdiv(tiles_k, BLOCK_N)
     pid = tl.program_id(0)
     if pid < of_scores:
@@ -101,8 +103,9 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         grid = batch * heads * triton.cdiv(call.tiles[0], block_m) * of_k
         if call.q_units is not None:
             grid += batch * (heads * of_q + heads_kv * of_k)
-        constants = (heads // heads_kv, dim, *call.each, *call.block, block_m, _KEYS, _STEP)
+        early = early_for(call.q_sums.device)
+        constants = (heads // heads_kv, dim, *call.each, *call.block, block_m, _KEYS, _STEP, early)
         sizes = (batch * heads, blocks_q, blocks_k, *call.rows, *call.tiles)
-        plan = _PLANS.put(key, Plan(tile_scores_fwd, grid, (), sizes, constants, 4, 1))
+        plan = _PLANS.put(key, Plan(tile_scores_fwd, grid, (), sizes, constants, 4, 1, early=early > 0))
     with on_device(call.q_sums):
         plan.launch(tensors, (), (call.scale,))
