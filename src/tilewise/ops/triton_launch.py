@@ -15,9 +15,6 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.core.dispatch import capability
-from tilewise.tiles.early import AT_FIRST, BEHIND
-
 remember = True  # whether compiled kernels are called directly on later launches; off while compiling without a GPU
 
 
@@ -37,15 +34,6 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     if buffer is None or buffer.numel() < size:
         buffer = _buffers[device] = torch.empty(max(size, 2**20), dtype=torch.int8, device="cuda")
     return buffer
-
-
-def early_for(device: torch.device, behind: bool = False) -> int:
-    """What a kernel has for EARLY: when it waits for the one before, if it is launched while that ends (at first, or at
-    the end where what it needs is from those before that one), or 0 where a GPU cannot.
-    """
-    if capability(device) < 90:
-        return 0
-    return BEHIND.value if behind else AT_FIRST.value
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:

@@ -1,10 +1,22 @@
 """Kernels that are launched while the one before still runs (programmatic dependent launch), on GPUs that can."""
 
+import torch
 import triton
 import triton.language as tl
 
+from tilewise.core.dispatch import capability
+
 # EARLY of a kernel is 0 where it is not, or says when it waits for the end of the one before
 AT_FIRST, BEHIND = tl.constexpr(1), tl.constexpr(2)
+
+
+def early_for(device: torch.device, behind: bool = False) -> int:
+    """What a kernel has for EARLY where GPUs can launch it so: it waits AT_FIRST, or, where what it needs is from those
+    before the one before, BEHIND its own work.
+    """
+    if capability(device) < 90:
+        return 0
+    return BEHIND.value if behind else AT_FIRST.value
 
 
 @triton.jit

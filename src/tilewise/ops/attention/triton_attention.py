@@ -28,8 +28,9 @@ from tilewise.ops.attention.triton_plans import (
     slots_of,
 )
 from tilewise.ops.attention.variant import keys_are_divided
-from tilewise.ops.triton_launch import Plan, Plans, early_for, on_device
+from tilewise.ops.triton_launch import Plan, Plans, on_device
 from tilewise.schedule.rule import TileRule, build_tables, tile_rule
+from tilewise.tiles.early import early_for
 
 NO_LISTS = (None, 0, 0, 0)
 LOG2E = math.log2(math.e)

@@ -29,11 +29,11 @@ from tilewise.ops.quantize.triton_statistics import (
     size_of,
     sum_chunks,
 )
-from tilewise.ops.triton_launch import Plan, Plans, early_for, on_device, tensors_key
+from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.rotation import matrix
 from tilewise.quant.schemes import SAMPLED_FROM, SAMPLED_OF
-from tilewise.tiles.early import begin_early, end_early
+from tilewise.tiles.early import begin_early, early_for, end_early
 
 _CHUNK = 256  # rows of a program that looks at them
 _SAMPLES = 4  # or of how many of these it looks at some (`quant.blocks.keys_of_mean`)

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from tilewise.ops.select.problem import SLACK, Call
-from tilewise.ops.triton_launch import Plan, Plans, early_for, on_device, tensors_key
+from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.arithmetic import LOG2E
-from tilewise.tiles.early import begin_early
+from tilewise.tiles.early import begin_early, early_for
 
 SHARE = tl.constexpr(SLACK)
 AT_ONCE = tl.constexpr(4)  # bits between looks whether one key is left

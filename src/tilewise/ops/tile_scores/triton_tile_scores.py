@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from tilewise.ops.tile_scores.problem import Call
-from tilewise.ops.triton_launch import Plan, Plans, early_for, on_device, tensors_key
-from tilewise.tiles.early import begin_early
+from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.tiles.early import begin_early, early_for
 
 _FEW = 256  # tiles of queries up to which a program has 16 of them, beyond 64: many programs, or little read twice
 _KEYS = 64  # tiles of keys of a program, and of either where rows are compared
