@@ -260,7 +260,7 @@ def make_ready(head, b, start, tile, given, sums, memory, uses, grid, scale, fix
     OF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [KEEPERS, 1], [1, 0])
     ROWS_OF: gl.constexpr = gl.BlockedLayout([1], [32], [KEEPERS], [0])
     queries, row0, rows = rows_of_head(head, b, grid, fixed)
-    if start < rows:
+    if (start < rows) | (start == 0):  # keys of a sequence without queries visit its first tile, too
         h = head % fixed.heads
         brought = reinterpret(ring, 2, DO)
         mbarrier.expect(full.index(0), tile_bytes(brought))
