@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
 FILES = sorted((TESTS / "interpret").glob("test_*.py"))
@@ -23,6 +24,10 @@ def test_kernels_in_the_interpreter(path: Path) -> None:
         env.pop(name, None)
     done = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-12000:]}\n{done.stderr[-3000:]}"
+
+
+def test_new_memory_holds_nan() -> None:
+    assert torch.empty(3).isnan().all()
 
 
 def test_every_tier_has_tests() -> None:

@@ -90,10 +90,33 @@ def test_calls_on_a_gpu_that_were_launched_late_do_not_count(monkeypatch: pytest
     assert times == {"call": [1.0] * 10}
 
 
-def test_all_calls_count_where_hardly_any_was_in_time() -> None:
+def test_late_calls_never_count() -> None:
     late = [(6.0, True)] * 8
     assert timing.in_time([*late, *[(1.0, False)] * timing.FEWEST]) == [1.0] * timing.FEWEST
-    assert timing.in_time([*late, (1.0, False)]) == [6.0] * 8 + [1.0]
+    assert timing.in_time([*late, (1.0, False)]) == []
+    assert timing.in_time([(1.0, False)]) == [1.0]  # all that there is
+
+
+@pytest.mark.parametrize(("enough", "turns"), [(8, [1, 8]), (10**9, list(timing.LONGER))])
+def test_where_calls_are_late_all_take_turns_again_with_the_host_further_ahead(
+    enough: int, turns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def of_turns(
+        calls: dict[str, timing.Call], rounds: int, repeats: dict[str, int], lead: int
+    ) -> dict[str, list[tuple[float, bool]]]:
+        seen.append(lead)
+        return {name: [(1.0, name == "slow" and lead < enough)] * rounds for name in calls}
+
+    monkeypatch.setattr(timing, "_gpu_turns", of_turns)
+    monkeypatch.setattr(timing, "_wait", lambda device: None)
+    monkeypatch.setattr(timing, "WAIT_CYCLES", 1)
+    timed = timing.interleaved({"fast": lambda: None, "slow": lambda: None}, device="cuda", rounds=9, warmup_ms=0.0)
+    assert seen == turns
+    assert timed["fast"].times_ms == [1.0] * 9
+    failed = enough > timing.LONGER[-1]
+    assert timed["slow"] == timing.Timed([] if failed else [1.0] * 9, timing.LATE if failed else None)
 
 
 def test_a_slower_contender_reads_slower() -> None:
