@@ -187,7 +187,11 @@ class Emitter:
             if node.kind == "int":
                 return f"as_int({value})", False
             return value + {"float": f".to({self.prefix}.float32)", "bool": " != 0"}[node.kind], False
-        if node.kind == "int" and (op == "mul" or (op in ("add", "sub", "neg") and self._reads(node))):
+        if node.kind == "int" and (
+            op == "mul"
+            or (op in ("add", "sub", "neg") and self._reads(node))
+            or (op in ("min", "max") and any(arg.op == "lit" and abs(arg.value) >= 2**31 for arg in node.args))
+        ):
             args = [self._wide(arg) for arg in args]  # products of positions and sums of any integers may pass 2**31
         if op == "div" and not symbols(node) & {"s", "g"}:
             return f"{self.prefix}.div_rn({', '.join(args)})", False  # exact: a mask may round the quotient down
