@@ -359,9 +359,8 @@ class _Plans:
         step, stages = (_STEP, _STAGES) if call.cos is None else (_STEP // 2, 1)
         warps = max(1, _STEP * self.block_d // (32 * _EACH))
         at_once = min(step, max(1, 32 * warps * 16 // (call.x.element_size() * self.block_d)))  # 16 bytes of a thread
-        early = early_for(
-            call.x.device, call.behind and not _sizes_wanted(call)
-        )  # for which the kernel before makes zeros
+        # the kernel before makes zeros where sizes are wanted
+        early = early_for(call.x.device, call.behind and not _sizes_wanted(call))
         constants: tuple[Any, ...] = (
             call.heads, call.dim, chunk, per, step, stages, at_once, self.block_d, sampled, _turns(call),
             _zeros_wanted(call), early,
