@@ -39,7 +39,11 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    ours: Function, plain: Function, inputs: dict[str, torch.Tensor], terms: dict[str, float] | None = None
+    ours: Function,
+    plain: Function,
+    inputs: dict[str, torch.Tensor],
+    terms: dict[str, float] | None = None,
+    kept: dict[str, float] | None = None,
 ) -> None:
     """`ours` is as near to the truth as it must be.
 
@@ -49,6 +53,7 @@ def check(
         inputs: those that take gradients have `requires_grad`.
         terms: for results that are sums, by name, how much larger the sum of the terms' absolute values is than the
             largest result; 1 where not named.
+        kept: by name, how far off a result may be since what it is made of was kept in fewer bits.
     """
     truth = results(plain, {name: _exact(x) for name, x in inputs.items()})
     by_hand, got = results(plain, inputs), results(ours, inputs)
@@ -59,7 +64,7 @@ def check(
         assert torch.equal(got[name].isnan(), value.isnan()), f"{name}: NaN elsewhere"
         off = error(got[name].nan_to_num(nan=0.0), value.nan_to_num(nan=0.0))
         allowed = FACTOR * error(by_hand[name].nan_to_num(nan=0.0), value.nan_to_num(nan=0.0))
-        allowed += _floor(value, by_hand[name].dtype, (terms or {}).get(name, 1.0))
+        allowed += _floor(value, by_hand[name].dtype, (terms or {}).get(name, 1.0)) + (kept or {}).get(name, 0.0)
         assert off <= allowed, f"{name}: off by {off:.3g}, allowed {allowed:.3g}"
 
 
