@@ -21,7 +21,7 @@ import torch
 
 from tilewise.formula.expr import Expr
 from tilewise.formula.structure import share
-from tilewise.formula.walk import postorder, symbols
+from tilewise.formula.walk import postorder, reads, symbols
 
 EMITTER_VERSION = 6
 
@@ -187,12 +187,8 @@ class Emitter:
             if node.kind == "int":
                 return f"as_int({value})", False
             return value + {"float": f".to({self.prefix}.float32)", "bool": " != 0"}[node.kind], False
-        if node.kind == "int" and (
-            op == "mul"
-            or (op in ("add", "sub", "neg") and self._reads(node))
-            or (op in ("min", "max") and any(arg.op == "lit" and abs(arg.value) >= 2**31 for arg in node.args))
-        ):
-            args = [self._wide(arg) for arg in args]  # products of positions and sums of any integers may pass 2**31
+        if node.kind == "int" and self._leaves_32_bits(node):
+            args = [self._wide(arg) for arg in args]
         if op == "div" and not symbols(node) & {"s", "g"}:
             return f"{self.prefix}.div_rn({', '.join(args)})", False  # exact: a mask may round the quotient down
         if op in ("min", "max") and node.kind == "float":
@@ -215,9 +211,11 @@ class Emitter:
         return source, False
 
     @staticmethod
-    def _reads(node: Expr) -> bool:
-        """Whether a captured value enters, which may be as large as its type holds."""
-        return any(part.op in ("load", "table") for part in postorder([node]))
+    def _leaves_32_bits(node: Expr) -> bool:
+        """Whether an operation on integers may: a product of positions, a sum of any numbers, a cut to more bits."""
+        if node.op in ("min", "max"):
+            return any(arg.op == "lit" and abs(arg.value) >= 2**31 for arg in node.args)
+        return node.op == "mul" or (node.op in ("add", "sub", "neg") and reads(node))
 
     @staticmethod
     def _literal(node: Expr) -> str:

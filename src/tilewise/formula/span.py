@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilewise.formula.expr import Expr, binary, lit, negate, unary, where
 from tilewise.formula.interval import Bounds
-from tilewise.formula.walk import postorder, symbols
+from tilewise.formula.walk import reads, symbols
 
 FAR = 2**30  # beyond any position
 _WIDE = 2**61  # sums of a few such are within 64 bits
@@ -111,9 +111,7 @@ def _linear(expr: Expr, axis: str) -> tuple[int, Expr] | None:
 
 def _summable(expr: Expr) -> Expr:
     """An integer whose sums with positions stay within 64 bits: tensors hold any ("no limit": the largest there is)."""
-    if not any(node.op == "load" for node in postorder([expr])):
-        return expr
-    return binary("max", binary("min", expr, lit(_WIDE)), lit(-_WIDE))
+    return binary("max", binary("min", expr, lit(_WIDE)), lit(-_WIDE)) if reads(expr) else expr
 
 
 def _comparison(mask: Expr, axis: str) -> Span | None:

@@ -46,6 +46,11 @@ def symbols(root: Expr) -> set[str]:
     return {node.value for node in postorder([root]) if node.op == "sym"}
 
 
+def reads(root: Expr) -> bool:
+    """Whether a captured value enters, which may be as large as its type holds."""
+    return any(node.op in ("load", "table") for node in postorder([root]))
+
+
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%"}
 _INFIX |= {"lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "alike": "&"}
 

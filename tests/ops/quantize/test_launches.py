@@ -14,7 +14,6 @@ from tilewise.ops.quantize.table import QUANTIZE
 from tilewise.ops.triton_launch import Plan
 from tilewise.testing import quantize as cases
 from tilewise.testing.quantize import BY_NAME, QuantizeCase
-from tilewise.tiles import early as launches_early
 from tilewise.tiles.early import AT_FIRST, BEHIND
 
 WRITES = {
@@ -47,7 +46,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         found.append((name, early, set(there.values()), {there[key] for key in writes & there.keys()}))
 
     monkeypatch.setattr(Plan, "launch", launch)
-    monkeypatch.setattr(launches_early, "capability", lambda device: 90)
+    monkeypatch.setattr("tilewise.tiles.early.capability", lambda device: 90)
     monkeypatch.setattr(triton_quantize._PLANS, "get", lambda key: None)
     return found
 
