@@ -306,3 +306,19 @@ def test_install_replaces_another_librarys_replacement_and_gives_it_back() -> No
     with sdpa.installed():
         assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
     assert F.scaled_dot_product_attention is other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_most_negative_number_hides(dtype: torch.dtype) -> None:
+    """As masks are written that must not hold infinities; in base 2 it would leave float32."""
+    q, k, v = (torch.randn(1, 2, 40, 8, dtype=dtype) for _ in range(3))
+    seen = torch.rand(40, 40) < 0.5
+    seen[3] = False
+    least = torch.zeros(40, 40, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    infinite = torch.zeros(40, 40, dtype=dtype).masked_fill(~seen, -torch.inf)
+    o, wanted = (sdpa.scaled_dot_product_attention(q, k, v, attn_mask=mask) for mask in (least, infinite))
+    assert torch.equal(o, wanted)
+    assert not o[:, :, 3].any()
+    mask, _score = sdpa.formula_of(least, (1, 2), 40, 40)
+    zero = torch.tensor(0)
+    assert torch.equal(mask.evaluate(b=zero, h=zero, i=torch.arange(40)[:, None], j=torch.arange(40)), seen)

@@ -61,3 +61,16 @@ def test_autocast_changes_no_bit(impl: str, dtype: torch.dtype) -> None:
     for one, other in zip(*found, strict=True):
         assert one.dtype == dtype
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("key", [0.0, -float("inf")])
+@pytest.mark.parametrize("mask", [None, tw.causal], ids=["full", "causal"])
+def test_scores_of_minus_infinity_count_as_unseen(mask: tw.Mask | None, key: float) -> None:
+    """PyTorch's lse is 0 there, as it may be of a row that sees something: `merge` would give it a weight."""
+    q, k, v = torch.rand(1, 16, 2, 8) + 0.1, torch.full((1, 16, 1, 8), key), torch.randn(1, 16, 1, 8)
+    v[:, 0] = 0.0
+    o, lse = tw.attention_with_lse(q, k, v, mask=mask, impl="cpu_sdpa")
+    wanted_o, wanted_lse = tw.attention_with_lse(q, k, v, mask=mask, impl="reference")
+    torch.testing.assert_close(lse, wanted_lse.to(lse.dtype))
+    torch.testing.assert_close(o, wanted_o.to(o.dtype))
+    assert bool(lse.isneginf().all()) is (key != 0.0)

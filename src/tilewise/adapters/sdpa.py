@@ -1,7 +1,8 @@
 """PyTorch's `scaled_dot_product_attention`, run by tilewise: called by name, or put in the place of PyTorch's.
 
 Conventions are PyTorch's: (..., heads, seqlen, dim), `is_causal` aligned to the top left (query 0 sees key 0), a
-boolean mask is True where a pair may meet, a float mask is added to the scaled scores. A row that sees no key gives 0.
+boolean mask is True where a pair may meet, a float mask is added to the scaled scores, and hides where it is -inf or
+the most negative number of float32 or bfloat16. A row that sees no key gives 0.
 """
 
 from __future__ import annotations
@@ -82,19 +83,21 @@ def scaled_dot_product_attention(
     return o.transpose(1, 2).reshape(*lead, seqlen_q, v.shape[-1])
 
 
-def additive(table: torch.Tensor, shift: int, hidden_to: float = -math.inf) -> tuple[tw.Mask, tw.Score]:
+def additive(table: torch.Tensor, shift: int, hidden_to: float | None = None) -> tuple[tw.Mask, tw.Score]:
     """The formula of a float mask of rank 4: its value is added, and a pair is hidden where it is `hidden_to` or less.
 
     Args:
         table: (1 or batch, 1 or heads, 1 or seqlen_q, 1 or seqlen_k), differentiable.
         shift: seqlen_k - seqlen_q.
-        hidden_to: tiles of such values only are not visited.
+        hidden_to: tiles of such values only are not visited. None: from where on numbers leave float32 in base 2, as
+            the least of float32 and bfloat16 do.
     """
     hidden = table.detach()
 
     def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
         value = broadcast_load(hidden, b, h, raw_index(i, shift), j)
-        return torch.logical_not(value <= hidden_to)  # not ~, which Dynamo cannot trace here
+        # not ~, which Dynamo cannot trace here; and of a number that is no literal it may make a symbol
+        return torch.logical_not(value <= (-2.3e38 if hidden_to is None else hidden_to))
 
     mask = tw.mask(visible, "visible(attn_mask)")
     score = tw.score(lambda s, b, h, i, j: s + broadcast_load(table, b, h, raw_index(i, shift), j), "attn_mask")

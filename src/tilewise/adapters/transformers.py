@@ -180,7 +180,9 @@ def attention_forward(
         module: the layer; its `is_causal` counts where neither a mask nor `is_causal` is given.
         query: (batch, num_heads_q, seqlen_q, head_dim).
         key, value: (batch, num_heads_kv, seqlen_k, head_dim and head_dim_v), not repeated for grouped heads.
-        attention_mask: what `attention_mask` made; or a 4-D bool or float tensor; or 2-D padding; or None.
+        attention_mask: what `attention_mask` made; or a 4-D bool or float tensor; or 2-D padding; or None. Of fewer
+            queries than keys, as with a cache, the last stands at the last key with padding or a window, as
+            FlashAttention-2 has it; with neither the first stands at the first key, as PyTorch's attention has it.
         dropout, scaling: probability; factor of the scores, default head_dim ** -0.5.
         softcap: scores become softcap * tanh(score / softcap).
         s_aux: (num_heads_q,) attention sinks.
@@ -215,7 +217,10 @@ def attention_forward(
         mask = flex.mask_of(attention_mask, *sizes)
     elif attention_mask is None or _rank(attention_mask) == 2:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        mask = _pattern(causal and sizes[0] > 1, sliding_window, shift)
+        if attention_mask is None and sliding_window is None:
+            mask = _pytorchs_causal(shift) if causal and sizes[0] > 1 else None
+        else:
+            mask = _pattern(causal, sliding_window)
         if attention_mask is not None:
             mask = _both(mask, _padding(attention_mask, sizes[1]))
     else:
@@ -257,14 +262,19 @@ def _both(first: tw.Mask | None, second: tw.Mask | None) -> tw.Mask | None:
     return first & second
 
 
-def _pattern(causal: bool, sliding_window: int | None, shift: int) -> tw.Mask | None:
-    """Without a prepared mask: causal from the top left as PyTorch's attention, a window as FlashAttention-2's."""
-    mask = None
-    if causal:
-        mask = tw.causal if shift == 0 else raw_mask(lambda b, h, q, k: k <= q, shift)
-    if sliding_window is not None:
-        mask = _both(mask, raw_mask(lambda b, h, q, k: abs(q - k) < sliding_window, shift))
-    return mask
+def _pytorchs_causal(shift: int) -> tw.Mask:
+    """From the top left, as transformers' own path to PyTorch's attention has it."""
+    return tw.causal if shift == 0 else raw_mask(lambda b, h, q, k: k <= q, shift)
+
+
+def _pattern(causal: bool, sliding_window: int | None) -> tw.Mask | None:
+    """Of windows and padding that are no prepared mask, as FlashAttention-2 takes them: the last query stands at the
+    last key.
+    """
+    mask = tw.causal if causal else None
+    if sliding_window is None:
+        return mask
+    return _both(mask, tw.mask(lambda b, h, i, j: abs(i - j) < sliding_window, "sliding_window"))
 
 
 def _padding(keep: torch.Tensor, seqlen_k: int) -> tw.Mask:
