@@ -11,7 +11,7 @@ import torch
 
 import tilewise as tw
 from tests.commands import call, data, refusal
-from tests.explain.test_sparsity import coherent
+from tests.explain.test_sparsity import coherent, many_small_weights
 from tilewise.core.errors import InputError
 from tilewise.explain import sparsity
 
@@ -61,6 +61,19 @@ def test_a_model_reads_thresholds_that_keep_the_bound(layers: tuple[str, ...]) -
         errors = sparsity.by_head(tw.attention(q, k, v, mask=tw.causal, **arguments), exact)
         assert float(errors.max()) <= 0.04
         assert tw.select_tiles(q, k, arguments["select"], mask=tw.causal).density() < 0.9
+
+
+def test_lam_is_of_heads_that_keep_the_bound_with_it(tmp_path: Path) -> None:
+    q, k, v = many_small_weights()
+    path, out = tmp_path / "layer.pt", tmp_path / "found.json"
+    torch.save({"q": q, "k": k, "v": v}, path)
+    document = data("tune-sparse", str(path), f"--out={out}", *QUICK, "--lam=0.5")
+    assert document["layers"][0]["found"]["lams"] == [False, True]
+    (arguments,) = tw.load_selections(out).values()
+    assert arguments["select"].skip == (sparsity.NO_LAM, 0.5)
+    errors = sparsity.by_head(tw.attention(q, k, v, **arguments), tw.attention(q, k, v))
+    assert float(errors.max()) <= 0.05
+    torch.testing.assert_close(errors, torch.tensor(document["layers"][0]["found"]["errors"]))
 
 
 def test_who_was_stopped_goes_on(layers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +143,19 @@ def test_what_is_wrong_is_said(layers: tuple[str, ...], videos: tuple[str, ...])
     assert "budget" in refusal("tune-windows", *videos, "--budget=0.001")
     assert "no such file" in refusal("tune-sparse", "none.pt", *QUICK)
     assert "max_error" in refusal("tune-sparse", *layers, "--max-error=0")
+    for block in ("0", "0,16", "16,0", "16,16,16", "3*16"):
+        assert f"--block: got '{block}'; expected one or two integers" in refusal(
+            "tune-sparse", *layers, f"--block={block}"
+        )
+
+
+def test_layers_with_nan_are_named(videos: tuple[str, ...]) -> None:
+    given = torch.load(videos[0])
+    given[0][0, 0, 0, 0] = torch.nan
+    torch.save(given, videos[0])
+    said = "video0.pt: q: got 1 of 8288 numbers that are NaN or infinite; expected finite numbers"
+    assert said in refusal("tune-windows", *videos)
+    assert said in refusal("tune-sparse", *videos[: -len(GRID)])
 
 
 def test_other_files_are_not_selections(tmp_path: Path) -> None:

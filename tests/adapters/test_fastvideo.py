@@ -80,6 +80,26 @@ def test_a_text_length_for_each_batch_element() -> None:
         torch.testing.assert_close(each[b : b + 1], alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32], ids=str)
+def test_lengths_of_few_bits_do_not_overflow(dtype: torch.dtype) -> None:
+    """216 tokens of video and 77 of text: more than 8 bits hold."""
+    tokens = math.prod(VIDEO) + 77
+    q, k, v = (x.detach() for x in leaves(*[(2, 1, tokens, 8)] * 3))
+    arguments: dict[str, Any] = {"seq_shape": "4x6x9", "tile_size": TILE}
+    lengths = torch.tensor([50, 77])
+    want = sliding_tile_attention(q, k, v, [(1, 3, 1)], lengths, **arguments)
+    assert torch.equal(sliding_tile_attention(q, k, v, [(1, 3, 1)], lengths.to(dtype), **arguments), want)
+
+
+def test_a_video_of_more_tokens_than_16_bits_count() -> None:
+    q = torch.zeros(1, 1, 182 * 182 + 5, 1)
+    v = torch.arange(q.shape[2], dtype=torch.float32).view(1, 1, -1, 1)
+    arguments: dict[str, Any] = {"seq_shape": "1x182x182", "tile_size": (1, 91, 91)}
+    want = sliding_tile_attention(q, q, v, [(1, 1, 1)], torch.tensor([3]), **arguments)
+    found = sliding_tile_attention(q, q, v, [(1, 1, 1)], torch.tensor([3], dtype=torch.int16), **arguments)
+    assert torch.equal(found, want)
+
+
 def test_padding_is_never_read() -> None:
     tokens = math.prod(VIDEO) + 7
     q, k, v = (x.detach() for x in leaves(*[(1, 1, tokens, 8)] * 3))
@@ -122,6 +142,27 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "number": (lambda: sliding_tile_attention(Q, Q, Q, 3, 7, **CALL), "window_size: got 3"),  # type: ignore[arg-type]
     "text": (lambda: sliding_tile_attention(Q, Q, Q, TWO, 8, **CALL), "text_length: got 8; expected an integer from 0"),
     "texts": (lambda: sliding_tile_attention(Q, Q, Q, TWO, torch.tensor([7]), **CALL), "text_length: got torch.int64"),
+    "texts_bool": (
+        lambda: sliding_tile_attention(Q, Q, Q, TWO, torch.tensor([True, True]), **CALL),
+        "text_length: got torch.bool (2,); expected an integer tensor (2,)",
+    ),
+    "texts_negative": (
+        lambda: sliding_tile_attention(Q, Q, Q, TWO, torch.tensor([-1, 7]), **CALL),
+        "text_length: got numbers from -1 to 7; expected 0 to 7",
+    ),
+    "texts_long": (
+        lambda: sliding_tile_attention(Q, Q, Q, TWO, torch.tensor([0, 8], dtype=torch.uint8), **CALL),
+        "text_length: got numbers from 0 to 8; expected 0 to 7",
+    ),
+    "tile": (lambda: sliding_tile_attention(Q, Q, Q, TWO, 7, seq_shape="4x6x9", tile_size=2), "tile_size: got 2"),  # type: ignore[arg-type]
+    "tile_pair": (
+        lambda: sliding_tile_attention(Q, Q, Q, TWO, 7, seq_shape="4x6x9", tile_size=(2, 2)),  # type: ignore[arg-type]
+        "tile_size: got (2, 2); expected three integers",
+    ),
+    "tile_zero": (
+        lambda: sliding_tile_attention(Q, Q, Q, TWO, 7, seq_shape="4x6x9", tile_size=(0, 2, 3)),
+        "tile_size: got (0, 2, 3)",
+    ),
     "no_text": (lambda: sliding_tile_attention(Q, Q, Q, TWO, 7, False, **CALL), "q: got seqlens 223 and 223; expected"),
     "short": (
         lambda: sliding_tile_attention(Q, Q, Q, TWO, 7),

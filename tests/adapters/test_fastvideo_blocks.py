@@ -65,6 +65,34 @@ def test_means_and_the_best_blocks(topk: int, heads_kv: int, gated: bool, block:
         assert_close(x, y, z)
 
 
+def test_float64_is_float64_throughout() -> None:
+    given = [x.detach().double().requires_grad_() for x in inputs()]
+    (weight,) = leaves((2, 2, 32, 16), seed=5)
+    ours = video_sparse_attn(given[0], given[1], given[2], SIZES_K, SIZES_Q, 3, BLOCK, weight)
+    want = written_out(given[0], given[1], given[2], 3, weight.double())
+    assert ours.dtype == torch.float64
+    torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-13)
+    do = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for x, y in zip(torch.autograd.grad(ours, given, do), torch.autograd.grad(want, given, do), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 32, 16), (2, 1, 32, 1), (16,), ()], ids=str)
+def test_a_weight_in_more_bits_leaves_the_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    q, k, v = (x.detach().to(dtype) for x in inputs())
+    weight = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    found = video_sparse_attn(q, k, v, SIZES_K, SIZES_Q, 2, BLOCK, weight)
+    assert found.dtype == dtype
+    full = weight.detach().to(dtype).expand(found.shape)
+    want, off = video_sparse_attn(q, k, v, SIZES_K, SIZES_Q, 2, BLOCK, full), 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.detach(), want, rtol=off, atol=off)
+    (slope,) = torch.autograd.grad(found.float().sum(), weight)
+    assert slope.dtype == torch.float64
+    assert slope.shape == weight.shape
+    assert slope.any()
+
+
 def test_a_block_without_tokens_is_never_taken() -> None:
     q, k, v = (x.detach() for x in inputs())
     sizes = SIZES_K.clone()
@@ -91,6 +119,12 @@ def test_a_map_of_blocks_and_its_lse() -> None:
 
 
 Q, K = torch.zeros(1, 2, 32, 16), torch.zeros(1, 2, 48, 16)
+
+
+def weighted(weight: Any) -> torch.Tensor:
+    return video_sparse_attn(Q, K, K, SIZES_K, SIZES_Q, 2, 8, weight)
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "many": (
         lambda: video_sparse_attn(Q, K, K, SIZES_K, SIZES_Q, 7, 8),
@@ -100,6 +134,23 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "whole": (lambda: video_sparse_attn(Q, K, K, SIZES_K, SIZES_Q, 2, 9), "k: got seqlen 48; expected whole blocks"),
     "sizes": (lambda: video_sparse_attn(Q, K, K, SIZES_Q, SIZES_Q, 2, 8), "variable_block_sizes: got torch.int64 (4,)"),
     "sizes_q": (lambda: video_sparse_attn(Q, K, K, SIZES_K, [8] * 4, 2, 8), "q_variable_block_sizes: got [8"),  # type: ignore[arg-type]
+    "negative": (
+        lambda: video_sparse_attn(Q, K, K, SIZES_K - 2, SIZES_Q, 2, 8),
+        "variable_block_sizes: got numbers from -1 to 6; expected 0 to 8",
+    ),
+    "large": (
+        lambda: video_sparse_attn(Q, K, K, SIZES_K, SIZES_Q + 1, 2, 8),
+        "q_variable_block_sizes: got numbers from 3 to 9; expected 0 to 8",
+    ),
+    "large_of_map": (
+        lambda: block_sparse_attn(Q, K, K, torch.ones(1, 2, 4, 6).bool(), SIZES_K + 1),
+        "variable_block_sizes: got numbers from 2 to 9",
+    ),
+    "weight": (lambda: weighted(torch.ones(1, 2, 48, 16)), "compress_attn_weight: got torch.float32 (1, 2, 48, 16)"),
+    "weight_larger": (lambda: weighted(torch.ones(2, 2, 32, 16)), "compress_attn_weight: got torch.float32 (2, 2"),
+    "weight_rank": (lambda: weighted(torch.ones(1, 1, 2, 32, 16)), "compress_attn_weight: got torch.float32 (1, 1"),
+    "weight_bool": (lambda: weighted(torch.ones(1, 2, 32, 16).bool()), "compress_attn_weight: got torch.bool"),
+    "weight_number": (lambda: weighted(0.5), "compress_attn_weight: got 0.5; expected a floating-point tensor (1, 2"),
     "rank": (lambda: video_sparse_attn(Q[0], K, K, SIZES_K, SIZES_Q, 2, 8), "q: got shape (2, 32, 16)"),
     "map": (lambda: block_sparse_attn(Q, K, K, torch.ones(1, 2, 4, 6), SIZES_K), "block_map: got torch.float32"),
     "map_shape": (

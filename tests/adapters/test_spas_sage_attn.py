@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -80,6 +81,8 @@ def test_arguments_become_a_selection(
         (2.5, 2.5 * math.log(2)),
         (torch.tensor([1.0, 4.0, 60.0, 2.0]), tuple(n * math.log(2) for n in (1.0, 4.0, 60.0, 2.0))),
         (torch.tensor([50.0, 60.0]), None),
+        (math.inf, None),
+        (torch.tensor([5.0, math.inf, 50.0, 2.0]), tuple(n * math.log(2) for n in (5.0, 2000.0, 50.0, 2.0))),
     ],
     ids=str,
 )
@@ -96,7 +99,8 @@ def test_small_weights_are_left_out_by_powers_of_2(pvthreshd: Any, lam: Any, mon
     sparge.spas_sage2_attn_meansim_cuda(q, k, v, pvthreshd=pvthreshd)
     kept = torch.ones(1, HEADS, TILES, 2 * TILES, dtype=torch.bool)
     sparge.block_sparse_sage2_attn_cuda(q, k, v, kept, pvthreshd=pvthreshd)
-    assert [select.skip for select in seen] == [lam, lam]
+    sparge.block_sparse_sage2_attn_cuda(q, k, v, pvthreshd=pvthreshd)
+    assert [None if select is None else select.skip for select in seen] == [lam, lam, lam]
 
 
 @pytest.mark.parametrize("size", [(128, 64), (64, 128), (128, 128)], ids=str)
@@ -124,6 +128,51 @@ def test_no_tiles_of_ones_own_are_all() -> None:
     o, sparsity = sparge.block_sparse_sage2_attn_cuda(q, k, v, return_sparsity=True)
     assert sparsity == 0.0
     assert torch.equal(o, tw.attention(*(x.transpose(1, 2) for x in (q, k, v)), quantize=tw.Sage2()).transpose(1, 2))
+
+
+@pytest.mark.parametrize("pvthreshd", [1e-3, torch.tensor([1e-3, 60.0, 0.5, math.inf])], ids=str)
+def test_no_tiles_of_ones_own_leave_out_small_weights(pvthreshd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a map of ones does; in few bits a CPU leaves nothing out, so attention runs on numbers as they are."""
+    attention = tw.attention_with_lse
+
+    def plain(*qkv: torch.Tensor, quantize: Any, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return attention(*qkv, **arguments)
+
+    monkeypatch.setattr(tw, "attention_with_lse", plain)
+    q, k, v = (torch.zeros(1, HEADS, 2048, 16) for _ in range(3))
+    q[..., 0], k[:, :, :384, 0] = 4.0, 1.0  # weights of the first tiles are e times those of the others
+    v[:, :, 384:] = 1.0
+    ones = torch.ones(1, HEADS, 16, 32, dtype=torch.bool)
+    found, want, whole = (
+        sparge.block_sparse_sage2_attn_cuda(q, k, v, of, pvthreshd=powers, return_lse=True)
+        for of, powers in ((None, pvthreshd), (ones, pvthreshd), (None, 50))
+    )
+    for x, y in zip(found, want, strict=True):
+        assert torch.equal(x, y)
+    assert (found[0][:, 0] < 0.7 * whole[0][:, 0]).all(), "something is left out"
+    if isinstance(pvthreshd, torch.Tensor):
+        torch.testing.assert_close(found[0][:, 1::2], whole[0][:, 1::2], msg="left out by heads of 50 or more, too")
+    o, sparsity = sparge.block_sparse_sage2_attn_cuda(q, k, v, pvthreshd=pvthreshd, return_sparsity=True)
+    assert sparsity == 0.0
+    assert torch.equal(o, want[0])
+
+
+@pytest.mark.parametrize("share", [0.35, 0.7, 0.29, 0.3, 1 / 3, 0.999])
+def test_a_share_in_float32_takes_as_many_tiles(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def attention(*qkv: torch.Tensor, select: Any, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(select.predictions[0].k)
+        return qkv[0], qkv[0][..., 0]
+
+    monkeypatch.setattr(tw, "attention_with_lse", attention)
+    counted = []
+    for tiles in (*range(1, 60), 100, 300):
+        x = torch.zeros(1, 1, 128 * tiles, 1)
+        for topk in (share, torch.tensor(share), torch.tensor([share])):
+            sparge.spas_sage_attn_meansim_topk_cuda(x, x, x, topk=topk)
+        counted.append(max(1, math.floor(Fraction(str(share)).limit_denominator(1000) * tiles)))
+    assert seen == [k for count in counted for k in (count, count, (count,))]
 
 
 def test_causal_is_causal_inside_tiles() -> None:
@@ -168,6 +217,9 @@ def test_unknown_keywords_are_errors(name: str) -> None:
         ("spas_sage_attn_meansim_topk_cuda", {"topk": 3}, "topk"),
         ("spas_sage2_attn_meansim_topk_cuda", {"cdfthreshd": 0.9}, "topk, cdfthreshd: got both"),
         ("spas_sage2_attn_meansim_topk_cuda", {"topk": None}, "topk, cdfthreshd: got neither"),
+        ("block_sparse_sage2_attn_cuda", {"pvthreshd": -1.0}, "pvthreshd"),
+        ("spas_sage2_attn_meansim_cuda", {"pvthreshd": torch.tensor([1.0, math.nan, 1.0, 1.0])}, "pvthreshd"),
+        ("block_sparse_sage2_attn_cuda", {"tensor_layout": "LHD"}, "tensor_layout"),
         ("block_sparse_sage2_attn_cuda", {"mask_id": torch.ones(1, HEADS, 3, 3)}, "mask_id"),
         ("block_sparse_sage2_attn_cuda", {"mask_id": torch.ones(1, HEADS, 7, 5, dtype=torch.bool)}, "mask_id"),
     ],
@@ -181,3 +233,14 @@ def test_tensors_of_other_ranks_are_refused() -> None:
     q, k, v = tensors()
     with pytest.raises(InputError, match="q"):
         sparge.spas_sage2_attn_meansim_topk_cuda(q[0], k[0], v[0])
+
+
+@pytest.mark.parametrize("kept", [None, torch.ones(1, HEADS, TILES, TILES, dtype=torch.bool)], ids=["all", "own"])
+def test_what_is_no_tensor_is_refused(kept: Any) -> None:
+    q, k, v = tensors()
+    for name, given in {"q": (None, k, v), "k": (q, k.tolist(), v), "v": (q, k, "v")}.items():
+        for pvthreshd in (50, 2):
+            with pytest.raises(InputError, match=f"{name}: got"):
+                sparge.block_sparse_sage2_attn_cuda(*given, kept, pvthreshd=pvthreshd)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="q: got shape"):
+        sparge.block_sparse_sage2_attn_cuda(q[0], k, v, kept)

@@ -286,25 +286,6 @@ def test_without_a_prepared_mask_causal_is_pytorchs() -> None:
         assert torch.equal(o.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize("queries", [1, 5, 9, 12])
-@pytest.mark.parametrize(("window", "padded"), [(2, False), (2, True), (None, True)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_without_a_prepared_mask_padding_and_windows_are_flash_attentions(
-    queries: int, window: int | None, causal: bool, padded: bool
-) -> None:
-    """The last query stands at the last key: a step over a cache sees the newest keys, not the oldest."""
-    layer = torch.nn.Module()
-    q, k, v = (x.detach() for x in leaves((2, 2, queries, 8), (2, 2, 9, 8), (2, 2, 9, 8)))
-    padding = torch.tensor([[1] * 9, [0, 0, 0, 1, 1, 1, 1, 1, 1]]) if padded else None
-    o, _ = adapter.attention_forward(layer, q, k, v, padding, is_causal=causal, sliding_window=window)
-    apart = torch.arange(queries)[:, None] + (9 - queries) - torch.arange(9)
-    keep = (apart >= 0) if causal else torch.ones_like(apart, dtype=torch.bool)
-    keep = keep & (apart.abs() < (window or 100))
-    keep = keep & (torch.ones(2, 1, 1, 9) if padding is None else padding[:, None, None]).bool()
-    assert_close(o.transpose(1, 2), *(dense(*(x.to(t) for x in (q, k, v)), keep)[0]
-                                      for t in (torch.float64, torch.float32)))  # fmt: skip
-
-
 @pytest.mark.parametrize("offset", [0, 3, torch.tensor(3)], ids=["int 0", "int 3", "tensor 3"])
 def test_masks_are_transformers_masks(offset: int | torch.Tensor) -> None:
     """Pair by pair, with offsets, padding and the mask functions that models add: no N x N tensor is made for it."""

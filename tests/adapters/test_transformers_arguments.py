@@ -1,4 +1,4 @@
-"""`attention_forward` of the transformers adapter, called directly: bad arguments, masks compiled."""
+"""`attention_forward` of the transformers adapter, called directly: bad arguments, masks compiled, no prepared mask."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.adapters.dense import leaves
+from tests.adapters.dense import assert_close, dense, leaves
 from tilewise.adapters import transformers as adapter
 from tilewise.core.errors import InputError
 
@@ -43,3 +43,22 @@ def test_masks_compile_in_one_graph(kind: str) -> None:
     compiled = torch.compile(adapter.attention_forward, fullgraph=True, backend="aot_eager")
     found, expected = (run(LAYER, *tensors, mask)[0] for run in (compiled, adapter.attention_forward))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 9, 12])
+@pytest.mark.parametrize(("window", "padded"), [(2, False), (2, True), (None, True)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_a_prepared_mask_padding_and_windows_are_flash_attentions(
+    queries: int, window: int | None, causal: bool, padded: bool
+) -> None:
+    """The last query stands at the last key: a step over a cache sees the newest keys, not the oldest."""
+    layer = torch.nn.Module()
+    q, k, v = (x.detach() for x in leaves((2, 2, queries, 8), (2, 2, 9, 8), (2, 2, 9, 8)))
+    padding = torch.tensor([[1] * 9, [0, 0, 0, 1, 1, 1, 1, 1, 1]]) if padded else None
+    o, _ = adapter.attention_forward(layer, q, k, v, padding, is_causal=causal, sliding_window=window)
+    apart = torch.arange(queries)[:, None] + (9 - queries) - torch.arange(9)
+    keep = (apart >= 0) if causal else torch.ones_like(apart, dtype=torch.bool)
+    keep = keep & (apart.abs() < (window or 100))
+    keep = keep & (torch.ones(2, 1, 1, 9) if padding is None else padding[:, None, None]).bool()
+    assert_close(o.transpose(1, 2), *(dense(*(x.to(t) for x in (q, k, v)), keep)[0]
+                                      for t in (torch.float64, torch.float32)))  # fmt: skip

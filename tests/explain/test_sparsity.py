@@ -11,6 +11,7 @@ import torch
 import tilewise as tw
 from tilewise.core.errors import InputError
 from tilewise.explain.sparsity import (
+    NO_LAM,
     Canvas,
     by_head,
     fit_sparge,
@@ -64,6 +65,67 @@ def test_what_nothing_serves_keeps_all_tiles() -> None:
     assert (fit.density, fit.errors, fit.tau) == ((1.0, 1.0), (0.0, 0.0), (1.0, 1.0))
     assert torch.equal(tw.attention(q, k, v, select=fit.select(BLOCK, "drop", None), impl="reference"),
                        tw.attention(q, k, v, impl="reference"))  # fmt: skip
+
+
+def many_small_weights() -> tuple[torch.Tensor, ...]:
+    """Head 0: tiles behind the first three have small weights, but most of them in all. Head 1: next to none."""
+    q, k = (torch.zeros(1, 4096, 2, 16) for _ in range(2))
+    q[..., 0], k[:, :384, :, 0] = 4.0, torch.tensor([1.0, 20.0])
+    v = torch.randn(1, 4096, 2, 16, generator=torch.Generator().manual_seed(0))
+    v[:, 384:] += 1.0
+    return q, k, v
+
+
+@pytest.mark.parametrize("max_error", [1e-6, 0.05, 0.6])
+def test_lam_keeps_the_bound_or_is_off(max_error: float) -> None:
+    """Small weights are left out of tiles that are taken, too: also of a head that takes them all."""
+    q, k, v = many_small_weights()
+    fit = fit_sparge(q, k, v, max_error, lam=0.5)
+    select = fit.select((128, 128), "drop", 0.5)
+    errors = by_head(tw.attention(q, k, v, select=select), tw.attention(q, k, v))
+    assert (errors <= max(max_error, 2e-6)).all(), "floats alone are off by as much"
+    if max_error > 1e-6:
+        torch.testing.assert_close(errors, torch.tensor(fit.errors))
+        assert fit.lams == (max_error == 0.6, True), "who keeps the bound with it has it"
+        assert select.skip == (0.5 if all(fit.lams) else (NO_LAM, 0.5))
+    assert fit.select((128, 128), "drop", None).skip is None
+
+
+def test_all_tiles_and_lam_are_measured() -> None:
+    """No head can leave tiles out, and one can leave out small weights."""
+    q, k, v = many_small_weights()
+    q, k = (x.expand(-1, -1, 3, -1).clone() for x in (q[:, :, :1], k[:, :, :1]))
+    k[:, 384:, 1, 0], v = 0.999, torch.cat((v, v[:, :, :1]), 2)
+    fit = fit_sparge(q, k, v, 1e-4, lam=0.5)
+    assert fit.density == (1.0, 1.0, 1.0)
+    assert fit.lams == (False, True, False)
+    assert fit.errors[0] == fit.errors[2] == 0.0 < fit.errors[1] <= 1e-4
+    assert fit_sparge(q[:, :, :1], k[:, :, :1], v[:, :, :1], 1e-4, lam=0.5).select((128, 128), "drop", 0.5).skip is None
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_numbers_that_are_none_are_refused(name: str, value: float) -> None:
+    given = dict(zip("qkv", coherent(seqlen=32), strict=True))
+    given[name][0, 3, 1, 2] = value
+    with pytest.raises(InputError, match=f"^{name}: got 1 of 4096 numbers that are NaN or infinite; expected finite"):
+        fit_sparge(*given.values(), 0.05, block=BLOCK)
+    if name != "v":
+        canvas = Canvas((4, 8), (2, 2))
+        with pytest.raises(InputError, match=f"^{name}: got 1 of"):
+            window_losses(given["q"], given["k"], canvas, [(1, 1)])
+
+
+def test_scores_beyond_floats_are_refused() -> None:
+    q, k, v = (x * 1e25 for x in coherent(seqlen=32))
+    with pytest.raises(InputError, match=r"^attention: got"):
+        fit_sparge(q, k, v, 0.05, block=BLOCK)
+
+
+@pytest.mark.parametrize("block", [(0, 16), (16, 16, 16), (16,), 0])
+def test_tiles_that_are_none_are_refused(block: Any) -> None:
+    with pytest.raises(InputError, match="Select block"):
+        fit_sparge(*coherent(seqlen=32), 0.05, block=block)
 
 
 def test_tokens_that_differ_raise_theta() -> None:

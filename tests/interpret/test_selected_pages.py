@@ -182,7 +182,7 @@ TWINS = [
     (triton_token_choice, "take_tokens", "tl.cumsum(tie, 0) <= ties", "tl.cumsum(tie, 0) > same - ties", "sparq"),
     (triton_token_choice, "take_tokens", "mine = log_add(mine, ", "mine = log_add(-float('inf'), ", "sparq"),
     (triton_token_choice, "take_tokens", "token % PAGE * by_token", "token * by_token", "sparq"),
-    (triton_token_choice, "take_tokens", "tl.minimum(length - p * PAGE, PAGE)", "PAGE + 0 * p", "sparq"),
+    (triton_token_choice, "take_tokens", "tl.minimum(counted - p * PAGE, PAGE)", "PAGE + 0 * p", "sparq"),
     (triton_token_choice, "take_tokens", "(n >= read) & (n < width)", "(n > read) & (n < width)", "sparq_all"),
     (triton_token_choice, "take_tokens", "total += tl.where((p < end)", "total = tl.where((p < end)", "sparq"),
     (triton_token_choice, "join_tiles", "tl.maximum(length, 1)", "tl.maximum(width, 1)", "sparq"),

@@ -293,3 +293,71 @@ def test_who_leaves_nothing_out_says_so() -> None:
     by_head = tw.Select(tw.Sparge(lam=(1.0, 6.0, 2.0, 9.0)), tw.Sparge(0.5, lam=4.0))
     assert tw.select_tiles(q, k, by_head).skip == (4.0, 6.0, 4.0, 9.0)
     assert tw.select_tiles(q, k, tw.Select(tw.Sparge(lam=5.0), tw.TopK(1))).skip is None
+
+
+def test_alike_beyond_one_is_not_alike_enough() -> None:
+    """Rows that are parallel have a similarity of 1, or by rounding a little more: theta=1 takes each tile."""
+    torch.manual_seed(1)
+    rows = torch.randn(1, 1, 1, 64).expand(1, 256, 1, 64).contiguous()
+    for part in (tw.TopK(1.0 / 16, theta=1.0), tw.Sparge(0.1, theta=1.0), tw.Threshold(0.9, theta=1.0)):
+        assert float(tw.select_tiles(rows, rows, tw.Select(part, block=16)).density()) == 1.0
+
+
+def test_squares_leave_float16_unharmed() -> None:
+    q, k = torch.zeros(1, 256, 1, 64, dtype=torch.float16), torch.randn(1, 256, 1, 64).half()
+    q[..., 3], k[..., 3] = 3000.0, 0.01 * k[..., 3]
+    select = tw.Select(tw.TopK(1), block=32, far="summary2")
+    o = tw.attention(q, k, k, select=select)
+    assert o.dtype == torch.float16
+    torch.testing.assert_close(
+        o.float(), tw.attention(q.float(), k.float(), k.float(), select=select), atol=4e-3, rtol=0
+    )
+
+
+@pytest.mark.parametrize("far", ["drop", "summary", "summary2"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_tiles_of_another_call_obey_this_ones_mask(far: str, packed: bool) -> None:
+    """What stands for tiles that were not taken, too: of a tile that a mask cuts nothing stands for anything."""
+    shape = (128, 2, 16) if packed else (1, 128, 2, 16)
+    q, k, v = (torch.randn(shape) for _ in range(3))
+    starts = torch.tensor([0, 50, 128], dtype=torch.int32)
+    more = {"layout": tw.Packed(starts, starts)} if packed else {}
+    select = tw.Select(tw.TopK(1), block=16, far=far)
+    tiles = tw.select_tiles(q, k, select, **more)
+    later = v.clone()
+    later[..., 100:, :, :] += 100.0
+    one, other = (tw.attention(q, k, x, mask=tw.causal, select=tiles, **more) for x in (v, later))
+    assert torch.equal(one[..., :100, :, :], other[..., :100, :, :])
+
+
+def test_packed_tiles_are_of_these_lengths() -> None:
+    q, k, v = (torch.randn(64, 1, 16) for _ in range(3))
+
+    def layout(*starts: int) -> tw.Packed:
+        return tw.Packed(*(torch.tensor(starts, dtype=torch.int32) for _ in range(2)))
+
+    tiles = tw.select_tiles(q, k, tw.Select(tw.TopK(1), block=16), layout=layout(0, 32, 64))
+    tw.attention(q, k, v, select=tiles, layout=layout(0, 32, 64))
+    for starts in ((0, 16, 64), (0, 64), (0, 32, 40, 64)):
+        with pytest.raises(InputError, match="lengths of each"):
+            tw.attention(q, k, v, select=tiles, layout=layout(*starts))
+
+
+@pytest.mark.parametrize("far", ["drop", "summary"])
+def test_a_group_shares_tiles_under_a_mask_of_each_head(far: str) -> None:
+    q, k, v = (torch.randn(1, 64, heads, 16) for heads in (4, 2, 2))
+    mask = tw.mask(lambda b, h, i, j: (j <= i) | (h == 0))
+    select = tw.Select(tw.TopK(1), block=16, far=far, share_group=True)
+    tiles = tw.select_tiles(q, k, select, mask=mask)
+    assert 0.0 < float(tiles.density()) < 1.0
+    torch.testing.assert_close(
+        tw.attention(q, k, v, mask=mask, select=select), tw.attention(q, k, v, mask=mask, select=tiles)
+    )
+
+
+def test_nothing_and_wide_heads() -> None:
+    q = torch.randn(0, 64, 2, 16)
+    assert tw.attention(q, q, q, select=tw.TopK(1)).shape == q.shape
+    q = torch.randn(1, 32, 1, 300)
+    with pytest.raises(InputError, match="head_dim of at most 256"):
+        tw.attention(q, q, q, select=tw.Select(tw.TopK(1), block=16, far="summary2"))

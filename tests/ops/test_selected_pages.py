@@ -136,3 +136,82 @@ def test_what_sparq_does_not_go_with() -> None:
     given["layout"] = replace(given["layout"], summaries=replace(given["layout"].summaries, columns=None))
     with pytest.raises(InputError, match="columns"):
         tw.attention(**given, select=tw.SparQ(4, 8))
+
+
+def _pool(tokens: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(k, v, a table, lengths) of one request."""
+    k, v = (torch.randn(-(-tokens // size), size, 2, 8) for _ in range(2))
+    return k, v, torch.arange(len(k), dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32)
+
+
+def _summarized(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> tw.Paged:
+    summaries = tw.PageSummaries.of(k, v, columns=8)
+    starts = torch.tensor([0, int(lengths[0])], dtype=torch.int32)
+    tw.summarize_pages(k, v, summaries, tw.Paged(table, lengths, starts), int(lengths[0]))
+    return tw.Paged(table, lengths, summaries=summaries)
+
+
+@pytest.mark.parametrize("select", [tw.SparQ(8, 4), tw.TopPages(2), tw.TopPages(2, far="summary")], ids=repr)
+def test_no_row_of_a_step_sees_later_values(select: tw.SparQ | tw.TopPages) -> None:
+    """Nor in what stands for what is not read: the mean of its last page is of later tokens, too."""
+    (k, v, table, lengths), q = _pool(14), torch.randn(1, 3, 4, 8)
+    found = []
+    for value in (0.0, 1000.0):
+        v[3, 1] = value  # the newest token, which the last row alone sees
+        layout = _summarized(k, v, table, lengths)
+        found.append(tw.attention(q, k, v, layout=layout, select=select, mask=tw.causal))
+    assert torch.equal(found[0][:, :2], found[1][:, :2])
+    assert not torch.equal(found[0][:, 2], found[1][:, 2])
+
+
+def test_sinks_are_checked() -> None:
+    (k, v, table, lengths), q = _pool(16), torch.randn(1, 1, 4, 8)
+    layout = _summarized(k, v, table, lengths)
+    for sink in (torch.zeros(1), torch.zeros(2, 4), torch.zeros(4, dtype=torch.int64), 1.0):
+        with pytest.raises(InputError, match="sink"):
+            tw.attention(q, k, v, layout=layout, select=tw.TopPages(2), sink=sink)
+    with pytest.raises(InputError, match="gradients"):
+        tw.attention(q, k, v, layout=layout, select=tw.TopPages(2), sink=torch.zeros(4, requires_grad=True))
+
+
+@pytest.mark.parametrize("select", [tw.SparQ(8, 4), tw.TopPages(2), tw.TopPages(2, far="summary")], ids=repr)
+def test_no_queries(select: tw.SparQ | tw.TopPages) -> None:
+    k, v, table, lengths = _pool(16)
+    summaries = _summarized(k, v, table, lengths).summaries
+    none, starts = torch.zeros(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for q, layout in (
+        (torch.randn(0, 1, 4, 8), tw.Paged(table[:0], none, summaries=summaries)),
+        (torch.randn(1, 0, 4, 8), tw.Paged(table, lengths, summaries=summaries)),
+        (torch.randn(0, 4, 8), tw.Paged(table, lengths, starts, summaries=summaries)),
+    ):
+        assert tw.attention(q, k, v, layout=layout, select=select).shape == q.shape
+
+
+def test_one_head_may_have_any_stride() -> None:
+    k, v = torch.randn(8, 4, 1, 8), torch.randn(8, 1, 4, 8).transpose(1, 2)
+    table, lengths = torch.arange(8, dtype=torch.int32)[None], torch.tensor([32], dtype=torch.int32)
+    layout, q = _summarized(k, v, table, lengths), torch.randn(1, 1, 4, 8)
+    torch.testing.assert_close(
+        tw.attention(q, k, v, layout=layout, select=tw.TopPages(8)), tw.attention(q, k, v, layout=layout)
+    )
+
+
+def test_what_stands_for_pages_compiles_whole() -> None:
+    (k, v, table, lengths), q = _pool(16), torch.randn(1, 1, 4, 8)
+    layout = _summarized(k, v, table, lengths)
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return tw.attention(q, k, v, layout=layout, select=tw.TopPages(2, far="summary"))
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="eager")(q), attend(q))
+
+
+def test_more_new_tokens_than_a_request_has_touch_no_other_page() -> None:
+    k = torch.randn(8, 4, 1, 8)
+    table, lengths = torch.arange(8, dtype=torch.int32).view(2, 4), torch.tensor([2, 2], dtype=torch.int32)
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    for impl in ("cpu", "reference"):
+        summaries = tw.PageSummaries.of(k, k)
+        tw.summarize_pages(k, k, summaries, tw.Paged(table, lengths, starts), 18, impl=impl)
+        assert summaries.k_mean.abs().sum((1, 2)).nonzero().flatten().tolist() == [0, 4]

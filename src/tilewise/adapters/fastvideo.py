@@ -24,6 +24,7 @@ import torch
 import tilewise as tw
 from tilewise.adapters.axes import check_tensors, seqlen_first
 from tilewise.core.errors import InputError
+from tilewise.core.readback import host_range, values_checked
 from tilewise.ops.attention.choice import Selected
 from tilewise.ops.tile_means import tile_means
 from tilewise.schedule.tilemap import FULL
@@ -55,7 +56,8 @@ def sliding_tile_attention(
         k, v: (batch, num_heads_kv, seqlen, head_dim and head_dim_v); num_heads_kv divides num_heads_q.
         window_size: for each query head (frames, height, width) in tiles. As theirs has it, an even number sees one
             tile more, and one beyond the canvas all of them.
-        text_length: how many tokens of text are no padding; an integer tensor (batch,) for each batch element.
+        text_length: how many tokens of text are no padding; an integer tensor (batch,) for each batch element, whose
+            values are checked on a CPU.
         has_text: whether text lies behind the video; without it `text_length` is not looked at.
         seq_shape: the video's extents "FxHxW", of any size.
         tile_size: extents of a tile; theirs is this one.
@@ -75,9 +77,9 @@ def sliding_tile_attention(
         hint = f"seq_shape={seq_shape!r} is the video's; text stands behind it with has_text=True"
         raise InputError("q", got=f"seqlens {q.shape[2]} and {k.shape[2]}", expected=expected, hint=hint)
     windows = _windows(window_size, q.shape[1])
-    mask = _mask(canvas, tuple(tile_size), windows, words, _valid(text_length, words, q), q.device)
+    mask = _mask(canvas, _tile(tile_size), windows, words, _valid(text_length, words, q), q.device)
     if isinstance(text_length, torch.Tensor) and words:
-        mask = mask & tw.lengths(text_length + math.prod(canvas))
+        mask = mask & tw.lengths(_wide(text_length) + math.prod(canvas))
     return tw.attention(*(seqlen_first(x) for x in (q, k, v)), mask=mask).transpose(1, 2)
 
 
@@ -112,18 +114,45 @@ def _windows(window_size: Any, heads: int) -> tuple[Window, ...]:
     return tuple((w[0], w[1], w[2]) for w in windows)
 
 
+def _tile(tile_size: Any) -> Window:
+    sides = list(tile_size) if isinstance(tile_size, Sequence) and not isinstance(tile_size, str) else []
+    if len(sides) != 3 or not all(type(side) is int and side > 0 for side in sides):
+        hint = "FastVideo's are (6, 8, 8)"
+        raise InputError("tile_size", got=repr(tile_size), expected="three integers >= 1", hint=hint)
+    return sides[0], sides[1], sides[2]
+
+
 def _valid(text_length: Any, words: int, q: torch.Tensor) -> int:
     """How many tokens of text any element of the batch may have."""
     if isinstance(text_length, torch.Tensor) or not words:
-        if words and (text_length.shape != q.shape[:1] or text_length.is_floating_point()):
+        if not words:
+            return 0
+        if text_length.shape != q.shape[:1] or not _holds_integers(text_length):
             expected = f"an integer tensor ({q.shape[0]},), or one number"
             got = f"{text_length.dtype} {tuple(text_length.shape)}"
             raise InputError("text_length", got=got, expected=expected, hint="a length for each batch element")
+        _check_values("text_length", _wide(text_length), words, "text stands behind the video, and padding behind text")
         return words
     if type(text_length) is not int or not 0 <= text_length <= words:
         hint = "text stands behind the video, and what is behind its text_length tokens is padding"
         raise InputError("text_length", got=repr(text_length), expected=f"an integer from 0 to {words}", hint=hint)
     return text_length
+
+
+def _holds_integers(x: torch.Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """The integers in 32 bits or more: fewer may not hold their sum with the tokens of a video."""
+    return x if x.dtype in (torch.int32, torch.int64) else x.to(torch.int64)
+
+
+def _check_values(name: str, x: torch.Tensor, most: int, hint: str) -> None:
+    """Raise InputError where integers are not from 0 to `most`, unless a GPU has to be waited for to know."""
+    ends = host_range(x) if values_checked(x.device) else None
+    if ends is not None and (ends[0] < 0 or ends[1] > most):
+        raise InputError(name, got=f"numbers from {ends[0]} to {ends[1]}", expected=f"0 to {most}", hint=hint)
 
 
 # blocks of a video ---------------------------------------------------------------------------------------------------
@@ -145,14 +174,16 @@ def video_sparse_attn(
         q: (batch, num_heads_q, seqlen_q, head_dim), block after block, each filled up to the same size with zeros.
         k, v: (batch, num_heads_kv, seqlen_k, head_dim and head_dim_v), likewise; num_heads_kv divides num_heads_q.
         variable_block_sizes, q_variable_block_sizes: how many tokens of each block of keys, and of queries, are no
-            padding, integer tensors (blocks,); padding is behind them.
+            padding, integer tensors (blocks,), whose values are checked on a CPU; padding is behind them.
         topk: how many blocks of keys each block of queries takes.
         block_size: tokens of a block, or its extents.
-        compress_attn_weight: what the first part is multiplied by, like the result; None is 1.
+        compress_attn_weight: what the first part is multiplied by, like the result, or broadcastable to it, in any
+            floating-point dtype; None is 1.
 
     Returns:
-        Their sum, (batch, num_heads_q, seqlen_q, head_dim_v), differentiable in q, k, v and the weight; which blocks
-        are taken has no gradient. Scores of blocks are float32, also where FastVideo rounds them to the tensors' dtype.
+        Their sum, (batch, num_heads_q, seqlen_q, head_dim_v), in q's dtype, differentiable in q, k, v and the weight;
+        which blocks are taken has no gradient. Scores of blocks are float32 (float64 of float64), also where FastVideo
+        rounds them to the tensors' dtype.
 
     Raises:
         InputError: an argument is wrong. TypeError: a keyword that is not here.
@@ -163,8 +194,9 @@ def video_sparse_attn(
     if type(topk) is not int or not 1 <= topk <= blocks:
         hint = "of the blocks of keys; all of them is attention over all tokens"
         raise InputError("topk", got=repr(topk), expected=f"an integer from 1 to {blocks}", hint=hint)
+    _check_weight(compress_attn_weight, (*q.shape[:3], v.shape[3]))
     of_q, of_k, of_v = (
-        tile_means(seqlen_first(x), size)[0] * (size / sizes.clamp(min=1))[:, None]
+        _means_of_blocks(x, sizes, size)
         for x, sizes in ((q, q_variable_block_sizes), (k, variable_block_sizes), (v, variable_block_sizes))
     )
     known = tw.mask(lambda b, h, i, j: variable_block_sizes[j] > 0, "blocks with tokens")
@@ -174,7 +206,7 @@ def video_sparse_attn(
     taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(topk).indices, True)
     fine, _ = block_sparse_attn(q, k, v, taken, variable_block_sizes)
     spread = coarse.transpose(1, 2).repeat_interleave(size, 2)
-    return fine + (spread if compress_attn_weight is None else spread * compress_attn_weight)
+    return fine + (spread if compress_attn_weight is None else (spread * compress_attn_weight).to(fine.dtype))
 
 
 def block_sparse_attn(
@@ -186,7 +218,8 @@ def block_sparse_attn(
         q, k, v: as for `video_sparse_attn`.
         block_map: bool (batch, num_heads_q, blocks of queries, blocks of keys), True where keys are seen; a block's
             size is seqlen_k over the blocks of keys.
-        variable_block_sizes: how many tokens of each block of keys are no padding, an integer tensor (blocks,).
+        variable_block_sizes: how many tokens of each block of keys are no padding, an integer tensor (blocks,), whose
+            values are checked on a CPU.
 
     Returns:
         out (batch, num_heads_q, seqlen_q, head_dim_v), and lse (batch, num_heads_q, seqlen_q), float32.
@@ -210,6 +243,24 @@ def block_sparse_attn(
     return out.transpose(1, 2), lse
 
 
+def _means_of_blocks(x: torch.Tensor, sizes: torch.Tensor, size: int) -> torch.Tensor:
+    """Means (batch, heads, blocks, dim) over the tokens of blocks that are no padding."""
+    means = tile_means(seqlen_first(x), size)[0]
+    return means * (size / sizes.clamp(min=1).to(means.dtype))[:, None]
+
+
+def _check_weight(weight: Any, shape: tuple[int, ...]) -> None:
+    """Raise InputError unless it can multiply a result of this shape."""
+    if weight is None:
+        return
+    good = isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.ndim <= len(shape)
+    # from the last dimension on, as PyTorch broadcasts
+    if not good or not all(of in (1, n) for of, n in zip(reversed(weight.shape), reversed(shape), strict=False)):
+        got = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else repr(weight)
+        expected = f"a floating-point tensor {shape}, or broadcastable to it"
+        raise InputError("compress_attn_weight", got=got, expected=expected, hint="a factor for each number of out")
+
+
 def _block_tokens(block_size: Any) -> int:
     sides = [block_size] if type(block_size) is int else list(block_size) if isinstance(block_size, Sequence) else []
     if not sides or not all(type(side) is int and side > 0 for side in sides):
@@ -231,3 +282,4 @@ def _check_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_k: Any, 
         if not isinstance(sizes, torch.Tensor) or sizes.shape != shape or sizes.dtype not in (torch.int32, torch.int64):
             got = f"{sizes.dtype} {tuple(sizes.shape)}" if isinstance(sizes, torch.Tensor) else repr(sizes)
             raise InputError(name, got=got, expected=f"an integer tensor {shape}", hint="one number for each block")
+        _check_values(name, sizes, size, "how many tokens of a block are no padding")

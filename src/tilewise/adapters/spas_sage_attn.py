@@ -18,8 +18,10 @@ Source: Zhang et al., "SpargeAttention: Accurate and Training-free Sparse Attent
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ import tilewise as tw
 from tilewise.adapters import sageattention as sage
 from tilewise.core.errors import InputError
 from tilewise.ops.attention.choice import Selected
+from tilewise.ops.select.problem import SLACK
 from tilewise.schedule.tilemap import FULL
 
 __all__ = [
@@ -40,9 +43,12 @@ __all__ = [
 
 Result = torch.Tensor | tuple[Any, Any]
 PerHead = float | torch.Tensor
+Lam = float | tuple[float, ...] | None
+Tiles = Callable[[torch.Tensor, torch.Tensor], Selected | None]  # of q and k (batch, seqlen, heads, dim)
 _TILE = (128, 128)
 _OWN_TILES = ((128, 64), (64, 128), (128, 128))
 _ALL = 50.0  # powers of 2 by which a weight is too small for any sum of float32
+_MOST = 2000.0  # powers of 2 by which it is 0 in float64, too
 
 
 def spas_sage2_attn_meansim_cuda(
@@ -118,8 +124,9 @@ def spas_sage2_attn_meansim_topk_cuda(
     """The share `topk` of all tiles of keys that score best by means of tiles, by SageAttention 2.
 
     Args, returns and raises as `spas_sage2_attn_meansim_cuda` has them, but:
-        topk: in (0, 1]; a number or a tensor (num_heads_q,). As theirs, of all tiles of a sequence, rounded down, at
-            least one, whatever the mask lets a row see. None where `cdfthreshd` is given.
+        topk: in (0, 1]; a number or a tensor (num_heads_q,). As theirs, of all tiles of a sequence, rounded down (but
+            0.35 of 20 are 7, also in float32), at least one, whatever the mask lets a row see. None where `cdfthreshd`
+            is given.
         pvthreshd: looked at with `cdfthreshd` only.
     """
     select = _select(_top(topk, cdfthreshd, simthreshd1, pvthreshd, k, tensor_layout), attention_sink)
@@ -198,7 +205,7 @@ def block_sparse_sage2_attn_cuda(
             tile has 128 queries and 64 keys, or 64 and 128 (theirs on Hopper), or 128 and 128, whichever gives that
             many tiles, the first of these where several do; on any GPU.
     """
-    select = None if mask_id is None else _given_tiles(q, k, mask_id, pvthreshd, attention_sink, tensor_layout)
+    select = functools.partial(_given_tiles, mask_id=mask_id, lam=_lam(pvthreshd), attention_sink=attention_sink)
     given = (tensor_layout, False, scale, dropout_p, None, return_sparsity, return_lse)
     return _attention(q, k, v, select, sage.fastest(q, smooth_k), *given)
 
@@ -232,7 +239,7 @@ def _top(
     for share in each:
         if not 0.0 < share <= 1.0:
             raise InputError("topk", got=f"{share}", expected="in (0, 1]", hint="a share of the tiles of keys")
-    counts = tuple(max(1, int(share * tiles)) for share in each)
+    counts = tuple(max(1, int(share * tiles / SLACK)) for share in each)  # the float32 next to a share may be smaller
     theta = _by_head("simthreshd1", simthreshd1)
     return tw.TopK(counts if isinstance(shares, tuple) else counts[0], theta)
 
@@ -242,14 +249,16 @@ def _select(prediction: tw.Sparge | tw.TopK, attention_sink: bool) -> tw.Select:
     return tw.Select(*parts, block=_TILE)
 
 
-def _given_tiles(
-    q: torch.Tensor, k: torch.Tensor, mask_id: Any, pvthreshd: PerHead, attention_sink: bool, tensor_layout: str
-) -> Selected:
-    seqlen_q, seqlen_k = (_seqlen(x, tensor_layout) for x in (q, k))
-    heads = q.shape[1 if tensor_layout == "HND" else 2] if q.ndim == 4 else 0
+def _given_tiles(q: torch.Tensor, k: torch.Tensor, mask_id: Any, lam: Lam, attention_sink: bool) -> Selected | None:
+    """The tiles that `mask_id` says, of q and k (batch, seqlen, heads, dim); None where all are computed, whole."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     shapes: list[tuple[int, ...]] = [
-        (q.shape[0], heads, _tiles(seqlen_q, m), _tiles(seqlen_k, n)) for m, n in _OWN_TILES
+        (q.shape[0], q.shape[2], _tiles(seqlen_q, m), _tiles(seqlen_k, n)) for m, n in _OWN_TILES
     ]
+    if mask_id is None:
+        if lam is None:
+            return None
+        mask_id = torch.ones(shapes[0], dtype=torch.bool, device=q.device)
     if not isinstance(mask_id, torch.Tensor) or mask_id.is_floating_point() or tuple(mask_id.shape) not in shapes:
         got = f"{mask_id.dtype} {tuple(mask_id.shape)}" if isinstance(mask_id, torch.Tensor) else repr(mask_id)
         hint = "tiles of 128 queries and 64 keys, 64 and 128, or 128 and 128"
@@ -258,9 +267,8 @@ def _given_tiles(
     if attention_sink:
         kept[..., :1] = True
     classes = torch.full((1, 1, *kept.shape[2:]), FULL, dtype=torch.int8, device=q.device)
-    skip = _lam(pvthreshd)
     block = _OWN_TILES[shapes.index(tuple(mask_id.shape))]
-    return Selected(kept, classes, block, seqlen_q, seqlen_k, "drop", skip)
+    return Selected(kept, classes, block, seqlen_q, seqlen_k, "drop", lam)
 
 
 def _by_head(name: str, value: Any) -> float | tuple[float, ...]:
@@ -273,7 +281,7 @@ def _by_head(name: str, value: Any) -> float | tuple[float, ...]:
     return float(value)
 
 
-def _lam(pvthreshd: PerHead) -> float | tuple[float, ...] | None:
+def _lam(pvthreshd: PerHead) -> Lam:
     """The difference of scores that so many powers of 2 are; None where nothing is left out."""
     powers = _by_head("pvthreshd", pvthreshd)
     each = powers if isinstance(powers, tuple) else (powers,)
@@ -281,7 +289,7 @@ def _lam(pvthreshd: PerHead) -> float | tuple[float, ...] | None:
         raise InputError("pvthreshd", got=f"{min(each)}", expected="above 0", hint="50 leaves nothing out")
     if all(power >= _ALL for power in each):
         return None
-    lams = tuple(power * math.log(2.0) for power in each)
+    lams = tuple(min(power, _MOST) * math.log(2.0) for power in each)  # infinity is no lam
     return lams if isinstance(powers, tuple) else lams[0]
 
 
@@ -299,7 +307,7 @@ def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    select: tw.Select | Selected | None,
+    select: tw.Select | Tiles,
     scheme: tw.Sage,
     tensor_layout: str,
     is_causal: bool,
@@ -320,7 +328,7 @@ def _attention(
 
     def attention(*qkv: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal sparsity
-        tiles = select
+        tiles = select if isinstance(select, tw.Select) else select(qkv[0], qkv[1])
         if return_sparsity and tiles is not None:
             if isinstance(tiles, tw.Select):
                 formulas = {name: arguments[name] for name in ("mask", "score", "scale")}

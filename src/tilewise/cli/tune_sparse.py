@@ -12,6 +12,7 @@ import typer
 import tilewise
 from tilewise.cli import dumps, shapes, tuning
 from tilewise.cli.output import guarded
+from tilewise.core.errors import InputError
 from tilewise.explain import sparsity
 
 
@@ -32,7 +33,9 @@ def tune_sparse(
     max_error: Annotated[float, typer.Option(help="Largest relative L1 error of a head to accept.")] = 0.05,
     block: Annotated[str, typer.Option(metavar="TOKENS", help="Queries and keys of a tile: 128, or 128,64.")] = "128",
     far: Annotated[Far, typer.Option(help="What stands for tiles that are not taken.")] = Far.drop,
-    lam: Annotated[float | None, typer.Option(help="Of Sparge, for all heads. Default: none.")] = None,
+    lam: Annotated[
+        float | None, typer.Option(help="Of Sparge, for heads that keep --max-error with it. Default: none.")
+    ] = None,
     tiles: Annotated[
         int | None, typer.Option(min=1, help="Tiles of queries to look at, spread evenly. Default: all.")
     ] = None,
@@ -55,6 +58,9 @@ def tune_sparse(
     where = shapes.device(device)
     seen = dumps.mask_of(causal, mask, demo, where)
     sizes = shapes.lengths(block, "--block")
+    if len(sizes) > 2 or min(sizes) < 1:
+        hint = "128, or 128,64 for tiles of 128 queries and 64 keys"
+        raise InputError("--block", got=repr(block), expected="one or two integers >= 1", hint=hint)
     formulas: dict[str, Any] = {"mask": seen, "scale": scale}
     tile: dict[str, Any] = {"block": (sizes[0], sizes[-1]), "far": far.value, "lam": lam}
 
@@ -62,7 +68,7 @@ def tune_sparse(
         q, k, v = tensors
         fit = sparsity.fit_sparge(q, k, v, max_error, tiles=tiles, **tile, **formulas)
         found, select = asdict(fit), fit.select(**tile)
-        given = {"tau": found.pop("tau"), "theta": found.pop("theta"), **tile}
+        given = {"tau": found.pop("tau"), "theta": found.pop("theta"), **tile, "lam": select.skip}
         found["ms"] = clock(lambda: tilewise.attention(*tensors, select=select, **formulas))
         found["ms_of_all"] = clock(lambda: tilewise.attention(*tensors, **formulas))
         return {"select": given, "found": found}

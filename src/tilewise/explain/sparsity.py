@@ -28,6 +28,7 @@ TAUS = tuple(1.0 - (1.0 - n / 40) ** 2 for n in range(1, 41))  # close together 
 ROUNDS = 6
 SHRINK = 0.97  # aims a little below the bound
 MOST_STEP = 4.0  # of the weight that may be lost, from one round to the next
+NO_LAM = 1000.0  # as one of the heads' lam: weights below exp(-1000) are 0 in float64, too
 Window = tuple[int, ...]
 
 
@@ -37,7 +38,8 @@ Window = tuple[int, ...]
 @dataclass(frozen=True)
 class Fit:
     """`Sparge` for each head of a layer, as it was found: `tau` and `theta`; the share of tiles that are computed; of
-    the weights, that lie in the others; and the relative L1 error to attention over all tiles, of the worst sample.
+    the weights, that lie in the others; the relative L1 error to attention over all tiles, of the worst sample; and
+    whether small weights are left out by `lam`, which no head has that breaks the bound with it.
     """
 
     tau: tuple[float, ...]
@@ -45,10 +47,11 @@ class Fit:
     density: tuple[float, ...]
     lost: tuple[float, ...]
     errors: tuple[float, ...]
+    lams: tuple[bool, ...]
 
     def select(self, block: tuple[int, int], far: str, lam: float | None) -> tw.Select:
-        """What `attention(select=)` takes."""
-        return tw.Select(tw.Sparge(self.tau, self.theta, lam), block=block, far=far)
+        """What `attention(select=)` takes; `lam`, as it was given to the search, is of the heads that may have it."""
+        return tw.Select(tw.Sparge(self.tau, self.theta, _lam_of_heads(lam, self.lams)), block=block, far=far)
 
 
 def fit_sparge(
@@ -68,33 +71,42 @@ def fit_sparge(
     `max_error`.
 
     What share of the weights may be lost is guessed by the bound, then put right by errors that runs of attention show,
-    for all heads at once. A head that nothing serves keeps all tiles.
+    for all heads at once. A head that nothing serves keeps all tiles. A head whose small weights are more than the
+    bound, so that it breaks it with `lam` and all tiles, is one without `lam`.
 
     Args:
         q, k, v, mask, scale: as `tilewise.attention` takes them, dense. Samples of a batch must all keep the bound.
-        block, far, lam: as `Select` and `Sparge` have them.
+        block, far, lam: as `Select` and `Sparge` have them; one `lam` for all heads.
         tiles: how many tiles of queries are looked at, spread evenly; None: all. Errors are of all queries.
 
     Raises:
-        InputError, FormulaError: an argument is wrong.
+        InputError, FormulaError: an argument is wrong, or q, k, v or attention over them is not finite.
     """
     if not max_error > 0.0:
         raise InputError("max_error", got=repr(max_error), expected="a number > 0", hint="0.05 is 5 % in relative L1")
+    block = tw.Select(tw.Sparge(lam=lam), block=block, far=far).block  # raises what is wrong with them
     formulas: dict[str, Any] = {"mask": mask, "scale": scale}
     with torch.no_grad():
         exact = tw.attention(q, k, v, **formulas)
+        _check_finite(q=q, k=k, v=v, attention=exact)
         some = picked(-(-q.shape[1] // block[0]), tiles).to(q.device)
         masses = _of_tiles(q, k, some, block, formulas)
         lost, density = frontier(q, k, masses, some, block, far, formulas)
         heads = range(q.shape[2])
         points = [(tau, theta) for theta in THETAS for tau in TAUS]
         best, errors = [points.index((1.0, -1.0))] * len(heads), [0.0] * len(heads)  # all tiles
+        lams = (lam is not None,) * len(heads)
+        if lam is not None:  # leaves out small weights of all tiles, too
+            every = tw.Select(tw.Sparge(1.0, -1.0, lam), block=block, far=far)
+            found = by_head(tw.attention(q, k, v, select=every, **formulas), exact)
+            lams = tuple((found <= max_error).tolist())
+            errors = torch.where(found <= max_error, found, 0.0).tolist()
         allowed = torch.full((len(heads),), max_error)
         for _ in range(ROUNDS):
             fits = torch.where(lost <= allowed, density, torch.inf)
             chosen = fits.argmin(0).tolist()
             tau, theta = zip(*(points[n] for n in chosen), strict=True)
-            select = tw.Select(tw.Sparge(tau, theta, lam), block=block, far=far)
+            select = tw.Select(tw.Sparge(tau, theta, _lam_of_heads(lam, lams)), block=block, far=far)
             found = by_head(tw.attention(q, k, v, select=select, **formulas), exact)
             for h in heads:
                 if found[h] <= max_error and density[chosen[h], h] < density[best[h], h]:
@@ -103,7 +115,23 @@ def fit_sparge(
             allowed = (allowed * step * SHRINK).clamp(max=1.0)
     tau, theta = zip(*(points[n] for n in best), strict=True)
     shares, gone = (tuple(float(x[n, h]) for h, n in enumerate(best)) for x in (density, lost))
-    return Fit(tau, theta, shares, gone, tuple(errors))
+    return Fit(tau, theta, shares, gone, tuple(errors), lams)
+
+
+def _lam_of_heads(lam: float | None, lams: tuple[bool, ...]) -> float | tuple[float, ...] | None:
+    """`lam` of the heads that have it; None where none has."""
+    if lam is None or not any(lams):
+        return None
+    return lam if all(lams) else tuple(lam if has else NO_LAM for has in lams)
+
+
+def _check_finite(**tensors: torch.Tensor) -> None:
+    """Raise InputError where a tensor has NaN or infinity: no error is then at most a bound."""
+    for name, x in tensors.items():
+        if not x.isfinite().all():
+            got = f"{int(x.numel() - x.isfinite().sum())} of {x.numel()} numbers that are NaN or infinite"
+            hint = "save q, k and v of a run that went well, without padding that was never written"
+            raise InputError(name, got=got, expected="finite numbers", hint=hint)
 
 
 def frontier(
@@ -201,12 +229,13 @@ def window_losses(
         windows: in tiles.
 
     Raises:
-        InputError: the tokens are not those of the canvas, or a window is none of it.
+        InputError: the tokens are not those of the canvas or not finite, or a window is none of it.
     """
     for name, x in (("q", q), ("k", k)):
         if x.shape[1] != canvas.tokens:
             hint = "text counts, too"
             raise InputError(name, got=f"{x.shape[1]} tokens", expected=f"{canvas.tokens} of {canvas}", hint=hint)
+    _check_finite(q=q, k=k)
     of = canvas.tile_of()
     masses = tile_masses(q, k, of, of, scale=scale).cpu()
     counts = torch.bincount(of, minlength=masses.shape[2]).float()

@@ -186,7 +186,11 @@ def oracle(case: PagesCase, given: dict[str, Any], compute: torch.dtype) -> tupl
         if isinstance(select, tw.SparQ) and select.compensate:
             assert share is not None
             counts = (length - size * torch.arange(len(table), device=rows.device)).clamp(max=size)
-            mean = (counts.double() @ of_pages["v_mean"].double() / length).to(compute)
+            # a page's mean knows later tokens, too
+            last = length // size * size if length < case.lengths[r] else length
+            counts = torch.where(size * torch.arange(len(table), device=rows.device) < last, counts, 0)
+            mean = counts.double() @ of_pages["v_mean"].double() + v[last:].double().sum(0)
+            mean = (mean / length).to(compute)
             share = share.to(compute)
             found, total = share[:, None] * found + (1 - share)[:, None] * mean, total - share.log()
         if case.sink:

@@ -27,9 +27,14 @@ def make_call(case: PagesCase, dtype: torch.dtype, device: str = "cpu") -> Call:
         generator = torch.Generator().manual_seed(3)
         v_mean = torch.randn(*scored.least.shape[:2], case.dim_v, generator=generator).to(device, dtype)
     width = min(select.keys, total.shape[-1])
+    counted = None
+    if case.causal:  # each second row of whole pages only
+        rows = torch.arange(len(scored.lengths), device=device)
+        counted = torch.where(rows % 2 == 0, scored.lengths, scored.lengths // case.page_size * case.page_size)
     return Call(
-        scores, total, lse, scored.table, scored.request, scored.lengths, v_mean, case.page_size, width, 5, 3, 2
-    )
+        scores, total, lse, scored.table, scored.request, scored.lengths, v_mean, case.page_size, width, 5, 3, 2,
+        None if counted is None else counted.to(torch.int32),
+    )  # fmt: skip
 
 
 def check(call: Call, impl: str) -> None:

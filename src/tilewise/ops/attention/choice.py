@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import being_traced, once_per_version
+from tilewise.core.readback import being_traced, host_values, once_per_version, unreadable, values_checked
 from tilewise.formula import expr as e
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr
@@ -100,17 +101,27 @@ class Selected:
             None if self.skip is None else _by_head("Sparge lam", _values(self.skip), call.num_heads_q, call.q.device)
         )
 
+    def under(self, call: Call) -> Selected:
+        """For a call of these sizes, whose mask may be another: a tile stands for its keys only if that hides none."""
+        self.check(call)
+        if self.far == "drop":
+            return self
+        classes = classes_of(call, self.block)
+        kept = _of_heads(self.kept, classes, call) | (classes == PARTIAL)
+        return replace(self, kept=kept, classes=classes)
+
     def check(self, call: Call) -> None:
         """Raise InputError unless it was made for calls of these sizes."""
         packed, (batch, heads) = self.layout is not None, self.kept.shape[:2]
         same = (self.seqlen_q, self.seqlen_k, packed) == (call.rows_q, call.rows_k, call.packed)
+        same = same and (self.layout is None or _same_lengths(self.layout, call))
         if not same or heads not in (1, call.num_heads_kv, call.num_heads_q) or batch not in (1, call.batch):
             of = f"{'packed ' * packed}{self.seqlen_q} queries and {self.seqlen_k} keys, {heads} heads, batch {batch}"
             raise InputError(
                 "select",
                 got=f"tiles of {of}",
                 expected="tiles of a call of the sizes of this one",
-                hint="select_tiles once for each size",
+                hint="select_tiles once for each size, of packed sequences for the lengths of each",
             )
 
     def _read(self, table: torch.Tensor, heads: int, b: Expr, h: Expr, row: Expr, column: Expr) -> Expr:
@@ -149,6 +160,27 @@ class Places:
         if layout is None:
             return int(self._selected.kept.shape[-1])
         return _lengths(_first_slots(layout.keys, self._selected.block[1]))[b]
+
+
+def _same_lengths(layout: Packed, call: Call) -> bool:
+    """Whether packed sequences are as long as they were, as far as is known without waiting for a GPU."""
+    given = (layout.cu_seqlens_q, call.cu_seqlens_q), (layout.keys, call.cu_seqlens_k)
+    for known, found in given:
+        assert found is not None
+        if known is found:
+            continue
+        if known.shape != found.shape:
+            return False
+        read = values_checked(found.device) and not (unreadable(known) or unreadable(found))
+        if read and host_values(known) != host_values(found):
+            return False
+    return True
+
+
+def _of_heads(kept: torch.Tensor, classes: torch.Tensor, call: Call) -> torch.Tensor:
+    """A map with as many heads as the classes need: those of a group are alike where it has a head for all of them."""
+    shared = kept.shape[1] == call.num_heads_kv < call.num_heads_q == classes.shape[1]
+    return kept.repeat_interleave(call.group, 1) if shared else kept
 
 
 def _first_slots(cu_seqlens: torch.Tensor, block: int) -> torch.Tensor:
@@ -233,6 +265,7 @@ def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
         kept = kept | more
     if select.share_group and kept.shape[1] > call.num_heads_kv:
         kept = kept.view(kept.shape[0], call.num_heads_kv, call.group, *kept.shape[2:]).any(2)
+        kept = _of_heads(kept, classes, call)
     layout = None
     if call.packed:
         assert call.cu_seqlens_q is not None
@@ -324,11 +357,12 @@ def _scored(call: Call, s: torch.Tensor, block: tuple[int, int]) -> torch.Tensor
 
 
 def _amounts(part: Prediction, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(theta, how much) for each query head."""
+    """(theta, how much) for each query head. No tile is more alike than 1, but for rounding."""
     name = "tau" if isinstance(part, Sparge) else "k" if isinstance(part, TopK) else "weight"
-    given = (("theta", part.theta), (name, getattr(part, name)))
+    theta = tuple(x if x < 1.0 else math.inf for x in _values(part.theta))
+    given = (("theta", theta), (name, _values(getattr(part, name))))
     least, how_much = (
-        _by_head(f"{type(part).__name__} {name}", _values(x), call.num_heads_q, call.q.device) for name, x in given
+        _by_head(f"{type(part).__name__} {name}", x, call.num_heads_q, call.q.device) for name, x in given
     )
     return least, how_much
 

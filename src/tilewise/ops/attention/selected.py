@@ -30,6 +30,7 @@ from tilewise.quant import Quantized
 from tilewise.schedule.selection import Prediction, Select, as_select
 
 State = tuple[torch.Tensor, torch.Tensor]
+_WIDEST = 512  # head dimension of a call
 
 
 def select_tiles(
@@ -78,7 +79,9 @@ def attend(
     if selected.far == "drop":
         return found
     rest = _of_the_rest(q, k, v, whole, selected, arguments)
-    return merge(found, run(rest, None if near.scheme is not None else impl))  # a row in few bits has no exact keys
+    same = near.scheme is None and rest.q.dtype == q.dtype  # a row in few bits has no exact keys
+    o, lse = run(rest, impl if same else None)
+    return merge(found, (o.to(found[0].dtype), lse))
 
 
 def narrowed(q: torch.Tensor, k: Any, v: Any, select: Any, arguments: dict[str, Any]) -> Call:
@@ -121,8 +124,8 @@ def _made(
             select = as_select(select)
             call.codes = _with_sums(call, select, arguments.get("quantize"))
             return call, choose_tiles(call, select, impl)
-    select.check(call)
-    return call, select
+    with torch.no_grad():
+        return call, select.under(call)
 
 
 def _with_sums(call: Call, select: Select, quantize: Any) -> Quantized | None:
@@ -166,6 +169,15 @@ def _of_the_rest(
 ) -> Call:
     """The call over one key for each tile that is not taken."""
     spread, cu_seqlens = selected.far == "summary2", call.cu_seqlens_k
+    if spread and 2 * q.shape[-1] > _WIDEST:
+        raise InputError(
+            "select far",
+            got=f"'summary2', with head_dim {q.shape[-1]}",
+            expected=f"head_dim of at most {_WIDEST // 2}",
+            hint="variances of keys are as many dimensions again; far='summary' takes any",
+        )
+    if spread and q.dtype == torch.float16:  # which squares may leave
+        q, k, v = q.float(), k.float(), v.float()
     of_k = tile_means(k, selected.block[1], cu_seqlens=cu_seqlens, variance=spread)
     (of_v,) = tile_means(v, selected.block[1], cu_seqlens=cu_seqlens)
     keys, values = (x.transpose(-3, -2).to(q.dtype) for x in (of_k[0], of_v))

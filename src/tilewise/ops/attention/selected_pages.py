@@ -54,6 +54,7 @@ class _Step:
     lengths: torch.Tensor
     scale: float
     score: Score | None
+    whole: torch.Tensor | None = None  # tokens of requests, where a row may see fewer
 
     @property
     def size(self) -> int:
@@ -73,7 +74,7 @@ class _Step:
 
     def over(self, pools: tuple[torch.Tensor, ...], tables: torch.Tensor, tokens: torch.Tensor) -> Call:
         """The call over what tables (rows, heads, n) name in pools of one head, of which tokens (rows, heads) are."""
-        q = self.rows.reshape(tokens.numel(), 1, -1, self.rows.shape[-1])
+        q = self.rows.reshape(tokens.numel(), 1, self.group, self.rows.shape[-1])
         layout = Paged(tables.flatten(0, 1), tokens.flatten())
         return make_call(q, *pools, layout=layout, scale=self.scale, score=self.score)
 
@@ -87,8 +88,8 @@ def attend_pages(
     """(o, lse), where `run` gives those of a call without a selection; `impl` is of that over what is read."""
     near, rest = _calls(q, k, v, select, arguments)
     rows, heads = q[..., 0, 0].numel(), q.shape[-2]
-    o, lse = (x.reshape(rows, heads, -1) for x in run(near, impl))
-    lse = lse[..., 0]
+    o, lse = run(near, impl)
+    o, lse = o.reshape(rows, heads, o.shape[-1]), lse.reshape(rows, heads)
     if rest is not None:
         of_rest = rest(run, lse)
         o, lse = merge((o, lse.T.contiguous()), (of_rest[0], of_rest[1].T.contiguous()))
@@ -100,7 +101,7 @@ def attend_pages(
     lse = lse.T  # (heads, rows)
     if q.ndim == 4:
         lse = lse.view(lse.shape[0], *q.shape[:2]).transpose(0, 1)
-    return o.view(*q.shape[:-1], -1), lse.contiguous()
+    return o.view(*q.shape[:-1], o.shape[-1]), lse.contiguous()
 
 
 def narrowed_to_pages(q: torch.Tensor, k: Any, v: Any, select: OfPages, arguments: dict[str, Any]) -> Call:
@@ -111,7 +112,8 @@ def narrowed_to_pages(q: torch.Tensor, k: Any, v: Any, select: OfPages, argument
 def _calls(q: torch.Tensor, k: Any, v: Any, select: OfPages, arguments: dict[str, Any]) -> tuple[Call, Rest | None]:
     """The call over what is read, and who gives the state of what stands for the rest."""
     layout, scored = _checked(q, k, v, select, arguments)
-    call = make_call(q, k, v, layout=layout, mask=arguments.get("mask"), scale=arguments.get("scale"))
+    given: dict[str, Any] = {name: arguments.get(name) for name in ("mask", "scale", "sink")}
+    call = make_call(q, k, v, layout=layout, **given)
     if call.wants_grad:
         hint = "call it inside torch.no_grad()"
         raise InputError("select", got=f"{select!r}, and gradients", expected="no gradients over pages", hint=hint)
@@ -119,7 +121,8 @@ def _calls(q: torch.Tensor, k: Any, v: Any, select: OfPages, arguments: dict[str
     request, lengths = _requests(layout, q, of_tokens=arguments.get("mask") is not None)
     assert layout.summaries is not None
     rows = q.detach().reshape(-1, *q.shape[-2:])
-    step = _Step(rows, k, v, table, layout.summaries, request, lengths, call.scale, scored)
+    whole = None if request is None or arguments.get("mask") is None else layout.seqlens_k
+    step = _Step(rows, k, v, table, layout.summaries, request, lengths, call.scale, scored, whole)
     return _pages(step, select) if isinstance(select, TopPages) else _tokens(step, select)
 
 
@@ -149,7 +152,7 @@ def _pages(step: _Step, select: TopPages) -> tuple[Call, Rest | None]:
 def _of_means(step: _Step, kept: torch.Tensor) -> Call:
     """The call over one key for each whole page that is not read."""
     group, size, scored = step.group, step.size, step.score
-    hidden: Mask = mask(lambda b, h, i, j: ~kept[b, h // group, j], "pages that are not read")
+    hidden: Mask = mask(lambda b, h, i, j: torch.logical_not(kept[b, h // group, j]), "pages that are not read")
 
     def counted(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return (s if scored is None else scored.expr) + math.log(size)
@@ -172,12 +175,16 @@ def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
         step.summaries.largest, step.table, step.request, step.lengths, step.size, select.newest,
     )  # fmt: skip
     scores, total, lse_of_runs = SCORE_TOKENS(prediction)
+    stands = select.compensate and step.whole is not None
+    counted, values = _last_page(step) if stands else (None, None)
     choice = TokenChoice(
         scores, total, lse_of_runs, step.table, step.request, step.lengths,
         step.summaries.v_mean if select.compensate else None, step.size, min(select.keys, total.shape[-1]), by_page,
-        by_token, by_head,
+        by_token, by_head, counted,
     )  # fmt: skip
     tables, tokens, others, mean = CHOOSE_TOKENS(choice)
+    if values is not None:
+        mean = mean + values / step.lengths.clamp(min=1)[:, None, None]
     near = step.over(pools, tables, tokens)
     if not select.compensate:
         return near, None
@@ -186,6 +193,22 @@ def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
         return mean.to(rows.dtype).repeat_interleave(step.group, 1), lse + others.flatten(1)
 
     return near, rest
+
+
+def _last_page(step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """(How many tokens each row sees of pages whose means hold no others, int32; the sum of the values of the rest that
+    it sees, those of its last page, float32 (rows, num_heads_kv, dim_v))
+    """
+    assert step.whole is not None
+    assert step.request is not None
+    request, size = step.request.long(), step.size
+    counted = torch.where(step.lengths == step.whole[request], step.lengths, step.lengths // size * size)
+    token = counted[:, None] + torch.arange(size, dtype=torch.int32, device=counted.device)
+    seen = token < step.lengths[:, None]
+    place = (counted // size).clamp(max=max(step.table.shape[1] - 1, 0)).long()
+    page = torch.where(seen[:, 0], step.table[request, place], 0)
+    values = torch.where(seen[..., None, None], step.v[page.long()].float(), 0.0)
+    return counted, values.sum(1)
 
 
 # what both need ------------------------------------------------------------------------------------------------------
@@ -199,14 +222,22 @@ def one_head(*pools: torch.Tensor, of_tokens: bool = False) -> tuple[tuple[torch
     views = []
     steps: set[tuple[int, int, int]] = set()
     for x in pools:
-        of_page, of_token, of_head, of_dim = x.stride()
         pages, size, heads, dim = x.shape
+        # what there is one of may have any stride
+        of_page, of_token, of_head, _ = (step if n > 1 else 0 for n, step in zip(x.shape, x.stride(), strict=True))
         unit = math.gcd(of_page, of_head, of_token if of_tokens else 0) or 1
         by_page, by_token, by_head = of_page // unit, of_token // unit if of_tokens else 0, of_head // unit
         steps.add((by_page, by_token, by_head))
         last = (pages - 1) * by_page + (size - 1) * by_token + (heads - 1) * by_head
         shape = (last + 1 if pages else 0, 1 if of_tokens else size, 1, dim)
-        views.append(x.as_strided(shape, (unit, of_token, unit, of_dim)))
+        views.append(x.as_strided(shape, (unit, x.stride(1), unit, x.stride(3))))
+        if last >= 2**31:
+            raise InputError(
+                "v" if views[1:] else "k",
+                got=f"pages of strides {x.stride()}",
+                expected="pages and heads that lie multiples of one distance apart, fewer than 2**31 of them in all",
+                hint="a pool of PagePool",
+            )
     if len(steps) > 1:
         raise InputError(
             "v",
@@ -225,7 +256,7 @@ def _requests(layout: Paged, q: torch.Tensor, of_tokens: bool) -> tuple[torch.Te
     if starts is None and q.shape[1] == 1:
         return None, seqlens
     if starts is None:
-        starts = torch.arange(0, q.shape[0] * q.shape[1] + 1, q.shape[1], dtype=torch.int32, device=q.device)
+        starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * q.shape[1]
     row = torch.arange(q.shape[0] if q.ndim == 3 else q.shape[0] * q.shape[1], dtype=torch.int32, device=q.device)
     request = torch.searchsorted(starts[1:], row, right=True, out_int32=True)
     lengths = seqlens[request.long()]

@@ -66,7 +66,8 @@ def summarize_pages(
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
     """A view of bytes (n, ...) as float16 (n, 2, 1, numbers)."""
-    return x.flatten(1).view(torch.float16).view(x.shape[0], 2, 1, -1)
+    halves = x.flatten(1).view(torch.float16)
+    return halves.view(x.shape[0], 2, 1, halves.shape[1] // 2)
 
 
 def bits_of(k_pages: torch.Tensor, summaries: PageSummaries) -> int:

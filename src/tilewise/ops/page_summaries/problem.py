@@ -59,7 +59,7 @@ def touched(call: Call) -> Iterator[tuple[int, int, int]]:
     starts, lengths, table = call.cu_seqlens_q.tolist(), call.seqlens.tolist(), call.table.tolist()
     for r, length in enumerate(lengths):
         count = starts[r + 1] - starts[r]
-        first = (length - count) // size
+        first = max(length - count, 0) // size
         for n in range(first, -(-length // size) if count else first):
             slot = starts[r] // size + 2 * r + n - first
             yield slot, table[r][n], min(size, length - n * size)

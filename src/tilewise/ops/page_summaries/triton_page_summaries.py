@@ -42,7 +42,7 @@ def summarize(
     start = tl.load(CU + r)
     count = tl.load(CU + r + 1) - start
     length = tl.load(SEQLENS + r)
-    n = (length - count) // PAGE + slot - (start // PAGE + 2 * r)
+    n = tl.maximum(length - count, 0) // PAGE + slot - (start // PAGE + 2 * r)
     there = (count > 0) & (n * PAGE < length)
     page = tl.load(TABLE + r.to(tl.int64) * table_row + n, mask=there, other=0).to(tl.int64)
     tokens = tl.where(there, tl.minimum(PAGE, length - n * PAGE), 0)

@@ -57,7 +57,7 @@ def scores_of_means(of_q: torch.Tensor, of_k: torch.Tensor, scale: float) -> tor
     kv heads, tiles_k, dim), times `scale`.
     """
     (batch, heads_kv), dim = of_k.shape[:2], of_k.shape[-1]
-    grouped = of_q.reshape(batch * heads_kv, -1, dim)
+    grouped = of_q.reshape(batch * heads_kv, of_q.shape[1] // heads_kv * of_q.shape[2], dim)
     with torch.autocast(of_q.device.type, enabled=False):
         nothing = grouped.new_empty((1, 1, 1))  # times 0, which makes the factor part of the product
         s = torch.baddbmm(nothing, grouped, of_k.flatten(0, 1).transpose(-1, -2), beta=0, alpha=scale)

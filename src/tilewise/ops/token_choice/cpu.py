@@ -16,6 +16,7 @@ def forward(call: Call, results: Tensors) -> None:
     size = call.page_size
     requests = range(call.total.shape[0]) if call.request is None else call.request.tolist()
     heads = torch.arange(call.heads)[:, None]
+    counted = (call.lengths if call.counted is None else call.counted).tolist()
     for row, (request, length) in enumerate(zip(requests, call.lengths.tolist(), strict=True)):
         if not length:
             continue
@@ -31,5 +32,6 @@ def forward(call: Call, results: Tensors) -> None:
         where = read[:, None].expand(-1, scores.shape[1], -1)
         others = scores.scatter(2, where, -torch.inf).logsumexp(-1)
         results["rest"][row] = others - scores.gather(2, where).logsumexp(-1)
-        counts = (length - size * torch.arange(len(pages))).clamp(max=size).float()
+        pages = pages[: -(-counted[row] // size)]
+        counts = (counted[row] - size * torch.arange(len(pages))).clamp(max=size).float()
         results["mean"][row] = torch.einsum("n,nhd->hd", counts, call.v_mean[pages].float()) / length

@@ -18,7 +18,8 @@ class Call:
     `scores`, `total` and `lse` are float32, what `SCORE_TOKENS` gives for a row's queries, their sums over a group, and
     the log-sum-exps of runs of `run` tokens. Row t is of request `request[t]`, int32, or t where that is None, and sees
     its first `lengths[t]` tokens, int32; `table` is int32 (batch, max_pages). `v_mean`, (num_pages, num_heads_kv,
-    dim_v), are means of pages' values, or None where nothing stands for tokens that are not read.
+    dim_v), are means of pages' values, or None where nothing stands for tokens that are not read; they count for the
+    first `counted[t]` tokens of a row, int32, or for all that it sees where that is None.
     """
 
     scores: torch.Tensor
@@ -33,6 +34,7 @@ class Call:
     by_page: int
     by_token: int
     by_head: int
+    counted: torch.Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -48,8 +50,8 @@ def results(call: Call) -> Tensors:
     """Empty ones: tables int32 (rows, num_heads_kv, width) of what is read, in the order of tokens, token n of page p
     of head h as p * by_page + n * by_token + h * by_head, then 0; how many these are, int32 (rows, num_heads_kv); the
     logarithm of the weights that are not read, by their scores, over those that are, float32 (rows, num_heads_kv,
-    group), -inf where all are; and the mean of the values that a row sees, float32 (rows, num_heads_kv, dim_v), 0 where
-    there are none. The last two are empty without `v_mean`.
+    group), -inf where all are; and the sum of the values that are counted over how many tokens a row sees, float32
+    (rows, num_heads_kv, dim_v), 0 where there are none. The last two are empty without `v_mean`.
     """
     rows, heads, group, _ = call.scores.shape
     device, stands = call.total.device, call.v_mean is not None

@@ -30,5 +30,8 @@ def forward(call: Call, results: Tensors) -> None:
         others = torch.ones(length, dtype=torch.bool)
         others[read] = False
         results["rest"][row, head] = (weights[:, others].sum(-1) / weights[:, read].sum(-1)).log()
-        of_pages = [call.v_mean[int(call.table[request, n // size]), head].double() for n in range(length)]
-        results["mean"][row, head] = torch.stack(of_pages).mean(0)
+        counted = length if call.counted is None else int(call.counted[row])
+        total = torch.zeros(call.v_mean.shape[2], dtype=torch.float64, device=call.v_mean.device)
+        for n in range(counted):
+            total += call.v_mean[int(call.table[request, n // size]), head]
+        results["mean"][row, head] = total / length

@@ -227,8 +227,8 @@ def log_add(a, b):
 
 @triton.jit(do_not_specialize=["runs", "tiles", "width", "by_page", "by_token", "by_head"])
 def take_tokens(
-    TOTAL, LENGTHS, LEAST, PARTS, TABLE, REQUEST, TABLES, TOKENS, SCORES, LSE, SUMS, V_MEAN, MEANS, table_row, of_page,
-    of_head, tokens, runs, tiles, width, by_page, by_token, by_head,
+    TOTAL, LENGTHS, COUNTED, LEAST, PARTS, TABLE, REQUEST, TABLES, TOKENS, SCORES, LSE, SUMS, V_MEAN, MEANS, table_row,
+    of_page, of_head, tokens, runs, tiles, width, by_page, by_token, by_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr,
     RUNS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, SOME: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -292,15 +292,18 @@ def take_tokens(
         tl.store(to + 1, log_sum(x), mask=g < GROUP)
 
         # the values of pages that begin here
+        counted = length
+        if COUNTED is not None:
+            counted = tl.load(COUNTED + row)
         d = tl.arange(0, BLOCK_D)
         total = tl.zeros([SOME, BLOCK_D], tl.float32)
-        end = tl.minimum((tile * TILE + TILE + PAGE - 1) // PAGE, (length + PAGE - 1) // PAGE)
+        end = tl.minimum((tile * TILE + TILE + PAGE - 1) // PAGE, (counted + PAGE - 1) // PAGE)
         for start in range((tile * TILE + PAGE - 1) // PAGE, end, SOME):
             p = start + tl.arange(0, SOME)
             its_page = tl.load(TABLE + r * table_row + p, mask=p < end, other=0).to(tl.int64)
             where = (its_page * of_page + h * of_head)[:, None] + d[None, :]
             v = tl.load(V_MEAN + where, mask=(p < end)[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
-            count = tl.minimum(length - p * PAGE, PAGE).to(tl.float32)
+            count = tl.minimum(counted - p * PAGE, PAGE).to(tl.float32)
             total += tl.where((p < end)[:, None], v * count[:, None], 0.0)
         tl.store(MEANS + (at * tiles + tile) * DIM + d, tl.sum(total, 0), mask=d < DIM)
 
@@ -347,13 +350,14 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         (call.total, call.lengths, ends),
         (call.total, call.lengths, ends, counts, keys),
         (call.total, call.lengths, ends, counts, keys, least, parts),
-        (call.total, call.lengths, least, parts, call.table, call.request, results["tables"], results["tokens"],
-         call.scores, call.lse, sums, call.v_mean, means),
+        (call.total, call.lengths, call.counted, least, parts, call.table, call.request, results["tables"],
+         results["tokens"], call.scores, call.lse, sums, call.v_mean, means),
         (sums, means, call.lengths, results["rest"], results["mean"]),
     )  # fmt: skip
     key = tensors_key(*(x for some in tensors for x in some if x is not None))
     if key is not None:
         key = (key, call.page_size, call.width, call.by_page, call.by_token, call.by_head)
+        key += (call.request is None, call.counted is None)
     plans = _PLANS.get(key)
     if plans is None:
         plans = _PLANS.put(key, _plans(call, tiles, between))
