@@ -124,9 +124,9 @@ def _tile(tile_size: Any) -> Window:
 
 def _valid(text_length: Any, words: int, q: torch.Tensor) -> int:
     """How many tokens of text any element of the batch may have."""
-    if isinstance(text_length, torch.Tensor) or not words:
-        if not words:
-            return 0
+    if not words:
+        return 0
+    if isinstance(text_length, torch.Tensor):
         if text_length.shape != q.shape[:1] or not _holds_integers(text_length):
             expected = f"an integer tensor ({q.shape[0]},), or one number"
             got = f"{text_length.dtype} {tuple(text_length.shape)}"

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.adapters.axes import check_tensors, raw_mask, unit_stride
-from tilewise.adapters.sdpa import formula_of, top_left
+from tilewise.adapters.axes import check_tensors, unit_stride
+from tilewise.adapters.sdpa import formula_of, top_left_causal
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.layouts import Packed
 
@@ -276,7 +276,7 @@ def attend(
     mask: tw.Mask | None = None
     score: tw.Score | None = None
     if is_causal:
-        mask = raw_mask(top_left, shift) if shift else tw.causal
+        mask = top_left_causal(shift)
     elif attn_mask is not None:
         mask, score = formula_of(attn_mask, (q.shape[0], q.shape[2]), q.shape[1], k.shape[1])
     o, lse = attention(q, k, v, mask=mask, score=score, scale=sm_scale, quantize=scheme)

@@ -71,7 +71,7 @@ def scaled_dot_product_attention(
             raise InputError("attn_mask", got=f"a causal bias of {sizes}", expected=expected, hint="make it anew")
         is_causal = attn_mask.variant == CausalVariant.UPPER_LEFT
     if is_causal or isinstance(attn_mask, CausalBias):
-        mask = raw_mask(top_left, shift) if is_causal and shift else tw.causal
+        mask = top_left_causal(shift) if is_causal else tw.causal
     elif attn_mask is not None:
         mask, score = formula_of(attn_mask, lead, seqlen_q, seqlen_k)
     if isinstance(dropout_p, torch.Tensor) and dropout_p.numel() == 1:
@@ -116,8 +116,12 @@ def formula_of(
     return tw.mask(lambda b, h, i, j: broadcast_load(table, b, h, raw_index(i, shift), j), "attn_mask"), None
 
 
+def top_left_causal(shift: int) -> tw.Mask:
+    """PyTorch's causal mask, over a query's own index; `shift` is seqlen_k - seqlen_q."""
+    return raw_mask(top_left, shift) if shift else tw.causal
+
+
 def top_left(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """PyTorch's causal mask, over a query's own index."""
     return k <= q
 
 

@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import tilewise as tw
 from tilewise.adapters import flex, transformers_continuous
-from tilewise.adapters.axes import autocast, broadcast_load, check_tensors, raw_index, raw_mask, seqlen_first
-from tilewise.adapters.sdpa import additive
+from tilewise.adapters.axes import autocast, broadcast_load, check_tensors, raw_index, seqlen_first
+from tilewise.adapters.sdpa import additive, top_left_causal
 from tilewise.adapters.transformers_fused import Fused, fuse, unfuse
 from tilewise.core.errors import FormulaError, InputError, MissingExtraError, UnsupportedError
 
@@ -218,7 +218,8 @@ def attention_forward(
     elif attention_mask is None or _rank(attention_mask) == 2:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         if attention_mask is None and sliding_window is None:
-            mask = _pytorchs_causal(shift) if causal and sizes[0] > 1 else None
+            # as transformers' own path to PyTorch's attention has it
+            mask = top_left_causal(shift) if causal and sizes[0] > 1 else None
         else:
             mask = _pattern(causal, sliding_window)
         if attention_mask is not None:
@@ -260,11 +261,6 @@ def _both(first: tw.Mask | None, second: tw.Mask | None) -> tw.Mask | None:
     if first is None or second is None:
         return second if first is None else first
     return first & second
-
-
-def _pytorchs_causal(shift: int) -> tw.Mask:
-    """From the top left, as transformers' own path to PyTorch's attention has it."""
-    return tw.causal if shift == 0 else raw_mask(lambda b, h, q, k: k <= q, shift)
 
 
 def _pattern(causal: bool, sliding_window: int | None) -> tw.Mask | None:

@@ -35,7 +35,8 @@ def sdpa_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, call.mask is not None, attn_mask=None, scale=call.scale
     )
-    if bool(((lse == 0.0) & (o == 0.0).all(-1)).any()):  # its lse where each score is -inf, but others may be 0, too
+    zero = lse == 0.0  # as PyTorch has it where each score is -inf, but others may be 0, too
+    if bool(zero.any()) and bool((o[zero] == 0.0).all(-1).any()):
         return tiled_forward(call)
     return o.transpose(1, 2), lse
 

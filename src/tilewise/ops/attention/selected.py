@@ -120,12 +120,11 @@ def _made(
     formulas: dict[str, Any] = {name: arguments.get(name) for name in ("mask", "score", "layout", "scale")}
     with torch.no_grad():
         call = make_call(q, k, v, **formulas)
-        if not isinstance(select, Selected):
-            select = as_select(select)
-            call.codes = _with_sums(call, select, arguments.get("quantize"))
-            return call, choose_tiles(call, select, impl)
-    with torch.no_grad():
-        return call, select.under(call)
+        if isinstance(select, Selected):
+            return call, select.under(call)
+        select = as_select(select)
+        call.codes = _with_sums(call, select, arguments.get("quantize"))
+        return call, choose_tiles(call, select, impl)
 
 
 def _with_sums(call: Call, select: Select, quantize: Any) -> Quantized | None:
