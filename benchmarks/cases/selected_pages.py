@@ -2,10 +2,12 @@
 
 bf16, one new token for each request: 1 x 128k and 16 x 32k tokens, an eighth of them read, 32 heads of 128. Eight heads
 of keys in pages of 16 and of 64; and 32, one for each head of queries, as the models have for which SparQ was made, in
-pages of 64. Keys and values of a page lie around a centre of its own, and a query around that of one page's keys.
+pages of 64 and of 256, where a dimension's codes lie side by side for more tokens. Keys and values of a page lie around
+a centre of its own, and a query around that of one page's keys.
 Contenders: our kernels over all pages; `TopPages` by ends and by means of keys, and with a key for each page that is
-not read; `SparQ` by 32 dimensions; cuDNN through SDPA over contiguous keys. Each is replayed from a CUDA graph where
-there is a GPU. GB/s count the keys and values of all tokens once; errors are to attention over all of them.
+not read; `SparQ` by 32 dimensions in codes of 8 bits and of 4, the latter also with a 16th of the tokens in place of an
+eighth; cuDNN through SDPA over contiguous keys. Each is replayed from a CUDA graph where there is a GPU. GB/s count the
+keys and values of all tokens once; errors are to attention over all of them.
 """
 
 from __future__ import annotations
@@ -31,15 +33,17 @@ RANK = 32
 
 
 def run(options: Options) -> None:
-    """Measure every batch; one record per contender and batch. Parts: "page 16", "page 64" and "own heads"."""
+    """Measure every batch; one record per contender and batch. Parts: "page 16", "page 64", "own heads" and "long
+    pages".
+    """
     device, rounds = options.device, min(options.rounds, ROUNDS)
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
     writer = Writer(current(device), method=method(device, rounds), ceilings=ceiling, results=options.out)
     sizes = ((1, 131_072), (16, 32_768)) if not options.quick else ((1, 200), (3, 64))
-    few, many = (16, 64) if not options.quick else (4, 8)
+    few, many, most = (16, 64, 256) if not options.quick else (4, 8, 16)
     shared = {} if not options.quick else {"heads_q": 4, "heads_kv": 2, "head_dim": 32}
     own = shared | {"heads_kv": 32 if not options.quick else 4}
-    parts = {"page 16": (few, shared), "page 64": (many, shared), "own heads": (many, own)}
+    parts = {"page 16": (few, shared), "page 64": (many, shared), "own heads": (many, own), "long pages": (most, own)}
     with torch.no_grad():
         for part, (page_size, heads) in parts.items():
             if options.wants(part):
@@ -65,25 +69,31 @@ def contenders(batch: Batch, given: Tensors) -> dict[str, Callable[[], torch.Ten
     """Who decodes this batch; each gives o (batch, 1, heads, dim)."""
     q, device = given.q, given.q.device.type
     k, v = (x.contiguous() for x in given.pool.unbind(1))
-    summaries = tw.PageSummaries.of(k, v, columns=8)
     lengths = torch.tensor([0, *batch.lengths], device=q.device).cumsum(0).to(torch.int32)
     whole = tw.Paged(given.layout.block_table, given.layout.seqlens_k, lengths)
-    tw.summarize_pages(k, v, summaries, whole, sum(batch.lengths))
-    layout = tw.Paged(given.layout.block_table, given.layout.seqlens_k, summaries=summaries)
+
+    def with_columns(bits: int) -> tw.Paged:
+        summaries = tw.PageSummaries.of(k, v, columns=bits)
+        tw.summarize_pages(k, v, summaries, whole, sum(batch.lengths))
+        return tw.Paged(given.layout.block_table, given.layout.seqlens_k, summaries=summaries)
+
+    eight, four = with_columns(8), with_columns(4)
     pages = max(2, batch.lengths[0] // batch.page_size // SHARE)
-    chosen: dict[str, tw.TopPages | tw.SparQ] = {
-        "pages": tw.TopPages(pages), "pages_mean": tw.TopPages(pages, by="mean"),
-        "pages_summary": tw.TopPages(pages, far="summary"),
-        "tokens": tw.SparQ(min(RANK, batch.head_dim // 4), batch.lengths[0] // SHARE),
+    rank, tokens = min(RANK, batch.head_dim // 4), batch.lengths[0] // SHARE
+    chosen: dict[str, tuple[tw.TopPages | tw.SparQ, tw.Paged]] = {
+        "pages": (tw.TopPages(pages), eight), "pages_mean": (tw.TopPages(pages, by="mean"), eight),
+        "pages_summary": (tw.TopPages(pages, far="summary"), eight),
+        "tokens": (tw.SparQ(rank, tokens), eight), "tokens_4bits": (tw.SparQ(rank, tokens), four),
+        "tokens_4bits_16th": (tw.SparQ(rank, tokens // 2), four),
     }  # fmt: skip
     row = "hopper_decode" if device == "cuda" else "cpu_tiled"
 
-    def attend(**arguments: Any) -> Callable[[], torch.Tensor]:
+    def attend(layout: tw.Paged, **arguments: Any) -> Callable[[], torch.Tensor]:
         return graphed(lambda: tw.attention(q, k, v, impl=row, layout=layout, **arguments), device)
 
-    found = {f"tilewise.{row}": attend()}
-    for name, select in chosen.items():
-        found[f"tilewise.{row}.{name}"] = attend(select=select)
+    found = {f"tilewise.{row}": attend(eight)}
+    for name, (select, layout) in chosen.items():
+        found[f"tilewise.{row}.{name}"] = attend(layout, select=select)
     if device == "cuda":
         dense = torch.randn((2, len(batch.lengths), batch.lengths[0], *k.shape[2:]), device=q.device).to(q.dtype)
         call = sdpa(SDPA_BACKENDS[device]["cudnn"], False)

@@ -36,7 +36,7 @@ def of_many(scores: torch.Tensor, width: int) -> Call:
     total = scores.sum(2).contiguous()
     runs = scores.view(rows, heads, group, 2 * pages, 32).logsumexp(-1)
     v_mean = torch.randn(rows * pages, heads, 128, device=DEVICE).bfloat16()
-    return Call(scores, total, runs, table, None, lengths, v_mean, 64, width, heads, 1, 1)
+    return Call(scores, total, runs, table, None, lengths, v_mean, 64, width, 0, heads, 1, 1)
 
 
 @pytest.mark.parametrize("kind", ["normal", "ascending", "equal", "few_values", "one_far_above"])

@@ -72,7 +72,7 @@ SIZES = {  # tokens of a tile, keys of a sample, keys that are searched
 def use_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tile, sample, between = SIZES[name]
     sizes = {"_TILE": tile, "_SAMPLE": (sample, sample), "_BETWEEN": (between, between), "_BLOCK": 2 * tile}
-    for constant, size in (sizes | {"_SCORES": tile, "_VALUES": tile}).items():
+    for constant, size in (sizes | {"_VALUES": tile}).items():
         monkeypatch.setattr(triton_token_choice, constant, size)
 
 
@@ -113,7 +113,7 @@ def test_a_sample_does(width: int, scores: str, monkeypatch: pytest.MonkeyPatch)
     x = {"normal": x, "far_from_zero": 300.0 + x, "small_steps": (x * 1000).round()}[scores]
     runs, numbers = x.view(1, 1, 1, 625, 8).logsumexp(-1), torch.arange(625, dtype=torch.int32)[None]
     lengths = torch.tensor([5000], dtype=torch.int32)
-    call = Call(x, x[:, :, 0], runs, numbers, None, lengths, None, 8, width, 8, 1, 1)
+    call = Call(x, x[:, :, 0], runs, numbers, None, lengths, None, 8, width, 0, 8, 1, 1)
     tables, tokens, _, _ = CHOOSE_TOKENS(call, "triton")
     read = torch.argsort(x[0, 0, 0], descending=True, stable=True)[:width].sort().values
     assert tokens.item() == width
@@ -164,14 +164,15 @@ TWINS = [
     (triton_page_summaries, "summarize", "+ slot - (start // PAGE + 2 * r)", "+ slot - (start // PAGE + r)", "bounds"),
     (triton_page_summaries, "summarize", "<< (part * BITS)", "<< 0", "uncut"),
     (triton_page_summaries, "summarize", "most / (largest - least)", "255 / (largest - least)", "uncut"),
-    (triton_token_scores, "score_tokens", "length - local", "length", "sparq"),
-    (triton_token_scores, "score_tokens", "(4 * half)", "0", "sparq_drafts"),
-    (triton_token_scores, "score_tokens", "COLUMNS + dim * each", "COLUMNS", "sparq"),
-    (triton_token_scores, "score_tokens", "half * each + byte", "byte", "sparq_drafts"),
-    (triton_token_scores, "score_tokens", "total += put(at + tokens,", "put(at + tokens,", "sparq"),
+    (triton_token_scores, "score_tokens", "+ 4 * (t // of_word)", "", "sparq_drafts"),
+    (triton_token_scores, "score_tokens", "columns + dim * each", "columns", "sparq"),
+    (triton_token_scores, "score_tokens", "half * (each * OF_WORD) + byte", "byte", "sparq_drafts"),
+    (triton_token_scores, "score_tokens", "more += s", "more = s", "sparq"),
     (triton_token_scores, "score_tokens", "n * (8 // BITS) + half", "n * (8 // BITS)", "sparq_drafts"),
-    (triton_token_scores, "score_tokens", "of_run + runs, s1", "of_run, s1", "sparq"),
-    (triton_token_scores, "score_tokens", "tl.sum(tl.exp(score", "tl.max(tl.exp(score", "sparq"),
+    (triton_token_scores, "score_tokens", "of_row * GROUP + first + g", "of_row * GROUP + first", "sparq"),
+    (triton_token_scores, "score_tokens", "tl.sum(tl.exp(x", "tl.max(tl.exp(x", "sparq"),
+    (triton_token_scores, "score_tokens", "- weight[:, None]", "", "sparq"),
+    (triton_token_scores, "score_tokens", "tl.join(a, c), tl.join(b, d)", "tl.join(a, b), tl.join(c, d)", "sparq"),
     (triton_query_parts, "part_queries", "total = tl.sum(size, 0)", "total = tl.max(size, 0)", "sparq"),
     (triton_query_parts, "part_queries", "tl.sum(tl.where(kept[None, :], size, 0.0), 1)", "tl.sum(size, 1)", "sparq"),
     (triton_query_parts, "part_queries", "(h * GROUP + g)", "(g)", "sparq"),
@@ -180,8 +181,9 @@ TWINS = [
     (triton_token_choice, "find_least", "width - tl.sum(more, 0))", "0 * tl.sum(more, 0))", "sparq"),
     (triton_token_choice, "find_least", "count >= missing, least | bit", "count > 0, least | bit", "sparq"),
     (triton_token_choice, "take_tokens", "tl.cumsum(tie, 0) <= ties", "tl.cumsum(tie, 0) > same - ties", "sparq"),
-    (triton_token_choice, "take_tokens", "mine = log_add(mine, ", "mine = log_add(-float('inf'), ", "sparq"),
-    (triton_token_choice, "take_tokens", "token % PAGE * by_token", "token * by_token", "sparq"),
+    (triton_token_choice, "find_least", "(n < length - local)", "(n < length)", "sparq"),
+    (triton_token_choice, "take_tokens", "tl.where(kept > 0, x, ", "tl.where(kept >= 0, x, ", "sparq"),
+    (triton_token_choice, "take_tokens", "n % PAGE * by_token", "n * by_token", "sparq"),
     (triton_token_choice, "take_tokens", "tl.minimum(counted - p * PAGE, PAGE)", "PAGE + 0 * p", "sparq"),
     (triton_token_choice, "take_tokens", "(n >= read) & (n < width)", "(n > read) & (n < width)", "sparq_all"),
     (triton_token_choice, "take_tokens", "total += tl.where((p < end)", "total = tl.where((p < end)", "sparq"),

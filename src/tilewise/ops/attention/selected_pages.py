@@ -30,6 +30,7 @@ from tilewise.ops.query_parts.table import PART_QUERIES
 from tilewise.ops.token_choice.problem import Call as TokenChoice
 from tilewise.ops.token_choice.table import CHOOSE_TOKENS
 from tilewise.ops.token_scores.problem import Call as Prediction
+from tilewise.ops.token_scores.problem import total_of
 from tilewise.ops.token_scores.table import SCORE_TOKENS
 from tilewise.schedule.page_selection import SparQ, TopPages
 
@@ -172,15 +173,16 @@ def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
     assert step.summaries.columns is not None
     prediction = Prediction(
         parts, dims, step.summaries.columns, step.summaries.least,
-        step.summaries.largest, step.table, step.request, step.lengths, step.size, select.newest,
+        step.summaries.largest, step.table, step.request, step.lengths, step.size,
     )  # fmt: skip
     scores, total, lse_of_runs = SCORE_TOKENS(prediction)
+    total = total_of(scores, total)
     stands = select.compensate and step.whole is not None
     counted, values = _last_page(step) if stands else (None, None)
     choice = TokenChoice(
         scores, total, lse_of_runs, step.table, step.request, step.lengths,
-        step.summaries.v_mean if select.compensate else None, step.size, min(select.keys, total.shape[-1]), by_page,
-        by_token, by_head, counted,
+        step.summaries.v_mean if select.compensate else None, step.size, min(select.keys, total.shape[-1]),
+        select.newest, by_page, by_token, by_head, counted,
     )  # fmt: skip
     tables, tokens, others, mean = CHOOSE_TOKENS(choice)
     if values is not None:

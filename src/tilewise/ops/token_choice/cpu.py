@@ -21,7 +21,7 @@ def forward(call: Call, results: Tensors) -> None:
         if not length:
             continue
         pages = call.table[request, : -(-length // size)].long()
-        read = torch.argsort(call.total[row, :, :length], dim=-1, descending=True, stable=True)[:, : call.width]
+        read = torch.argsort(call.keys(row, length), dim=-1, descending=True, stable=True)[:, : call.width]
         read = read.sort().values
         places = pages[read // size] * call.by_page + read % size * call.by_token + heads * call.by_head
         results["tables"][row, :, : read.shape[1]] = places.to(torch.int32)

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.ops.page_choice.problem import FORCED
+
+__all__ = ["FORCED", "Call", "gradients", "results"]
+
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(eq=False, slots=True)
 class Call:
     """Of the tokens of its request the `width` that score best for a row of queries, for each head of keys: of equal
-    scores the first ones. Implementations read this and nothing else.
+    scores the first ones. The `local` newest tokens score `FORCED`, and so do those whose scores sum to no finite
+    number. Implementations read this and nothing else.
 
     `scores`, `total` and `lse` are float32, what `SCORE_TOKENS` gives for a row's queries, their sums over a group, and
     the log-sum-exps of runs of `run` tokens. Row t is of request `request[t]`, int32, or t where that is None, and sees
@@ -31,6 +36,7 @@ class Call:
     v_mean: torch.Tensor | None
     page_size: int
     width: int
+    local: int
     by_page: int
     by_token: int
     by_head: int
@@ -39,6 +45,12 @@ class Call:
     @property
     def heads(self) -> int:
         return self.total.shape[1]
+
+    def keys(self, row: int, length: int) -> torch.Tensor:
+        """What a row's tokens are compared by, (num_heads_kv, length)."""
+        total = self.total[row, :, :length]
+        newest = torch.arange(length, device=total.device) >= length - self.local
+        return torch.where(total.isfinite() & ~newest, total, FORCED)
 
     @property
     def run(self) -> int:

@@ -18,7 +18,7 @@ def forward(call: Call, results: Tensors) -> None:
     size = call.page_size
     for row, head in itertools.product(range(call.total.shape[0]), range(call.heads)):
         request, length = row if call.request is None else int(call.request[row]), int(call.lengths[row])
-        best = torch.argsort(call.total[row, head, :length], descending=True, stable=True)
+        best = torch.argsort(call.keys(row, length)[head], descending=True, stable=True)
         read = sorted(best[: call.width].tolist())
         for place, n in enumerate(read):
             page = int(call.table[request, n // size])

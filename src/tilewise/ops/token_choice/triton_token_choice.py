@@ -11,36 +11,44 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops.token_choice.problem import Call
+from tilewise.ops.token_choice.problem import FORCED, Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 
 _TILE = 512  # tokens of a program: of one warp, which waits for no other
 _BETWEEN = (4096, 32768)  # keys that are searched: room for an eighth of the tokens, at least and at most so many
-_SAMPLE = (4096, 16384)  # a sixteenth of the tokens, likewise
+_SAMPLE = (2048, 16384)  # a sixteenth of the tokens, likewise
 _BLOCK = 8192  # tokens at a time where one program goes through all
-_SCORES = 512  # that a program weighs at a time
 _VALUES = 1024  # of means of pages that it adds at a time
+_CHANNELS = 32  # of means of values, of who puts tiles' together
 _PLANS = Plans()
 TOP = tl.constexpr(0xFFFFFFFF)  # above the key of any score
+LARGE = tl.constexpr(FORCED)
 
 
 @triton.jit
-def keys_at(TOTAL, n, tokens, length):
-    """Integers without sign in the order of scores, 0 where a row has none. Where `tokens` is a multiple of what one
-    load takes, masks that do not name `length` let loads be wide.
-    """
-    bits = (tl.load(TOTAL + n, mask=n < tokens, other=0.0) + 0.0).to(tl.int32, bitcast=True)  # both zeros are equal
+def keys_of(x, n, length, local):
+    """Integers without sign in the order of scores, 0 where a row has none."""
+    x = tl.where((tl.abs(x) < float("inf")) & (n < length - local), x + 0.0, LARGE)  # both zeros are equal
+    bits = x.to(tl.int32, bitcast=True)
     return tl.where(n < length, (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True), 0)
 
 
 @triton.jit
-def bracket(TOTAL, length, width, SAMPLE: tl.constexpr):
+def keys_at(TOTAL, n, tokens, length, local):
+    """`keys_of` of what stands there. Where `tokens` is a multiple of what one load takes, masks that do not name
+    `length` let loads be wide.
+    """
+    return keys_of(tl.load(TOTAL + n, mask=n < tokens, other=0.0), n, length, local)
+
+
+@triton.jit
+def bracket(TOTAL, length, width, local, SAMPLE: tl.constexpr):
     """Two keys, the second not included, between which the least that is read is likely to lie."""
     # keys at steps that are not even, since scores may be periodic
     i = tl.arange(0, SAMPLE)
     step = tl.maximum(length // SAMPLE, 1)
     n = i * (length // SAMPLE) + i * (length % SAMPLE) // SAMPLE + (((i * 40503) & 0xFFFF) * step >> 16)
-    key = keys_at(TOTAL, n, length, length)
+    key = keys_at(TOTAL, n, length, length, local)
 
     # the largest keys at and above which there are `more` and `fewer` of them, bit by bit, both at once, until few are
     # too many: `at_low` are at and above the first, `at_end` at and above the end of where the second still may be
@@ -68,9 +76,9 @@ def bracket(TOTAL, length, width, SAMPLE: tl.constexpr):
     return tl.maximum(low, 1), end
 
 
-@triton.jit(do_not_specialize=["tokens", "width"])
+@triton.jit(do_not_specialize=["tokens", "width", "local"])
 def guess_least(
-    TOTAL, LENGTHS, ENDS, tokens, width,
+    TOTAL, LENGTHS, ENDS, tokens, width, local,
     HEADS: tl.constexpr, SAMPLE: tl.constexpr, BETWEEN: tl.constexpr,
 ):  # fmt: skip
     """Writes between which two keys the least lies, and that none of what lies there is collected yet."""
@@ -79,15 +87,15 @@ def guess_least(
     low = tl.full([], 1, tl.uint32)
     high = tl.where(length <= width, low, low | TOP)  # without a choice to make all are above
     if (length > width) & (length > BETWEEN):
-        low, high = bracket(TOTAL + at * tokens, length, width, SAMPLE)
+        low, high = bracket(TOTAL + at * tokens, length, width, local, SAMPLE)
     tl.store(ENDS + 3 * at, low.to(tl.int32, bitcast=True))
     tl.store(ENDS + 3 * at + 1, high.to(tl.int32, bitcast=True))
     tl.store(ENDS + 3 * at + 2, 0)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "local"])
 def collect_keys(
-    TOTAL, LENGTHS, ENDS, COUNTS, KEYS, tokens, tiles,
+    TOTAL, LENGTHS, ENDS, COUNTS, KEYS, tokens, tiles, local,
     HEADS: tl.constexpr, TILE: tl.constexpr, BETWEEN: tl.constexpr,
 ):  # fmt: skip
     """Of a tile: how many keys are above both, how many lie between, and, side by side, which these are."""
@@ -97,7 +105,7 @@ def collect_keys(
     low = tl.load(ENDS + 3 * at).to(tl.uint32, bitcast=True)
     high = tl.load(ENDS + 3 * at + 1).to(tl.uint32, bitcast=True)
     n = tile * TILE + tl.arange(0, TILE)
-    key = keys_at(TOTAL + at * tokens, n, tokens, length)
+    key = keys_at(TOTAL + at * tokens, n, tokens, length, local)
     inside = (key - low < high - low).to(tl.int32)
     counts = tl.sum(inside + ((key >= high).to(tl.int32) << 16), 0)
     within = counts & 0xFFFF
@@ -115,7 +123,7 @@ def collect_keys(
 
 
 @triton.jit
-def least_of_all(TOTAL, tokens, length, width, BLOCK: tl.constexpr):
+def least_of_all(TOTAL, tokens, length, width, local, BLOCK: tl.constexpr):
     """The least key that is read of all tokens, eight bits at a time."""
     last = tl.full([], 0, tl.uint32)
     missing = width
@@ -126,7 +134,7 @@ def least_of_all(TOTAL, tokens, length, width, BLOCK: tl.constexpr):
         counts = tl.zeros([256], tl.int32)
         for start in range(0, length, BLOCK):
             n = start + tl.arange(0, BLOCK)
-            key = keys_at(TOTAL, n, tokens, length)
+            key = keys_at(TOTAL, n, tokens, length, local)
             digit = (key ^ last) >> shift  # below 256 where the bits before are alike, and `last` has none here yet
             alike = (key > 0) & (digit < 256)
             counts += tl.histogram((digit & 255).to(tl.int32), 256, mask=alike)
@@ -137,9 +145,9 @@ def least_of_all(TOTAL, tokens, length, width, BLOCK: tl.constexpr):
     return last
 
 
-@triton.jit(do_not_specialize=["tiles", "width"])
+@triton.jit(do_not_specialize=["tiles", "width", "local"])
 def find_least(
-    TOTAL, LENGTHS, ENDS, COUNTS, KEYS, LEAST, PARTS, tokens, tiles, width,
+    TOTAL, LENGTHS, ENDS, COUNTS, KEYS, LEAST, PARTS, tokens, tiles, width, local,
     HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the least key that is read, and of each tile, where in the table what is read of it begins and ends, how
@@ -185,11 +193,11 @@ def find_least(
             more += here & 0xFFFF
             same = (here >> 16) & 0xFFFF
         else:
-            last = least_of_all(TOTAL + at * tokens, tokens, length, width, BLOCK)
+            last = least_of_all(TOTAL + at * tokens, tokens, length, width, local, BLOCK)
             for first in range(0, tiles, BLOCK // TILE):
                 some = first + tl.arange(0, BLOCK // TILE)
                 n = some[:, None] * TILE + tl.arange(0, TILE)[None, :]
-                key = keys_at(TOTAL + at * tokens, n, tokens, length)
+                key = keys_at(TOTAL + at * tokens, n, tokens, length, local)
                 to = COUNTS + (at * tiles + some) * 3
                 tl.store(to, tl.sum((key > last).to(tl.int32), 1), mask=some < tiles)
                 tl.store(to + 1, tl.sum((key == last).to(tl.int32), 1), mask=some < tiles)
@@ -210,28 +218,19 @@ def find_least(
 
 
 @triton.jit
-def log_sum(x):
-    """The logarithms of rows' sums of exponentials, -inf where all are."""
-    top = tl.max(x, 1)
+def log_sum(x, AXIS: tl.constexpr):
+    """The logarithm of the sum of exponentials along the last axis, -inf where all are."""
+    top = tl.max(x, AXIS)
     top = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-    return top + tl.log(tl.sum(tl.exp(x - top[:, None]), 1))
+    return top + tl.log(tl.sum(tl.exp(x - tl.expand_dims(top, AXIS)), AXIS))
 
 
-@triton.jit
-def log_add(a, b):
-    """The logarithm of the sum of two numbers' exponentials."""
-    top = tl.maximum(a, b)
-    top = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-    return top + tl.log(tl.exp(a - top) + tl.exp(b - top))
-
-
-@triton.jit(do_not_specialize=["runs", "tiles", "width", "by_page", "by_token", "by_head"])
+@triton.jit(do_not_specialize=["runs", "tiles", "width", "local", "by_page", "by_token", "by_head"])
 def take_tokens(
     TOTAL, LENGTHS, COUNTED, LEAST, PARTS, TABLE, REQUEST, TABLES, TOKENS, SCORES, LSE, SUMS, V_MEAN, MEANS, table_row,
-    of_page, of_head, tokens, runs, tiles, width, by_page, by_token, by_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr,
-    RUNS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, SOME: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    of_page, of_head, tokens, runs, tiles, width, local, by_page, by_token, by_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
+    DIM: tl.constexpr, TILE: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # who am I
     tile = tl.program_id(0) % tiles
@@ -245,33 +244,21 @@ def take_tokens(
     last = tl.load(LEAST + at).to(tl.uint32, bitcast=True)
     PARTS += (at * tiles + tile) * 4
     first = tl.load(PARTS)
-    end = tl.load(PARTS + 1)
     ties = tl.load(PARTS + 2)
     same = tl.load(PARTS + 3)
 
-    # which tokens are read: their numbers, side by side
-    TABLES += at * width
+    # which tokens are read, and where they stand, side by side
     n = tile * TILE + tl.arange(0, TILE)
-    key = keys_at(TOTAL + at * tokens, n, tokens, length)
+    x = tl.load(TOTAL + at * tokens + n, mask=n < tokens, other=0.0)
+    key = keys_of(x, n, length, local)
     kept = (key > tl.where(ties == same, last - 1, last)).to(tl.int32)
     if (ties > 0) & (ties < same):  # in one tile of a row at most
         tie = (key == last).to(tl.int32)
         kept += tie & (tl.cumsum(tie, 0) <= ties).to(tl.int32)
-    tl.store(TABLES + first + tl.cumsum(kept, 0) - 1, n, mask=kept > 0)
-    tl.debug_barrier()
-
-    # where they stand, and the sum of their weights
-    g = tl.arange(0, GROUPS)
-    mine = tl.full([GROUPS], float("-inf"), tl.float32)
-    for start in range(first, end, CHUNK):
-        place = start + tl.arange(0, CHUNK)
-        token = tl.load(TABLES + place, mask=place < end, other=0)
-        page = tl.load(TABLE + r * table_row + token // PAGE, mask=place < end, other=0)
-        if V_MEAN is not None:
-            at_scores = SCORES + ((at * GROUP + g) * tokens)[:, None] + token[None, :]
-            mask = (g < GROUP)[:, None] & (place < end)[None, :]
-            mine = log_add(mine, log_sum(tl.load(at_scores, mask=mask, other=float("-inf"))))
-        tl.store(TABLES + place, page * by_page + token % PAGE * by_token + h.to(tl.int32) * by_head, mask=place < end)
+    TABLES += at * width
+    page = tl.load(TABLE + r * table_row + n // PAGE, mask=n < length, other=0)
+    place = page * by_page + n % PAGE * by_token + h.to(tl.int32) * by_head
+    tl.store(TABLES + first + tl.cumsum(kept, 0) - 1, place, mask=kept > 0)
 
     # nothing after the last one
     read = tl.minimum(length, width)
@@ -282,14 +269,17 @@ def take_tokens(
         tl.store(TOKENS + at, read)
 
     if V_MEAN is not None:
-        # the sum of all weights, by runs that begin here
+        # of each query the sum of the weights that are read, and of all, by runs that begin here
         run = (tile * TILE + RUN - 1) // RUN + tl.arange(0, RUNS)
-        of_tile = (run < (tile * TILE + TILE + RUN - 1) // RUN) & (run < runs)
-        at_runs = LSE + (at * GROUP + g)[:, None] * runs + run[None, :]
-        x = tl.load(at_runs, mask=(g < GROUP)[:, None] & of_tile[None, :], other=float("-inf"))
-        to = SUMS + ((at * GROUP + g) * tiles + tile) * 2
-        tl.store(to, mine, mask=g < GROUP)
-        tl.store(to + 1, log_sum(x), mask=g < GROUP)
+        of_tile = (run < (tile * TILE + TILE + RUN - 1) // RUN) & (run * RUN < length)
+        for g in range(GROUP):
+            weights = x  # of one query alone, whose score is the sum
+            if GROUP > 1:
+                weights = tl.load(SCORES + (at * GROUP + g) * tokens + n, mask=kept > 0, other=0.0)
+            of_runs = tl.load(LSE + (at * GROUP + g) * runs + run, mask=of_tile, other=float("-inf"))
+            to = SUMS + ((at * GROUP + g) * tiles + tile) * 2
+            tl.store(to, log_sum(tl.where(kept > 0, weights, float("-inf")), 0))
+            tl.store(to + 1, log_sum(of_runs, 0))
 
         # the values of pages that begin here
         counted = length
@@ -314,18 +304,22 @@ def join_tiles(
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr,
     SOME: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64)
+    """Puts together what tiles have: a program has some channels of a row and head, the first one its weights, too."""
+    channels: tl.constexpr = tl.cdiv(DIM, BLOCK_D)
+    part = tl.program_id(0) % channels
+    at = (tl.program_id(0) // channels).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
-    g = tl.arange(0, GROUPS)
-    i = tl.arange(0, TILES)
-    of_tile = SUMS + (((at * GROUP + g) * tiles)[:, None] + i[None, :]) * 2
-    there = (g < GROUP)[:, None] & (i < tiles)[None, :]
-    mine = log_sum(tl.load(of_tile, mask=there, other=float("-inf")))
-    whole = log_sum(tl.load(of_tile + 1, mask=there, other=float("-inf")))
-    more = tl.maximum(whole - mine, 0.0)
-    rest = tl.where(more < 1e-3, tl.log(more + 0.5 * more * more), more + tl.log(1.0 - tl.exp(-more)))
-    tl.store(REST + at * GROUP + g, tl.where(length <= width, float("-inf"), rest), mask=g < GROUP)
-    d = tl.arange(0, BLOCK_D)
+    if part == 0:
+        g = tl.arange(0, GROUPS)
+        i = tl.arange(0, TILES)
+        of_tile = SUMS + (((at * GROUP + g) * tiles)[:, None] + i[None, :]) * 2
+        there = (g < GROUP)[:, None] & (i < tiles)[None, :]
+        mine = log_sum(tl.load(of_tile, mask=there, other=float("-inf")), 1)
+        whole = log_sum(tl.load(of_tile + 1, mask=there, other=float("-inf")), 1)
+        more = tl.maximum(whole - mine, 0.0)
+        rest = tl.where(more < 1e-3, tl.log(more + 0.5 * more * more), more + tl.log(1.0 - tl.exp(-more)))
+        tl.store(REST + at * GROUP + g, tl.where(length <= width, float("-inf"), rest), mask=g < GROUP)
+    d = part * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros([SOME, BLOCK_D], tl.float32)
     for start in range(0, tiles, SOME):
         tile = start + tl.arange(0, SOME)
@@ -356,7 +350,7 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     )  # fmt: skip
     key = tensors_key(*(x for some in tensors for x in some if x is not None))
     if key is not None:
-        key = (key, call.page_size, call.width, call.by_page, call.by_token, call.by_head)
+        key = (key, call.page_size, call.width, call.local, call.by_page, call.by_token, call.by_head)
         key += (call.request is None, call.counted is None)
     plans = _PLANS.get(key)
     if plans is None:
@@ -374,26 +368,26 @@ def _within(bounds: tuple[int, int], size: int) -> int:
 def _plans(call: Call, tiles: int, between: int) -> tuple[Plan, ...]:
     rows, heads, group, tokens = call.scores.shape
     tile, many = min(_TILE, triton.next_power_of_2(max(16, tokens))), triton.next_power_of_2(tiles)
-    sample, warps, sizes = _within(_SAMPLE, tokens // 16), _warps(tile, 512), (tokens, tiles, call.width)
+    sample, warps, sizes = _within(_SAMPLE, tokens // 16), _warps(tile, 512), (tokens, tiles, call.width, call.local)
     constants = (heads, sample, between)
-    guess = Plan(guess_least, rows * heads, (), (tokens, call.width), constants, _warps(sample, 256), 1)
+    guess = Plan(guess_least, rows * heads, (), (tokens, call.width, call.local), constants, _warps(sample, 256), 1)
     constants = (heads, tile, between)
-    collect = Plan(collect_keys, rows * heads * tiles, (), (tokens, tiles), constants, warps, 1)
+    collect = Plan(collect_keys, rows * heads * tiles, (), (tokens, tiles, call.local), constants, warps, 1)
     constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)))
     find = Plan(find_least, rows * heads, (), sizes, constants, _warps(between, 512), 1)
     v_mean, run = call.v_mean, call.run
     dim, strides = (0, (0, 0)) if v_mean is None else (v_mean.shape[2], v_mean.stride()[:2])
     block_d, groups = triton.next_power_of_2(max(16, dim)), triton.next_power_of_2(group)
     some, runs = max(1, _VALUES // block_d), triton.next_power_of_2(-(-tile // run))
-    sizes = (tokens, call.lse.shape[3], tiles, call.width, call.by_page, call.by_token, call.by_head)
-    chunk = min(tile, max(8, _SCORES // groups))
-    constants = (heads, group, groups, call.page_size, run, runs, dim, tile, chunk, some, block_d)
+    sizes = (tokens, call.lse.shape[3], tiles, call.width, call.local, call.by_page, call.by_token, call.by_head)
+    constants = (heads, group, call.page_size, run, runs, dim, tile, some, block_d)
     take = Plan(take_tokens, rows * heads * tiles, (call.table.stride(0), *strides), sizes, constants, warps, 1)
     if v_mean is None:
         return guess, collect, find, take
-    warps = min(16, max(4, many * block_d // 2048))
+    block_d = min(block_d, _CHANNELS)
+    warps = min(8, max(4, many * block_d // 1024))
     constants = (heads, group, groups, dim, many, max(1, warps * 1024 // block_d), block_d)
-    join = Plan(join_tiles, rows * heads, (), (tiles, call.width), constants, warps, 1)
+    join = Plan(join_tiles, rows * heads * -(-dim // block_d), (), (tiles, call.width), constants, warps, 1)
     return guess, collect, find, take, join
 
 

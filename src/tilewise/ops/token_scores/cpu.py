@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.ops.token_scores.problem import FORCED, Call
+from tilewise.ops.token_scores.problem import Call
 
 Tensors = dict[str, torch.Tensor]
 
@@ -23,10 +23,9 @@ def forward(call: Call, results: Tensors) -> None:
         least, largest = (x[pages][:, heads, dims].float()[..., None] for x in (call.least, call.largest))
         keys = least + codes * ((largest - least) / (2**call.bits - 1))
         scores = torch.einsum("hgr,nhrs->hgns", call.q[row], keys).flatten(2)[..., :length]
-        total = scores.sum(1)
-        total = torch.where(total.isfinite(), total, FORCED)
-        total[:, max(0, length - call.local) :] = FORCED
-        results["scores"][row, ..., :length], results["total"][row, :, :length] = scores, total
+        results["scores"][row, ..., :length] = scores
+        if call.q.shape[2] > 1:
+            results["total"][row, :, :length] = scores.sum(1)
     scores = results["scores"]
     runs = scores.view(*scores.shape[:-1], call.runs, call.columns.shape[-1])
     results["lse"].copy_(runs.logsumexp(-1))

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.ops.page_choice.problem import FORCED
-
-__all__ = ["FORCED", "Call", "gradients", "results"]
-
 Tensors = dict[str, torch.Tensor]
 
 
@@ -22,8 +18,7 @@ class Call:
     `q` is float32 (rows, num_heads_kv, group, rank), what of queries is multiplied, scale included, and `dims` int32
     (rows, num_heads_kv, rank) says by which dimensions of keys; row t is of request `request[t]`, int32, or t where
     that is None, and sees its first `lengths[t]` tokens, int32. Keys are `columns`, `least` and `largest` as
-    `layouts.PageSummaries` has them, `table` is int32 (batch, max_pages), and the `local` newest tokens score `FORCED`
-    in `total`, and so do those whose scores are no finite number.
+    `layouts.PageSummaries` has them, and `table` is int32 (batch, max_pages).
     """
 
     q: torch.Tensor
@@ -35,7 +30,6 @@ class Call:
     request: torch.Tensor | None
     lengths: torch.Tensor
     page_size: int
-    local: int
 
     @property
     def bits(self) -> int:
@@ -49,17 +43,23 @@ class Call:
 
 
 def results(call: Call) -> Tensors:
-    """Empty ones: scores float32 (rows, num_heads_kv, group, tokens), tokens those of max_pages pages, -inf for tokens
-    that a row does not see; total, their sums over a group, likewise (rows, num_heads_kv, tokens); and lse, float32
-    (rows, num_heads_kv, group, runs), the log-sum-exp of the scores of each run.
+    """Empty ones: scores float32 (rows, num_heads_kv, group, tokens), tokens those of max_pages pages; total, their
+    sums over a group, likewise (rows, num_heads_kv, tokens), without tokens where a group is one query, whose score it
+    is (`total_of`); and lse, float32 (rows, num_heads_kv, group, runs), the log-sum-exp of the scores of each run.
+    Nothing is said of what a row does not see.
     """
     rows, heads, group, _ = call.q.shape
     tokens, device = call.table.shape[1] * call.page_size, call.q.device
     return {
         "scores": torch.empty((rows, heads, group, tokens), dtype=torch.float32, device=device),
-        "total": torch.empty((rows, heads, tokens), dtype=torch.float32, device=device),
+        "total": torch.empty((rows, heads, tokens if group > 1 else 0), dtype=torch.float32, device=device),
         "lse": torch.empty((rows, heads, group, call.runs), dtype=torch.float32, device=device),
     }
+
+
+def total_of(scores: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The sums of scores over a group."""
+    return total if scores.shape[2] > 1 else scores[:, :, 0]
 
 
 def gradients(call: Call, kept: Tensors, wanted: Sequence[str]) -> Tensors:

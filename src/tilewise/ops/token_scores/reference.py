@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from tilewise.ops.token_scores.problem import FORCED, Call
+from tilewise.ops.token_scores.problem import Call
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,10 +25,9 @@ def forward(call: Call, results: Tensors) -> None:
             code = (call.columns[page, head, dims, byte] >> (4 * high) & most).double()
             least, largest = (x[page, head, dims].double() for x in (call.least, call.largest))
             scores = q @ (least + code * (largest - least) / most)
-            total = scores.sum().float()
-            forced = token >= length - call.local or not total.isfinite()
             results["scores"][row, head, :, token] = scores
-            results["total"][row, head, token] = FORCED if forced else total
+            if len(scores) > 1:
+                results["total"][row, head, token] = scores.sum()
     scores = results["scores"].double()
     runs = scores.view(*scores.shape[:-1], call.runs, call.columns.shape[-1])
     results["lse"].copy_(runs.logsumexp(-1))

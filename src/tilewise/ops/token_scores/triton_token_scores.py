@@ -1,29 +1,66 @@
-"""Scores of tokens by columns of their keys on a GPU: a program has some pages of a row's request, of one head."""
+"""Scores of tokens by columns of their keys on a GPU: a program has some pages of a row's request, of one head.
+
+A key is least + code * step, so a score is the sum of q * least and of w * code, with w = q * step. A code that is put
+behind the point of a float, 1 + code / 2**n, is a float without a conversion: sums of w times that, less the sum of w,
+are off by what float32 rounds 2**n w by, n 15 for codes of 8 bits and 11 for 4: 2**-8 of a code's step at most, each.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops.token_scores.problem import FORCED, Call
+from tilewise.ops.token_scores.problem import Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 
-_TOKENS = 2048  # of a program
-_EACH = 8  # tokens of a thread
+_BYTES = 512  # of a column, that a program has: with more, programs that wait for memory are too few
+_SUMS = 64  # of a thread: of 16 tokens at most, of 4 where codes come byte by byte
+_AT_ONCE = 4  # queries
 _PLANS = Plans()
-LARGE = tl.constexpr(FORCED)
+_ONE = 0x3F800000  # the bits of 1.0, which kernels are told: an instruction takes one number that is written down
+AT_ONCE = tl.constexpr(_AT_ONCE)
 
 
-@triton.jit(do_not_specialize=["pages", "parts", "local"])
+@triton.constexpr_function
+def place_in_mantissa(bit, bits):
+    """Where a code goes that begins at a bit of a word, two of 4 bits by one shift."""
+    return 8 if bits == 8 else 12 + bit % 8
+
+
+@triton.constexpr_function
+def bit_of(t, bits, of_word):
+    """Where in a word, or byte, code t begins: bytes hold codes of 4 bits for tokens of either half of a page."""
+    return 8 * (t % of_word) + 4 * (t // of_word)
+
+
+@triton.constexpr_function
+def worth(t, bits, of_word):
+    """How often a code goes into what `as_number` adds to 1."""
+    return float(2 ** (23 - place_in_mantissa(bit_of(t, bits, of_word), bits)))
+
+
+@triton.jit
+def as_number(words, one, t: tl.constexpr, BITS: tl.constexpr, OF_WORD: tl.constexpr):
+    """1 and code t of a word over `worth`, as a float."""
+    BIT: tl.constexpr = bit_of(t, BITS, OF_WORD)
+    PLACE: tl.constexpr = place_in_mantissa(BIT, BITS)
+    if PLACE > BIT:
+        words = words << (PLACE - BIT)
+    elif PLACE < BIT:
+        words = words >> (BIT - PLACE)
+    return ((words & (2**BITS - 1 << PLACE)) | one).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["pages", "parts", "one"])
 def score_tokens(
     Q, DIMS, COLUMNS, LEAST, LARGEST, TABLE, REQUEST, LENGTHS, SCORES, TOTAL, LSE, of_page, of_head, table_row, pages,
-    parts, local,
+    parts, one,
     HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BITS: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, OF_WORD: tl.constexpr,
 ):  # fmt: skip
     # who am I
-    part = tl.program_id(0) % parts
-    h = tl.program_id(0) // parts % HEADS
-    row = (tl.program_id(0) // parts // HEADS).to(tl.int64)
+    h = tl.program_id(0) % HEADS
+    part = tl.program_id(0) // HEADS % parts
+    row = (tl.program_id(0) // HEADS // parts).to(tl.int64)
     r = row
     if REQUEST is not None:
         r = tl.load(REQUEST + row).to(tl.int64)
@@ -32,75 +69,137 @@ def score_tokens(
     there = n * PAGE < length
     page = tl.load(TABLE + r * table_row + n, mask=there, other=0).to(tl.int64)
 
-    # one dimension after another, four heads at a time: a thread has some tokens, one after another, of a page
-    each: tl.constexpr = PAGE * BITS // 8  # bytes of a column, which hold its tokens part by part
-    byte = tl.arange(0, BLOCK)
-    inside = there[:, None] & (byte < each)[None, :]
+    # one dimension after another, some heads at a time: a thread has some tokens, one after another, of a page
+    each: tl.constexpr = PAGE * BITS // 8 // OF_WORD  # words of a column
     of_row = row * HEADS + h
+    word = tl.arange(0, WORDS)
+    inside = there[:, None] & (word < each)[None, :]
     ends = page * of_page + h.to(tl.int64) * of_head
-    columns = ((page * HEADS + h) * DIM * each)[:, None] + byte[None, :]
+    columns = ((page * HEADS + h) * DIM * each)[:, None] + word[None, :]
+    columns = COLUMNS.to(tl.pointer_type(tl.int32)) + columns if OF_WORD == 4 else COLUMNS + columns
     tokens = pages.to(tl.int64) * PAGE
     runs = pages.to(tl.int64) * (8 // BITS)
-    for half in tl.static_range(8 // BITS):
-        token = n[:, None] * PAGE + half * each + byte[None, :]
-        seen = (token < length) & (byte < each)[None, :]
-        stored = (n < pages)[:, None] & (byte < each)[None, :]
-        total = tl.zeros([PAGES, BLOCK], tl.float32)
-        for g in tl.static_range(0, GROUP, 4):
-            s0 = tl.zeros([PAGES, BLOCK], tl.float32)
-            s1, s2, s3 = s0, s0, s0
-            q = Q + (of_row * GROUP + g) * RANK
-            for i in tl.range(RANK, loop_unroll_factor=8):
-                k = keys_of(
-                    tl.load(DIMS + of_row * RANK + i), LEAST + ends, LARGEST + ends, COLUMNS + columns, there, inside,
-                    half, each, BITS,
-                )  # fmt: skip
-                s0 += tl.load(q + i) * k
-                if g + 1 < GROUP:
-                    s1 += tl.load(q + RANK + i) * k
-                if g + 2 < GROUP:
-                    s2 += tl.load(q + 2 * RANK + i) * k
-                if g + 3 < GROUP:
-                    s3 += tl.load(q + 3 * RANK + i) * k
-            at = SCORES + (of_row * GROUP + g) * tokens + token
-            of_run = LSE + (of_row * GROUP + g) * runs + n * (8 // BITS) + half
-            total += put(at, of_run, s0, seen, stored, n < pages)
-            if g + 1 < GROUP:
-                total += put(at + tokens, of_run + runs, s1, seen, stored, n < pages)
-            if g + 2 < GROUP:
-                total += put(at + 2 * tokens, of_run + 2 * runs, s2, seen, stored, n < pages)
-            if g + 3 < GROUP:
-                total += put(at + 3 * tokens, of_run + 3 * runs, s3, seen, stored, n < pages)
+    totals = zeros_of(8 // BITS, PAGES, WORDS * OF_WORD)
+    for first in tl.static_range(0, GROUP, AT_ONCE):
+        sums, base, weight = over_dimensions(
+            Q + (of_row * GROUP + first) * RANK, DIMS + of_row * RANK, columns, LEAST + ends, LARGEST + ends, there,
+            inside, one, GROUP - first if GROUP - first < AT_ONCE else AT_ONCE, RANK, each, BITS, OF_WORD,
+        )  # fmt: skip
+        for half in tl.static_range(8 // BITS):
+            byte = tl.arange(0, WORDS * OF_WORD)
+            token = n[:, None] * PAGE + half * (each * OF_WORD) + byte[None, :]
+            seen = (token < length) & (byte < each * OF_WORD)[None, :]
+            more = tl.zeros([PAGES, WORDS * OF_WORD], tl.float32)
+            for g in tl.static_range(len(base)):
+                s = scores_of(sums, base[g], weight[g], g, len(base), half, BITS, OF_WORD)
+                more += s
+                at = of_row * GROUP + first + g
+                tl.store(SCORES + at * tokens + token, s, mask=seen)
+                lse = log_sum(tl.where(seen, s, float("-inf")))
+                tl.store(LSE + at * runs + n * (8 // BITS) + half, lse, mask=there)
+            if GROUP > 1:
+                totals = with_part(totals, half, more)
 
-        # epilogue
-        total = tl.where(tl.abs(total) < float("inf"), total, LARGE)
-        total = tl.where(token >= length - local, LARGE, total)
-        tl.store(TOTAL + of_row * tokens + token, tl.where(seen, total, float("-inf")), mask=stored)
+    # epilogue
+    if GROUP > 1:
+        for half in tl.static_range(8 // BITS):
+            byte = tl.arange(0, WORDS * OF_WORD)
+            token = n[:, None] * PAGE + half * (each * OF_WORD) + byte[None, :]
+            seen = (token < length) & (byte < each * OF_WORD)[None, :]
+            tl.store(TOTAL + of_row * tokens + token, totals[half], mask=seen)
 
 
 @triton.jit
-def keys_of(dim, LEAST, LARGEST, COLUMNS, there, inside, half: tl.constexpr, each: tl.constexpr, BITS: tl.constexpr):
-    """The numbers that codes of one dimension stand for, [PAGES, BLOCK]."""
-    most: tl.constexpr = 2**BITS - 1
-    least = tl.load(LEAST + dim, mask=there, other=0.0).to(tl.float32)
-    scale = (tl.load(LARGEST + dim, mask=there, other=0.0).to(tl.float32) - least) * (1.0 / most)
-    code = tl.load(COLUMNS + dim * each, mask=inside, other=0).to(tl.int32)
-    if BITS == 4:
-        code = (code >> (4 * half)) & most
-    # 2**23 + code, written as a float: a conversion takes four times as long
-    number = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    return least[:, None] + number * scale[:, None]
+def zeros_of(count: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A tuple of so many [ROWS, COLS]."""
+    found = ()
+    for _ in tl.static_range(count):
+        found = found + (tl.zeros([ROWS, COLS], tl.float32),)  # noqa: RUF005 (unknown to Triton)
+    return found
 
 
 @triton.jit
-def put(at, of_run, s, seen, stored, there):
-    """Write a head's scores, and the log-sum-exp of those of each page, and give the scores back  # [PAGES, BLOCK]"""
-    score = tl.where(seen, s, float("-inf"))
-    tl.store(at, score, mask=stored)
-    top = tl.max(score, 1)
+def nothing_of(count: tl.constexpr, ROWS: tl.constexpr):
+    """A tuple of so many [ROWS]."""
+    found = ()
+    for _ in tl.static_range(count):
+        found = found + (tl.zeros([ROWS], tl.float32),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def with_part(parts, n: tl.constexpr, more):
+    """A tuple to whose n-th something is added."""
+    found = ()
+    for m in tl.static_range(len(parts)):
+        found = found + (parts[m] + more if m == n else parts[m],)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def over_dimensions(
+    q, dims, columns, least, largest, there, inside, one, SOME: tl.constexpr, RANK: tl.constexpr, each: tl.constexpr,
+    BITS: tl.constexpr, OF_WORD: tl.constexpr,
+):  # fmt: skip
+    """(sums of weights times `as_number`, one code of all heads after the other, [PAGES, WORDS]; of q times the least
+    numbers; and of weights, [PAGES]), for some heads, as tuples.
+    """
+    sums = zeros_of(OF_WORD * 8 // BITS * SOME, inside.shape[0], inside.shape[1])
+    base = nothing_of(SOME, there.shape[0])
+    weight = nothing_of(SOME, there.shape[0])
+    for i in tl.range(RANK, loop_unroll_factor=8):
+        dim = tl.load(dims + i)
+        words = tl.load(columns + dim * each, mask=inside, other=0).to(tl.int32)
+        low = tl.load(least + dim, mask=there, other=0.0).to(tl.float32)
+        step = tl.load(largest + dim, mask=there, other=0.0).to(tl.float32) - low
+        step = step * (1.0 / (2**BITS - 1))
+        weights = ()
+        of_least = ()
+        of_weight = ()
+        for g in tl.static_range(SOME):
+            x = tl.load(q + g * RANK + i)
+            weights = weights + (x * step,)  # noqa: RUF005
+            of_least = of_least + (base[g] + x * low,)  # noqa: RUF005
+            of_weight = of_weight + (weight[g] + x * step,)  # noqa: RUF005
+        found = ()
+        for t in tl.static_range(OF_WORD * 8 // BITS):
+            number = as_number(words, one, t, BITS, OF_WORD)
+            for g in tl.static_range(SOME):
+                found = found + (sums[t * SOME + g] + weights[g][:, None] * number,)  # noqa: RUF005
+        sums, base, weight = found, of_least, of_weight
+    return sums, base, weight
+
+
+@triton.jit
+def scores_of(
+    sums, base, weight, g: tl.constexpr, SOME: tl.constexpr, half: tl.constexpr, BITS: tl.constexpr,
+    OF_WORD: tl.constexpr,
+):  # fmt: skip
+    """Those of head g for the tokens of one half of the codes of words  # [PAGES, BLOCK]"""
+    if OF_WORD == 4:
+        a = score_of(sums, base, weight, 4 * half, g, SOME, BITS, OF_WORD)
+        b = score_of(sums, base, weight, 4 * half + 1, g, SOME, BITS, OF_WORD)
+        c = score_of(sums, base, weight, 4 * half + 2, g, SOME, BITS, OF_WORD)
+        d = score_of(sums, base, weight, 4 * half + 3, g, SOME, BITS, OF_WORD)
+        return tl.join(tl.join(a, c), tl.join(b, d)).reshape(a.shape[0], 4 * a.shape[1])
+    else:
+        return score_of(sums, base, weight, half, g, SOME, BITS, OF_WORD)
+
+
+@triton.jit
+def score_of(
+    sums, base, weight, t: tl.constexpr, g: tl.constexpr, SOME: tl.constexpr, BITS: tl.constexpr, OF_WORD: tl.constexpr
+):
+    """Those of head g for code t of words  # [PAGES, WORDS]"""
+    return base[:, None] + (sums[t * SOME + g] - weight[:, None]) * worth(t, BITS, OF_WORD)
+
+
+@triton.jit
+def log_sum(x):
+    """The logarithms of rows' sums of exponentials, -inf where all are."""
+    top = tl.max(x, 1)
     top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    tl.store(of_run, top + tl.log(tl.sum(tl.exp(score - top[:, None]), 1)), mask=there)
-    return s
+    return top + tl.log(tl.sum(tl.exp(x - top[:, None]), 1))
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
@@ -111,18 +210,21 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         results["total"], results["lse"],
     )  # fmt: skip
     key = tensors_key(*(x for x in tensors if x is not None))
-    key = None if key is None else (key, call.page_size, call.local)
+    key = None if key is None else (key, call.page_size)
     plan = _PLANS.get(key)
     if plan is None:
         rows, heads, group, rank = q.shape
-        pages = call.table.shape[1]
-        block = triton.next_power_of_2(call.page_size * call.bits // 8)
-        some = max(1, min(_TOKENS // block, triton.next_power_of_2(max(1, pages))))
+        pages, size = call.table.shape[1], call.columns.shape[3]
+        of_word = 4 if size % 4 == 0 and not call.columns.data_ptr() % 4 else 1
+        words = triton.next_power_of_2(size // of_word)
+        some = max(1, min(_BYTES // (words * of_word), triton.next_power_of_2(max(1, pages))))
         parts = -(-pages // some)
-        warps = min(8, max(1, some * block // (32 * _EACH)))
+        codes = some * words * of_word * 8 // call.bits
+        each = min(4 * of_word, _SUMS // min(group, _AT_ONCE))  # tokens of a thread
+        warps = min(8, max(1, codes // (32 * each)))
         strides = (*call.least.stride()[:2], call.table.stride(0))
-        constants = (heads, group, rank, call.least.shape[2], call.page_size, call.bits, some, block)
-        plan = Plan(score_tokens, rows * heads * parts, strides, (pages, parts, call.local), constants, warps, 1)
+        constants = (heads, group, rank, call.least.shape[2], call.page_size, call.bits, some, words, of_word)
+        plan = Plan(score_tokens, rows * heads * parts, strides, (pages, parts, _ONE), constants, warps, 1)
         plan = _PLANS.put(key, plan)
     with on_device(q):
         plan.launch(tensors, ())
