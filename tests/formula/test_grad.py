@@ -146,6 +146,8 @@ def test_composed_functions_have_pytorchs_slope_at_zero(name: str) -> None:
     [
         (lambda s, b, h, i, j: s**0.5, math.inf, math.inf),
         (lambda s, b, h, i, j: torch.sqrt(s), math.inf, math.inf),
+        (lambda s, b, h, i, j: s**-2, -math.inf, -math.inf),
+        (lambda s, b, h, i, j: s**-3, -math.inf, -math.inf),
         (lambda s, b, h, i, j: torch.clamp(s, min=0.0), 0.5, 1.0),
         (lambda s, b, h, i, j: s.clamp_max(0.0), 0.5, 1.0),
         (lambda s, b, h, i, j: s.clip(0.0, 1.0), 0.5, 1.0),

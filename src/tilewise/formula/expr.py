@@ -38,7 +38,6 @@ class Expr:
     captured tensor, indexed), `table` (its extrema, in bounds) or an operation. `value`: name, number, tensor or slot.
     """
 
-    __hash__ = object.__hash__
     __array_ufunc__ = None  # an operator with a NumPy scalar on its left comes here
     device = None  # a symbol lives nowhere; `x.to(None)` leaves x where it is
 
@@ -168,6 +167,9 @@ class Expr:
     def __index__(self) -> Any:
         return self._no_value("index()", "index PyTorch tensors of 1 to 4 dimensions with traced positions")
 
+    def __hash__(self) -> Any:
+        return self._no_value("hash()", "capture the values of a dict or set as a tensor, and index that")
+
     def __iter__(self) -> Any:
         return self._no_value("iteration", "a position or score is a single value")
 
@@ -229,7 +231,7 @@ def as_expr(value: Any) -> Expr:
             hint = "2**60 is beyond any position; use a float for a larger number"
             raise FormulaError(f"number at {caller_line()}", got=value, expected="-2**61 to 2**61 - 1", hint=hint)
         return Expr("num", (), "int", value)
-    if isinstance(value, float):
+    if isinstance(value, (float, torch.SymFloat)):
         return Expr("num", (), "float", value)
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
@@ -242,8 +244,6 @@ def as_expr(value: Any) -> Expr:
         return load(value, (lit(0),) * value.ndim)  # the tensor itself: its identity and its gradient stay
     if isinstance(value, torch.SymInt):
         return Expr("num", (), "int", value)
-    if isinstance(value, torch.SymFloat):
-        return Expr("num", (), "float", value)
     if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
         number = value.item()
         if isinstance(number, (int, float)):

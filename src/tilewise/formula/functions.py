@@ -32,6 +32,11 @@ Function = Callable[..., Any]
 ELSEWHERE = "compute what does not depend on positions or the score outside, and capture it as a tensor"
 
 
+def _refused(what: str, got: Any, expected: str, hint: str) -> FormulaError:
+    """The error that names the user's line."""
+    return FormulaError(f"{what} at {caller_line()}", got=got, expected=expected, hint=hint)
+
+
 class Row(Expr):
     """A captured tensor with too few indices so far: takes more, and refuses any other use."""
 
@@ -68,9 +73,7 @@ def _scaled(op: str) -> Function:
 def _extreme(op: str) -> Function:
     def extreme(input: Any, other: Any) -> Expr:
         if not isinstance(other, (Expr, torch.Tensor)):  # to torch.max a number is a dimension
-            raise FormulaError(
-                f"{op} at {caller_line()}", got=f"other {other!r}", expected="a traced value", hint="use clamp"
-            )
+            raise _refused(op, f"other {other!r}", "a traced value", "use clamp")
         return binary(op, input, other)
 
     return extreme
@@ -99,6 +102,8 @@ def _where(condition: Any, input: Any, other: Any) -> Expr:
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Expr:
+    if min is None and max is None:
+        raise _refused("clamp", "no bound", "min, max, or both", "leave out what clamps nothing")
     result = as_expr(input) if min is None else binary("max", input, min)
     return result if max is None else binary("min", result, max)
 
@@ -132,22 +137,31 @@ def _sign(input: Any) -> Expr:
 
 def _pow(input: Any, exponent: Any) -> Expr:
     x, p = as_expr(input), as_expr(exponent)
+    if p.op not in ("num", "lit") and "float" not in (x.kind, p.kind):  # a rounded exponential would not be whole
+        raise _refused(
+            "power",
+            f"base {render(x)}, exponent {render(p)}, both whole",
+            "an exponent that is a number, or a base or an exponent that is a float",
+            "capture a table of powers as a tensor and index it, or write the base as a float: 2.0**h",
+        )
     if isinstance(x.value, (int, float)) and x.value > 0 and p.op != "num":
         return unary("exp2", p * math.log2(x.value))
     size = abs(p.value) if p.op == "num" and isinstance(p.value, (int, float)) else 0
     of_ints = p.kind == "int" and x.kind != "float"  # of which PyTorch has no inverse
     if size not in (0.5, 1, 2, 3, 4) or (of_ints and p.value < 0):
-        raise FormulaError(
-            f"power at {caller_line()}",
-            got=f"base {render(x)}, exponent {render(p)}",
-            expected="an exponent of 0.5, 1, 2, 3 or 4, negative for a float; or a number > 0 as base",
-            hint="use exp(p * log(x))",
+        raise _refused(
+            "power",
+            f"base {render(x)}, exponent {render(p)}",
+            "an exponent of 0.5, 1, 2, 3 or 4, negative for a float; or a number > 0 as base",
+            "use exp(p * log(x))",
         )
-    x = cast(x, float) if p.kind == "float" else x
-    result = unary("sqrt", x) if size == 0.5 else x
+    x = cast(x, float if p.kind == "float" else int) if x.kind == "bool" or p.kind == "float" else x
+    factor = result = unary("sqrt", x) if size == 0.5 else x
+    if p.value < 0:  # before it is multiplied: the slope at 0 is infinite then, and no NaN
+        factor = result = lit(1.0) / factor
     for _ in range(int(size) - 1):
-        result = result * x
-    return result if p.value > 0 else lit(1.0) / result
+        result = result * factor
+    return result
 
 
 def _relu(input: Any, inplace: bool = False) -> Expr:
@@ -172,6 +186,8 @@ def _expm1(input: Any) -> Expr:
 
 
 def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
+    if beta == 0:
+        raise _refused("softplus beta", beta, "another number than 0", "with 0 all is infinite")
     x = cast(input, float) if beta == 1 else cast(input, float) * beta
     soft = binary("max", x, lit(0.0)) + _log1p(unary("exp", -abs(x)))
     soft = where(x > threshold, x, soft)
@@ -190,12 +206,8 @@ def _silu(input: Any, inplace: bool = False) -> Expr:
 def _masked_fill(input: Any, mask: Any, value: Any) -> Expr:
     x, fill = as_expr(input), as_expr(value)
     if torch.promote_types(x.dtype, fill.dtype) != x.dtype:
-        raise FormulaError(
-            f"masked_fill at {caller_line()}",
-            got=f"the {fill.kind} value {render(fill)} for the {x.kind} expression {render(x)}",
-            expected="a value that the expression's type holds",
-            hint="cast with .float()",
-        )
+        got = f"the {fill.kind} value {render(fill)} for the {x.kind} expression {render(x)}"
+        raise _refused("masked_fill", got, "a value that the expression's type holds", "cast with .float()")
     return where(mask, cast(fill, x.dtype), x)
 
 
@@ -209,12 +221,7 @@ def _full_like(input: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> E
 
 def _new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Expr:
     if any(extent != 1 for extent in ((size,) if isinstance(size, int) else size)):
-        raise FormulaError(
-            f"size at {caller_line()}",
-            got=repr(size),
-            expected="(): a traced value is a single one",
-            hint="pass () as the size",
-        )
+        raise _refused("size", repr(size), "(): a traced value is a single one", "pass () as the size")
     return cast(fill_value, dtype or as_expr(input).dtype)
 
 
@@ -239,11 +246,11 @@ def _to(input: Any, *target: Any, dtype: Any = None, other: Any = None, **_: Any
 def _detach(input: Any) -> Expr:
     x = as_expr(input)
     if any(node.kind == "float" and node.op in ("sym", "load") for node in postorder([x])) and x.kind == "float":
-        raise FormulaError(
-            f"detach at {caller_line()}",
-            got=f"the expression {render(x)}",
-            expected="positions, which take no gradient: a formula's derivative is that of the whole formula",
-            hint="detach a captured tensor outside",
+        raise _refused(
+            "detach",
+            f"the expression {render(x)}",
+            "positions, which take no gradient: a formula's derivative is that of the whole formula",
+            "detach a captured tensor outside",
         )
     return x
 
@@ -290,7 +297,7 @@ _ENTRIES: dict[str, Function] = {
     "sign": _sign,
     "ceil": _ceil,
     "trunc fix": _trunc,
-    "square": lambda input: as_expr(input) * as_expr(input),
+    "square": lambda input: _pow(input, 2),
     **{name: _one(name) for name in UNARY_FLOAT},
     "rsqrt": lambda input: lit(1.0) / unary("sqrt", input),
     "reciprocal": lambda input: lit(1.0) / as_expr(input),
@@ -345,12 +352,7 @@ def _call(known: Function, func: Any, *args: Any, **kwargs: Any) -> Any:
         raise
     except TypeError as wrong:  # a keyword or a number of operands that PyTorch has and formulas have not
         name, taken = _qualified(func), ", ".join(inspect.signature(known).parameters)
-        raise FormulaError(
-            f"{name} at {caller_line()}",
-            got=str(wrong),
-            expected=f"{name}({taken})",
-            hint="pass these operands and no others",
-        ) from wrong
+        raise _refused(name, str(wrong), f"{name}({taken})", "pass these operands and no others") from wrong
 
 
 def apply_torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -363,22 +365,13 @@ def apply_torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             for name in TABLE
             if callable(getattr(space, name, None)) and (space is torch or not hasattr(torch, name))
         }
-        raise FormulaError(
-            f"{_qualified(func)} at {caller_line()}",
-            got="a traced value",
-            expected="one of " + ", ".join(sorted(offered)),
-            hint=ELSEWHERE,
-        )
+        raise _refused(_qualified(func), "a traced value", "one of " + ", ".join(sorted(offered)), ELSEWHERE)
     return _call(known, func, *args, **kwargs)
 
 
 def method(value: Expr, name: str) -> Callable[..., Any]:
     """`value.name` where it is one of PyTorch's methods that a formula may hold."""
     if name not in _METHODS or not hasattr(torch.Tensor, name):
-        raise FormulaError(
-            f"attribute {name!r} of a traced value at {caller_line()}",
-            got=f"the expression {render(value)}",
-            expected="an operation of the formula language, which this is not",
-            hint=ELSEWHERE,
-        )
+        what, got = f"attribute {name!r} of a traced value", f"the expression {render(value)}"
+        raise _refused(what, got, "an operation of the formula language, which this is not", ELSEWHERE)
     return functools.partial(_call, _METHODS[name], getattr(torch.Tensor, name), value)

@@ -40,7 +40,10 @@ def trace(fn: Callable[..., Any], names: tuple[str, ...], kind: str, what: str) 
             result = fn(*arguments)
     except FormulaError:
         raise
-    except (TypeError, IndexError) as wrong:  # from Python, PyTorch or NumPy, to which a symbol is no number
+    except (TypeError, IndexError, ValueError, RuntimeError) as wrong:
+        # from Python, PyTorch or NumPy, to which a symbol is no number; the latter two where they name a symbol's type
+        if not isinstance(wrong, (TypeError, IndexError)) and Expr.__module__ not in str(wrong):
+            raise
         raise FormulaError(
             f"{what} function",
             got=f"{type(wrong).__name__}: {wrong}",
