@@ -74,14 +74,20 @@ class PageSummaries:
         """Those of pages that hold nothing yet, with `columns` of 8 bits or 4.
 
         Raises:
-            InputError: another number of bits, 4 with pages of an odd size, or a head_dim that 4 does not divide.
+            InputError: no pages, another number of bits, 4 with pages of an odd size, or a head_dim that 4 does not
+                divide.
         """
+        for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+            if not isinstance(x, torch.Tensor) or x.ndim != 4 or not x.is_floating_point():
+                got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+                expected, hint = "floats (num_pages, page_size, num_heads_kv, dim)", "codes have no summaries"
+                raise InputError(name, got=got, expected=expected, hint=hint)
         least, largest, k_mean = (k_pages.new_zeros(k_pages.shape[0], *k_pages.shape[2:]) for _ in range(3))
         kept = PageSummaries(least, largest, k_mean, v_pages.new_zeros(v_pages.shape[0], *v_pages.shape[2:]))
         if columns is None:
             return kept
         pages, size, heads, dim = k_pages.shape
-        if columns not in (8, 4):
+        if type(columns) is not int or columns not in (8, 4):
             raise InputError("columns", got=repr(columns), expected="None, 8 or 4", hint="bits of a code")
         for name, number, step in (("page_size", size, 8 // columns), ("head_dim", dim, 4)):
             if number % step:

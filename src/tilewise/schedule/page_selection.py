@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewise.core.errors import InputError
+from tilewise.schedule.selection import MOST
 
 BY = ("bounds", "mean")
 FAR = ("drop", "summary")
@@ -89,5 +90,5 @@ class SparQ:
 
 
 def _check_count(name: str, value: object, least: int, hint: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(name, got=repr(value), expected=f"an integer >= {least}", hint=hint)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+        raise InputError(name, got=repr(value), expected=f"an integer from {least} to 2**31 - 1", hint=hint)

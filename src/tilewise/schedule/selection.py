@@ -13,6 +13,8 @@ from tilewise.formula.formula import Mask
 
 SHORTEST = 2.0**-63  # a row that has a direction: a GPU's root takes squares below 2**-126 for 0
 FAR = ("drop", "summary", "summary2")
+MOST = 2**31 - 1  # of what is counted
+LARGEST = 2**16  # rows of a tile
 PerHead = float | tuple[float, ...]
 
 
@@ -57,8 +59,8 @@ class TopK:
     """The tiles of keys whose means have the largest products with that of a tile of queries.
 
     Args:
-        k: how many tiles, an integer >= 1, or what share of those that the mask lets it see, in (0, 1], rounded up. One
-            number, or one for each query head.
+        k: how many tiles, an integer from 1 to 2**31 - 1, or what share of those that the mask lets it see, in (0, 1],
+            rounded up. One number, or one for each query head.
         theta: as `Sparge` has it; -1, the default, goes by means alone.
 
     Raises:
@@ -72,12 +74,13 @@ class TopK:
         _by_head(self, "TopK theta", "theta", -1.0, 1.0)
         values = _values(self.k)
         counts = [isinstance(k, numbers.Integral) and not isinstance(k, bool) for k in values]
-        good = all(k >= 1 for k in values) if all(counts) else not any(counts) and all(_within(k, 0.0) for k in values)
+        shares = not any(counts) and all(_within(k, 0.0) for k in values)
+        good = all(1 <= k <= MOST for k in values) if all(counts) else shares
         if not values or not good:
             raise InputError(
                 "TopK k",
                 got=repr(self.k),
-                expected="integers >= 1, or numbers in (0, 1]",
+                expected="integers from 1 to 2**31 - 1, or numbers in (0, 1]",
                 hint="8 takes eight tiles, 0.25 a quarter of those that can be seen",
             )
         _keep(self, "k", self.k)
@@ -121,8 +124,8 @@ class Select:
     Args:
         parts: predictions (`Sparge`, `TopK`, `Threshold`), and Masks, which take each tile that has a pair they let
             meet: `Select(tilewise.Sparge(0.95), tilewise.window(512), tilewise.sinks(128))`.
-        block: queries and keys of a tile, one integer for both or a pair. Kernels have tiles of 64 and 128, and are
-            fastest where theirs divide these.
+        block: queries and keys of a tile, up to 65536, one integer for both or a pair. Kernels have tiles of 64 and
+            128, and are fastest where theirs divide these.
         far: what stands for tiles that are not taken. "drop": nothing. "summary": each is one key more in the same
             softmax, the mean of its keys, with the mean of its values and log(number of keys) added to its score;
             "summary2" adds half the variance of its scores, from the variance of its keys along each dimension. Tiles
@@ -156,9 +159,10 @@ class Select:
         if not parts:
             raise InputError("Select parts", got="none", expected="one or more", hint="Select(tilewise.Sparge())")
         pair = tuple(block) if isinstance(block, Sequence) else (block, block)
-        if len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
-            hint = "128, or (128, 64) for tiles of 128 queries and 64 keys"
-            raise InputError("Select block", got=repr(block), expected="one or two integers >= 1", hint=hint)
+        counts = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= LARGEST for n in pair)
+        if len(pair) != 2 or not counts:
+            expected, hint = "one or two integers from 1 to 65536", "128, or (128, 64) for 128 queries and 64 keys"
+            raise InputError("Select block", got=repr(block), expected=expected, hint=hint)
         if far not in FAR:
             hint = "a summary stands for the keys of a tile that is not computed"
             raise InputError("Select far", got=repr(far), expected=f"one of {', '.join(map(repr, FAR))}", hint=hint)
@@ -227,8 +231,11 @@ def _values(given: Any) -> tuple[Any, ...]:
 
 
 def _within(x: Any, low: float, high: float = 1.0, open_below: bool = True) -> bool:
-    number = isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
-    return bool(number and (low < x if open_below else low <= x) and x <= high)
+    try:
+        value = float(x) if isinstance(x, numbers.Real) and not isinstance(x, bool) else math.nan
+    except OverflowError:  # an integer that no float holds
+        value = math.inf
+    return math.isfinite(value) and (low < value if open_below else low <= value) and value <= high
 
 
 def _keep(owner: Any, field: str, value: Any) -> None:

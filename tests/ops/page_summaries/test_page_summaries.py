@@ -96,3 +96,21 @@ def test_what_is_refused(changes: dict[str, Any], name: str) -> None:
 def test_columns_that_cannot_be(shape: tuple[int, ...], bits: int, name: str) -> None:
     with pytest.raises(InputError, match=name):
         tw.PageSummaries.of(torch.zeros(shape), torch.zeros(shape), bits)
+
+
+PAGES = torch.zeros(4, 8, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "bits", "name"),
+    [
+        ([1], PAGES, None, "k_pages"),
+        (PAGES, PAGES[0], None, "v_pages"),
+        (PAGES.to(torch.int8), PAGES, None, "k_pages"),
+        (PAGES, PAGES, 8.0, "columns"),
+        (PAGES, PAGES, torch.ones(2), "columns"),
+    ],
+)
+def test_pages_and_bits_that_are_none(k: Any, v: Any, bits: Any, name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name}: got"):
+        tw.PageSummaries.of(k, v, bits)
