@@ -137,6 +137,14 @@ def window(q, width):
 compiled = torch.compile(window, fullgraph=True, backend="aot_eager")
 for width in (4, 5, 11):
     torch.testing.assert_close(compiled(q, width), window(q, width), rtol=1e-5, atol=1e-5)
+ids, ones, twos = torch.arange(40) + 2**59, torch.ones(40), torch.arange(40) % 2 * 2.0
+def far(q, number, other):
+    mask = lambda b, h, i, j: (ids[j] - number > 0) & (i - j + 0.5 > -9.0)
+    score = lambda s, b, h, i, j: s * 0.5 + torch.where(ids[i] - other < 0, ones[j], twos[j])
+    return tw.attention(q, q, q, mask=mask, score=score)
+compiled = torch.compile(far, fullgraph=True, backend="aot_eager")
+for at in (4, 5, 11):  # a float would make them multiples of 128
+    torch.testing.assert_close(compiled(q, 2**59 + at, 2**59 + 2 * at), far(q, 2**59 + at, 2**59 + 2 * at))
 scaled = lambda q, scale: tw.attention(q, q, q, scale=scale)
 compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
 for scale in (0.1, 0.2, 0.3):

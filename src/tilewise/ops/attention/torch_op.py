@@ -5,7 +5,7 @@ Both lead to the same two functions, `run_forward` and `run_backward`, which pic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from tilewise.core.dispatch import Row
 from tilewise.core.errors import UnsupportedError
-from tilewise.formula.structure import Bound
+from tilewise.formula.structure import Bound, parse
 from tilewise.layouts import Pages
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
 from tilewise.ops.attention.problem import Call, check_values, signature_of
@@ -120,12 +120,12 @@ def eager(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 Tensors = list[torch.Tensor]
 
 
-def _bound(text: str, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> Bound | None:
+def _bound(text: str, tensors: Sequence[torch.Tensor], numbers: dict[str, Iterator[Any]]) -> Bound | None:
+    """A formula with as many of the numbers of each kind as it has."""
     if not text:
         return None
-    kinds = Bound(text, (), ()).structure.number_kinds
-    exact = [n if kind == "float" else int(n) for n, kind in zip(numbers, kinds, strict=True)]
-    return Bound(text, tuple(tensors), tuple(exact))
+    kinds = parse(text).number_kinds
+    return Bound(text, tuple(tensors), tuple(next(numbers[kind]) for kind in kinds))
 
 
 def _call(
@@ -135,10 +135,10 @@ def _call(
     sink: torch.Tensor | None,
     mask_text: str,
     mask_tensors: Tensors,
-    mask_numbers: list[float],
     score_text: str,
     score_tensors: Tensors,
-    score_numbers: list[float],
+    floats: list[float],
+    integers: list[int],
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     pages: Tensors,
@@ -153,7 +153,8 @@ def _call(
     symbolic: bool = False,
 ) -> Call:
     wants, deterministic, grad_sink, batch_invariant, share_prefixes, *grad_captured = (c == "1" for c in flags)
-    mask, score = _bound(mask_text, mask_tensors, mask_numbers), _bound(score_text, score_tensors, score_numbers)
+    numbers = {"float": iter(floats), "int": iter(integers)}
+    mask, score = _bound(mask_text, mask_tensors, numbers), _bound(score_text, score_tensors, numbers)
     scales = None
     if pages and k.dtype in BY_DTYPE:  # theirs are the last two, or of keys by channel the last five
         count = 2 if len(pages) < 7 else 5
@@ -186,8 +187,8 @@ def _call(
 
 
 _SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, str mask_text, Tensor[] mask_tensors, float[] mask_numbers, "
-    "str score_text, Tensor[] score_tensors, float[] score_numbers, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, str mask_text, Tensor[] mask_tensors, str score_text, "
+    "Tensor[] score_tensors, float[] floats, SymInt[] integers, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor[] pages, Tensor? seed, float scale, float dropout, str flags, str scheme, Tensor? skip, str impl"
 )
 
@@ -233,10 +234,10 @@ def _backward_fake(do: torch.Tensor, dlse: Any, o: torch.Tensor, lse: torch.Tens
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, sink, _, mask_tensors, _, _, score_tensors, _, cu_q, cu_k, pages, seed, *_ = inputs
+    q, k, v, sink, _, mask_tensors, _, score_tensors, floats, integers, cu_q, cu_k, pages, seed, *_ = inputs
     ctx.save_for_backward(q, k, v, sink, cu_q, cu_k, seed, *output, *mask_tensors, *score_tensors, *pages)
     ctx.plain = [x for x in inputs if isinstance(x, (str, float))]
-    ctx.numbers = (inputs[6], inputs[9])
+    ctx.numbers = (floats, integers)
     ctx.num_mask, ctx.num_score = len(mask_tensors), len(score_tensors)
     ctx.set_materialize_grads(False)
 
@@ -249,8 +250,8 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     do = torch.zeros_like(o) if do is None else do
     found = list(
         attention_backward(
-            do, dlse, o, lse, q, k, v, sink, mask_text, mask_tensors, ctx.numbers[0], score_text, score_tensors,
-            ctx.numbers[1], cu_q, cu_k, pages, seed, scale, dropout, flags, scheme, None, impl,
+            do, dlse, o, lse, q, k, v, sink, mask_text, mask_tensors, score_text, score_tensors, *ctx.numbers,
+            cu_q, cu_k, pages, seed, scale, dropout, flags, scheme, None, impl,
         )
     )  # fmt: skip
     dq, dk, dv, *rest = found
@@ -259,7 +260,7 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     none_mask = [None] * len(mask_tensors)
     # PyTorch takes an empty list of numbers for a list of no tensors and wants one back
     no_numbers: list[list[Any] | None] = [None if numbers else [] for numbers in ctx.numbers]
-    formulas = (None, none_mask, no_numbers[0], None, dscore, no_numbers[1])
+    formulas = (None, none_mask, None, dscore, *no_numbers)
     return dq, dk, dv, dsink, *formulas, None, None, [None] * len(pages), None, None, None, None, None, None, None
 
 
@@ -273,10 +274,13 @@ def operator_arguments(row: Row[Call], call: Call) -> tuple[Any, ...]:
         call.wants_grad, call.deterministic, call.grad_sink, call.batch_invariant, call.share_prefixes,
         *call.grad_captured,
     )  # fmt: skip
+    numbers = (*mask.numbers, *score.numbers)
+    integers = [n for n in numbers if isinstance(n, (int, torch.SymInt))]  # apart: a float has 53 bits
+    floats = [n for n in numbers if not isinstance(n, (int, torch.SymInt))]
     pages = () if call.pages is None else (call.pages.table, call.pages.seqlens, call.pages.first)
     return (
-        call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), [float(n) for n in mask.numbers], score.text,
-        list(score.tensors), [float(n) for n in score.numbers], call.cu_seqlens_q, call.cu_seqlens_k,
+        call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), score.text, list(score.tensors),
+        floats, integers, call.cu_seqlens_q, call.cu_seqlens_k,
         [x for x in (*pages, *(call.scales or ())) if x is not None], call.seed, call.scale, call.dropout,
         "".join("1" if flag else "0" for flag in flags), call.scheme.text if call.scheme else "", call.skip, row.name,
     )  # fmt: skip
