@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
+import tilewise as tw
 from tilewise.testing import properties
 from tilewise.testing.budgets import expectation
 from tilewise.testing.case import Case
@@ -61,3 +62,12 @@ def test_the_budget_is_near_the_dtype(dtype: torch.dtype, most: float, median: f
             units.append(want.allowed[name] / torch.finfo(dtype).eps / largest)
     assert max(units) <= most
     assert sorted(units)[len(units) // 2] <= median
+
+
+@pytest.mark.parametrize("size", [1e17, -1e18, 1e300])
+def test_scores_that_lse_rounds_still_have_weights_of_sum_1(size: float) -> None:
+    q, k, v = (torch.randn(1, 8, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    o = tw.attention(q, k, v, score=lambda s, b, h, i, j: s * 0.0 + size, impl="reference")
+    torch.testing.assert_close(o, v.mean(1, keepdim=True).expand_as(o))
+    (dv,) = torch.autograd.grad(o.sum(), v)
+    torch.testing.assert_close(dv, torch.ones_like(v))

@@ -86,7 +86,7 @@ def _one(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: int) 
     empty = (s == -torch.inf).all(-1, keepdim=True)
     s = torch.where(empty, 0.0, s)
     lse = torch.logsumexp(s, -1)  # (heads, seqlen_q)
-    p = torch.where(empty, 0.0, torch.exp(s[..., :seqlen_k] - lse[..., None]))
+    p = torch.where(empty, 0.0, torch.softmax(s, -1)[..., :seqlen_k])  # not by lse, which large scores round
     lse = torch.where(empty[..., 0], -torch.inf, lse)
     if call.dropout > 0.0:
         assert call.seed is not None
