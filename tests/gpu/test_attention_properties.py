@@ -13,6 +13,7 @@ from tilewise.testing import cases as build
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
+from tilewise.testing.far_scores import least_scores_are_hidden
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.matrix import PROPERTIES, Check, name_of
 from tilewise.testing.properties import Setting
@@ -28,6 +29,13 @@ def test_property(check: Check, setting: Setting, case: Case) -> None:
 def test_every_property_is_checked() -> None:
     assert {check for check, setting, _ in MATRIX if setting.impl == "triton"} == set(PROPERTIES)
     assert {setting.impl for _, setting, _ in MATRIX} == {"hopper", "triton", "triton_decode"}
+
+
+@pytest.mark.parametrize("mask", [None, tw.causal], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("impl", "queries"), [("triton", 70), ("hopper", 70), ("triton_decode", 5)])
+def test_least_scores_are_hidden(impl: str, queries: int, dtype: torch.dtype, mask: tw.Mask | None) -> None:
+    least_scores_are_hidden(Setting(impl, dtype, DEVICE), mask, queries)
 
 
 RACES = [

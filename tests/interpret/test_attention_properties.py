@@ -20,6 +20,7 @@ from tilewise.ops.triton_launch import Plan
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
+from tilewise.testing.far_scores import least_scores_are_hidden
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.matrix import PROPERTIES, Check, name_of, property_matrix
 from tilewise.testing.properties import Setting
@@ -46,6 +47,20 @@ def test_property(check: Check, setting: Setting, case: Case) -> None:
 def test_every_property_is_checked() -> None:
     assert {check for check, setting, _ in MATRIX if setting.impl == "triton"} == set(PROPERTIES)
     assert {setting.impl for _, setting, _ in MATRIX} == {"triton", "triton_decode"}
+
+
+@pytest.mark.parametrize("mask", [None, tw.causal], ids=["full", "causal"])
+@pytest.mark.parametrize(("impl", "queries"), [("triton", 70), ("triton_decode", 5)])
+def test_least_scores_are_hidden(impl: str, queries: int, mask: tw.Mask | None) -> None:
+    least_scores_are_hidden(Setting(impl), mask, queries)
+
+
+def test_an_infinite_score_makes_lse_infinite() -> None:
+    q = torch.randn(1, 70, 2, 16)
+    score = tw.score(lambda s, b, h, i, j: torch.where((j == 40) & (i % 3 == 0), torch.inf, s))
+    found, wanted = (tw.attention_with_lse(q, q, q, score=score, impl=impl) for impl in ("triton", "reference"))
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert found[1].isposinf().any()
 
 
 @pytest.mark.parametrize("far", [0, 1, 2])

@@ -11,6 +11,7 @@ import tilewise as tw
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, CPU_CASES
+from tilewise.testing.far_scores import least_scores_are_hidden
 from tilewise.testing.matrix import name_of, runnable
 from tilewise.testing.properties import Setting
 from tilewise.testing.strategies import shapes
@@ -74,3 +75,19 @@ def test_scores_of_minus_infinity_count_as_unseen(mask: tw.Mask | None, key: flo
     torch.testing.assert_close(lse, wanted_lse.to(lse.dtype))
     torch.testing.assert_close(o, wanted_o.to(o.dtype))
     assert bool(lse.isneginf().all()) is (key != 0.0)
+
+
+@pytest.mark.parametrize("mask", [None, tw.causal], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("impl", ["cpu_tiled", "reference"])
+def test_least_scores_are_hidden(impl: str, dtype: torch.dtype, mask: tw.Mask | None) -> None:
+    least_scores_are_hidden(Setting(impl, dtype), mask)
+
+
+@pytest.mark.parametrize("mask", [None, tw.causal], ids=["full", "causal"])
+def test_an_infinite_score_makes_lse_infinite(mask: tw.Mask | None) -> None:
+    q = torch.randn(1, 300, 2, 8)
+    score = tw.score(lambda s, b, h, i, j: torch.where((j == 140) & (i % 3 == 0), torch.inf, s))
+    found, wanted = (tw.attention_with_lse(q, q, q, mask=mask, score=score, impl=x) for x in ("cpu_tiled", "reference"))
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert found[1].isposinf().sum() > 100

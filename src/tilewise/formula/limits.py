@@ -12,6 +12,7 @@ from tilewise.formula.walk import postorder
 
 Range = tuple[float, float]
 _ANY: Range = (-math.inf, math.inf)
+MOST = 2.358e38  # times log2(e) still within float32: what a formula makes of a score counts as hidden below -MOST
 _NEAR = 55.0  # its exponential and the reciprocal are within 2**-80 and 2**80: sums of many are no trouble in float32
 
 

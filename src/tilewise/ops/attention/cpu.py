@@ -16,6 +16,7 @@ from tilewise.core.philox import keep_mask
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr
 from tilewise.formula.grad import gradients
+from tilewise.formula.limits import MOST
 from tilewise.formula.optimize import written_once
 from tilewise.formula.structure import Bound
 from tilewise.formula.walk import postorder
@@ -149,6 +150,7 @@ class _Sequence:
         self.call = call
         self.of_weights = of_weights
         self.compute = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        self.least = -torch.finfo(self.compute).max if call.score is None else -MOST * LOG2E  # what is below is hidden
         self.shift = call.rows_k - call.rows_q
         self.b = torch.arange(call.first_batch, call.first_batch + call.batch, device="cpu")[:, None, None, None]
         self.h = torch.arange(call.num_heads_q, device="cpu")[:, None, None]
@@ -262,7 +264,7 @@ class _Sequence:
                 low = (s.amax(-1) - m).amax(-1) < -call.skip * LOG2E  # (batch, heads)
                 s = s.masked_fill(low[..., None, None], -torch.inf)
             m_new = torch.maximum(m, s.amax(-1))
-            m_use = torch.where(m_new == -torch.inf, 0.0, m_new)
+            m_use = m_new.clamp(min=self.least)
             p = s.sub_(m_use[..., None]).exp2_()
             alpha = torch.exp2(m - m_use)
             l = l * alpha + p.sum(-1)
@@ -273,7 +275,7 @@ class _Sequence:
             acc *= alpha.view(*acc.shape[:-1], 1)
             acc += torch.matmul(p.view(*q.shape[:-1], -1), self._keys(call.v, keys))
             m = m_new
-        lse = torch.where(l == 0.0, -torch.inf, (m + torch.log2(l)) / LOG2E)
+        lse = torch.where(l == 0.0, -torch.inf, (m + torch.log2(l)) / LOG2E).where(m != torch.inf, m)
         o = acc / torch.where(l == 0.0, 1.0, l).view(*acc.shape[:-1], 1) / (1.0 - call.dropout)
         o = o.view(call.batch, call.num_heads_q, -1, call.head_dim_v).transpose(1, 2)
         return o.to(call.q.dtype), lse

@@ -8,6 +8,7 @@ import torch
 
 from tilewise.core.philox import keep_mask
 from tilewise.formula.evaluate import evaluate
+from tilewise.formula.limits import MOST
 from tilewise.ops.attention.gradient import Gradients
 from tilewise.ops.attention.problem import Call, requests, sequences
 
@@ -75,6 +76,7 @@ def _one(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: int) 
     if call.score is not None:
         root = call.score.structure.root
         s = evaluate([root], {**symbols, "s": s}, call.score.tensors, call.score.numbers, torch.float64)[0].expand_as(s)
+        s = torch.where(s < -MOST, -torch.inf, s)
     if call.mask is not None:
         visible = evaluate([call.mask.structure.root], symbols, call.mask.tensors, call.mask.numbers, torch.float64)[0]
         s = torch.where(visible, s, -torch.inf)

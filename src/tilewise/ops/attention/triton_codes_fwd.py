@@ -7,7 +7,7 @@ scores ask for their positions. Where a GPU has no FP8, its codes are multiplied
 import triton
 import triton.language as tl
 
-from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.tiles.arithmetic import LN2, LOG2E, MOST
 from tilewise.tiles.codes import number_of_byte
 from tilewise.tiles.visit import call_once, locate, row_ends, take_turns, visit, visit_ahead, visits
 
@@ -117,7 +117,9 @@ def fold_scores(
     """Fold the scores of key tile n, and its values."""
     m_new = tl.maximum(m_i, largest)
     m_use = m_new
-    if MASKED or SCORE is not None:
+    if SCORE is not None:  # in base 2 a smaller one is infinite
+        m_use = tl.maximum(m_new, -MOST)
+    elif MASKED:
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
     p = tl.math.exp2(s * c - (m_use * c)[:, None])
     alpha = tl.math.exp2((m_i - m_use) * c)

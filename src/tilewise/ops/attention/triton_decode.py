@@ -94,7 +94,7 @@ def attention_split(
         else:
             seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
         s = tl.where(seen, s, float("-inf"))
-        m_i, l_i, p, alpha = softmax_step(s, m_i, l_i)
+        m_i, l_i, p, alpha = softmax_step(s, m_i, l_i, SCORE is not None)
         v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, POINTER)  # [BLOCK_N, DV]
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 

@@ -5,7 +5,7 @@ tiles of keys.
 import triton
 import triton.language as tl
 
-from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.tiles.arithmetic import LN2, LOG2E, MOST
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.load import HOST, POINTER, load_rows, rows_of, store_rows
 from tilewise.tiles.visit import call_once, locate, row_ends, take_turns, visit, visit_ahead, visits
@@ -66,7 +66,9 @@ def fold_scores(
     """Fold the scores of the tile of keys from start_n on, and its values."""
     m_new = tl.maximum(m_i, largest)
     m_use = m_new
-    if MASKED or SCORE is not None:
+    if SCORE is not None:  # in base 2 a larger one is infinite, and so are its weights
+        m_use = tl.maximum(tl.minimum(m_new, MOST), -MOST)
+    elif MASKED:
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
     p = tl.math.exp2(s * c - (m_use * c)[:, None])
     alpha = tl.math.exp2((m_i - m_use) * c)

@@ -160,7 +160,7 @@ def fold_keys(q, k, v, scales, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args
         first_j, last_j = row_ends(b, h, offs_i, 0, keys, mask_args, mask_nums, ROWS)
         seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
     s = tl.where(seen, s, float("-inf"))
-    m_new, l_i, w, alpha = softmax_step(s, m_i, l_i)
+    m_new, l_i, w, alpha = softmax_step(s, m_i, l_i, SCORE is not None)
     if ENCODING is None:
         acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     else:
