@@ -56,7 +56,7 @@ def check(call: Call, impl: str) -> None:
         assert float((mean - want_mean).abs().max()) <= bound
 
 
-def _variant(group: int, stands: bool) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
+def _variant(group: int, stands: bool, drafts: bool = False) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
     def make(width: int, dtype: torch.dtype) -> tuple[Operation[Any], Any]:
         dim, size = pages(width)
         count = 2048  # pages: of 64 tokens a row of 131072
@@ -65,10 +65,11 @@ def _variant(group: int, stands: bool) -> Callable[[int, torch.dtype], tuple[Ope
         v_mean = torch.zeros(10, 2, dim, dtype=dtype) if stands else None
         request = None if stands else numbers.clone()
         return CHOOSE_TOKENS, Call(
-            scores, scores[:, :, 0].contiguous(), runs, table, request, numbers, v_mean, size, 8, 2, 1, 1, 1
-        )
+            scores, scores[:, :, 0].contiguous(), runs, table, request, numbers, v_mean, size, 8, 2, 1, 1, 1,
+            numbers.clone() if drafts else None,
+        )  # fmt: skip
 
     return make
 
 
-VARIANTS = {"compensated": _variant(4, True), "alone": _variant(1, False)}
+VARIANTS = {"compensated": _variant(4, True), "alone": _variant(1, False), "drafts": _variant(1, True, True)}

@@ -5,11 +5,8 @@ softmax.
 import triton
 import triton.language as tl
 
-from tilewise.formula import limits
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-MOST = tl.constexpr(limits.MOST)
 
 
 @triton.jit
@@ -103,12 +100,12 @@ def sigmoid_fast(x):
 
 
 @triton.jit
-def softmax_step(s, m_i, l_i, BOUNDED: tl.constexpr = False):
+def softmax_step(s, m_i, l_i):
     """Scores [ROWS, KEYS] of one more tile, -inf for what is hidden: (largest, sums, weights, the factor of what was
-    weighted before). Rows that have seen nothing, if BOUNDED nothing from -MOST on, weigh nothing.
+    weighted before). Rows that have seen nothing weigh nothing.
     """
     m_new = tl.maximum(m_i, tl.max(s, 1))
-    m_use = tl.maximum(m_new, -MOST) if BOUNDED else tl.where(m_new == float("-inf"), 0.0, m_new)
+    m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
     w = tl.math.exp2((s - m_use[:, None]) * LOG2E)
     alpha = tl.math.exp2((m_i - m_use) * LOG2E)
     return m_new, l_i * alpha + tl.sum(w, 1), w, alpha

@@ -7,7 +7,8 @@ scores ask for their positions. Where a GPU has no FP8, its codes are multiplied
 import triton
 import triton.language as tl
 
-from tilewise.tiles.arithmetic import LN2, LOG2E, MOST
+from tilewise.ops.attention.triton_fwd import MOST
+from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.codes import number_of_byte
 from tilewise.tiles.visit import call_once, locate, row_ends, take_turns, visit, visit_ahead, visits
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.triton_fwd import MOST
 from tilewise.ops.attention.triton_keys import call_key
 from tilewise.ops.attention.triton_plans import formula_arguments, functions, matmul_precision, strides_of
 from tilewise.ops.triton_launch import Plan, Plans, on_device
@@ -60,7 +61,7 @@ def attention_split(
 
     # prologue: the run of tiles that any row of any head of the group sees
     q = tl.load(q_ptrs, mask=in_r[:, None] & (offs_d[None, :] < HEAD_DIM), other=0.0)  # [BLOCK_R, D]
-    m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    m_i = tl.full([BLOCK_R], float("-inf") if SCORE is None else -MOST, tl.float32)  # what is less is hidden
     l_i = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
     x0 = shift + 0 * h
@@ -94,7 +95,7 @@ def attention_split(
         else:
             seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
         s = tl.where(seen, s, float("-inf"))
-        m_i, l_i, p, alpha = softmax_step(s, m_i, l_i, SCORE is not None)
+        m_i, l_i, p, alpha = softmax_step(s, m_i, l_i)
         v = load_rows(V_base, start_n, stride_vs, in_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True, POINTER)  # [BLOCK_N, DV]
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 

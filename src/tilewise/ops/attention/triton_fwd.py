@@ -5,10 +5,13 @@ tiles of keys.
 import triton
 import triton.language as tl
 
-from tilewise.tiles.arithmetic import LN2, LOG2E, MOST
+from tilewise.formula import limits
+from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.load import HOST, POINTER, load_rows, rows_of, store_rows
 from tilewise.tiles.visit import call_once, locate, row_ends, take_turns, visit, visit_ahead, visits
+
+MOST = tl.constexpr(limits.MOST)
 
 
 @triton.jit

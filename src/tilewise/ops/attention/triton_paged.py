@@ -19,6 +19,7 @@ from tilewise.ops.attention.configs import padded
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.sharing import may_share, most_rows, rows_of_shared_tile
 from tilewise.ops.attention.triton_channels import bits_by_channel, keys_by_channel, load_by_channel
+from tilewise.ops.attention.triton_fwd import MOST
 from tilewise.ops.attention.triton_parts import leave_part, merge_row, merge_share, store_part, store_rows
 from tilewise.ops.attention.triton_planned import (
     Planned,
@@ -160,7 +161,7 @@ def fold_keys(q, k, v, scales, m_i, l_i, acc, unit, h, offs_i, offs_n, mask_args
         first_j, last_j = row_ends(b, h, offs_i, 0, keys, mask_args, mask_nums, ROWS)
         seen = (offs_n[None, :] >= first_j[:, None]) & (offs_n[None, :] <= last_j[:, None])
     s = tl.where(seen, s, float("-inf"))
-    m_new, l_i, w, alpha = softmax_step(s, m_i, l_i, SCORE is not None)
+    m_new, l_i, w, alpha = softmax_step(s, m_i, l_i)
     if ENCODING is None:
         acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     else:
@@ -209,7 +210,7 @@ def attention_work(
         Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, rows_q, HEAD_DIM, GROUP, BLOCK_R, OF_PREFIXES
     )
     begun = t > 0  # by another program
-    m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    m_i = tl.full([BLOCK_R], float("-inf") if SCORE is None else -MOST, tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
 
@@ -249,7 +250,7 @@ def attention_work(
                     O, LSE, SINK, stride_ob, stride_os, stride_oh, unit, in_r, m, h, acc, l_i, m_i, rows_q, HEADS,
                     HEAD_DIM_V, PACKED, ENCODING,
                 )  # fmt: skip
-            m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
+            m_i = tl.full([BLOCK_R], float("-inf") if SCORE is None else -MOST, tl.float32)
             l_i = tl.zeros([BLOCK_R], tl.float32)
             acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
             q = load_queries(
@@ -322,7 +323,7 @@ def attention_chunks(
         in_r, m, h, offs_i = rows_of_unit(unit, hk, unit[1] * BLOCK_R + tl.arange(0, BLOCK_R), GROUP)
         q = load_queries(Q, stride_qb, stride_qs, stride_qh, unit, hk, offs_d, rows_q, HEAD_DIM, GROUP, BLOCK_R)
         pages = pages_of(TABLE, FIRST, stride_t, unit[0], (unit[2] + t) * BLOCK_N, unit[4], PAGE, BLOCK_N)
-        m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
+        m_i = tl.full([BLOCK_R], float("-inf") if SCORE is None else -MOST, tl.float32)
         l_i = tl.zeros([BLOCK_R], tl.float32)
         acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
 
