@@ -56,7 +56,9 @@ def check(call: Call, impl: str) -> None:
         assert float((mean - want_mean).abs().max()) <= bound
 
 
-def _variant(group: int, stands: bool, drafts: bool = False) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
+def _variant(
+    group: int, stands: bool, drafts: bool = False
+) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
     def make(width: int, dtype: torch.dtype) -> tuple[Operation[Any], Any]:
         dim, size = pages(width)
         count = 2048  # pages: of 64 tokens a row of 131072
