@@ -182,7 +182,7 @@ TWINS = [
     (triton_token_choice, "find_least", "count >= missing, least | bit", "count > 0, least | bit", "sparq"),
     (triton_token_choice, "take_tokens", "tl.cumsum(tie, 0) <= ties", "tl.cumsum(tie, 0) > same - ties", "sparq"),
     (triton_token_choice, "find_least", "(n < length - local)", "(n < length)", "sparq"),
-    (triton_token_choice, "take_tokens", "tl.where(kept > 0, x, ", "tl.where(kept >= 0, x, ", "sparq"),
+    (triton_token_choice, "take_tokens", "tl.where(kept > 0, weights, ", "tl.where(kept >= 0, weights, ", "sparq"),
     (triton_token_choice, "take_tokens", "n % PAGE * by_token", "n * by_token", "sparq"),
     (triton_token_choice, "take_tokens", "tl.minimum(counted - p * PAGE, PAGE)", "PAGE + 0 * p", "sparq"),
     (triton_token_choice, "take_tokens", "(n >= read) & (n < width)", "(n > read) & (n < width)", "sparq_all"),
