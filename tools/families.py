@@ -118,6 +118,12 @@ _WRITE_SHARED = (
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
+_OF_TOKENS = (
+    "src/tilewise/schedule/page_selection.py",
+    "src/tilewise/tiles/log_sum.py",
+    _ATTENTION + "selected_pages.py",
+)
+
 # operations on rows, or blocks of rows, made by `ops/operation.py`, and the sources of theirs beside the folder
 NEIGHBOURS: dict[str, tuple[str, ...]] = {
     "norm": ("src/tilewise/quant/c*.py", _CODES),
@@ -144,8 +150,8 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         "src/tilewise/tiles/largest.py",
         _ATTENTION + "selected_pages.py",
     ),
-    "token_choice": ("src/tilewise/schedule/page_selection.py", _ATTENTION + "selected_pages.py"),
-    "token_scores": ("src/tilewise/schedule/page_selection.py", _ATTENTION + "selected_pages.py"),
+    "token_choice": _OF_TOKENS,
+    "token_scores": _OF_TOKENS,
     "quantize": (
         "src/tilewise/layouts.py",
         "src/tilewise/quant/*.py",

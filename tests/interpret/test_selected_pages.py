@@ -170,7 +170,7 @@ TWINS = [
     (triton_token_scores, "score_tokens", "more += s", "more = s", "sparq"),
     (triton_token_scores, "score_tokens", "n * (8 // BITS) + half", "n * (8 // BITS)", "sparq_drafts"),
     (triton_token_scores, "score_tokens", "of_row * GROUP + first + g", "of_row * GROUP + first", "sparq"),
-    (triton_token_scores, "score_tokens", "tl.sum(tl.exp(x", "tl.max(tl.exp(x", "sparq"),
+    (triton_token_scores, "score_tokens", "log_sum(tl.where", "tl.max(tl.where", "sparq"),
     (triton_token_scores, "score_tokens", "- weight[:, None]", "", "sparq"),
     (triton_token_scores, "score_tokens", "tl.join(a, c), tl.join(b, d)", "tl.join(a, b), tl.join(c, d)", "sparq"),
     (triton_query_parts, "part_queries", "total = tl.sum(size, 0)", "total = tl.max(size, 0)", "sparq"),

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tilewise.ops.token_choice.problem import FORCED, Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.tiles.log_sum import log_sum
 
 _TILE = 512  # tokens of a program: of one warp, which waits for no other
 _BETWEEN = (4096, 32768)  # keys that are searched: room for an eighth of the tokens, at least and at most so many
@@ -215,14 +216,6 @@ def find_least(
     tl.store(to + 2, ties, mask=tile < tiles)
     tl.store(to + 3, same, mask=tile < tiles)
     tl.store(LEAST + at, last.to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def log_sum(x, AXIS: tl.constexpr):
-    """The logarithm of the sum of exponentials along the last axis, -inf where all are."""
-    top = tl.max(x, AXIS)
-    top = tl.where(tl.abs(top) < float("inf"), top, 0.0)
-    return top + tl.log(tl.sum(tl.exp(x - tl.expand_dims(top, AXIS)), AXIS))
 
 
 @triton.jit(do_not_specialize=["runs", "tiles", "width", "local", "by_page", "by_token", "by_head"])

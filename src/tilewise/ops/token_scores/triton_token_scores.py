@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tilewise.ops.token_scores.problem import Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.tiles.log_sum import log_sum
 
 _BYTES = 512  # of a column, that a program has: with more, programs that wait for memory are too few
 _SUMS = 64  # of a thread: of 16 tokens at most, of 4 where codes come byte by byte
@@ -79,7 +80,7 @@ def score_tokens(
     columns = COLUMNS.to(tl.pointer_type(tl.int32)) + columns if OF_WORD == 4 else COLUMNS + columns
     tokens = pages.to(tl.int64) * PAGE
     runs = pages.to(tl.int64) * (8 // BITS)
-    totals = zeros_of(8 // BITS, PAGES, WORDS * OF_WORD)
+    totals = times(8 // BITS, tl.zeros([PAGES, WORDS * OF_WORD], tl.float32))
     for first in tl.static_range(0, GROUP, AT_ONCE):
         sums, base, weight = over_dimensions(
             Q + (of_row * GROUP + first) * RANK, DIMS + of_row * RANK, columns, LEAST + ends, LARGEST + ends, there,
@@ -95,35 +96,20 @@ def score_tokens(
                 more += s
                 at = of_row * GROUP + first + g
                 tl.store(SCORES + at * tokens + token, s, mask=seen)
-                lse = log_sum(tl.where(seen, s, float("-inf")))
+                lse = log_sum(tl.where(seen, s, float("-inf")), 1)
                 tl.store(LSE + at * runs + n * (8 // BITS) + half, lse, mask=there)
             if GROUP > 1:
                 totals = with_part(totals, half, more)
-
-    # epilogue
-    if GROUP > 1:
-        for half in tl.static_range(8 // BITS):
-            byte = tl.arange(0, WORDS * OF_WORD)
-            token = n[:, None] * PAGE + half * (each * OF_WORD) + byte[None, :]
-            seen = (token < length) & (byte < each * OF_WORD)[None, :]
-            tl.store(TOTAL + of_row * tokens + token, totals[half], mask=seen)
+                if first + AT_ONCE >= GROUP:
+                    tl.store(TOTAL + of_row * tokens + token, totals[half], mask=seen)
 
 
 @triton.jit
-def zeros_of(count: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A tuple of so many [ROWS, COLS]."""
+def times(count: tl.constexpr, x):
+    """A tuple of x so many times."""
     found = ()
     for _ in tl.static_range(count):
-        found = found + (tl.zeros([ROWS, COLS], tl.float32),)  # noqa: RUF005 (unknown to Triton)
-    return found
-
-
-@triton.jit
-def nothing_of(count: tl.constexpr, ROWS: tl.constexpr):
-    """A tuple of so many [ROWS]."""
-    found = ()
-    for _ in tl.static_range(count):
-        found = found + (tl.zeros([ROWS], tl.float32),)  # noqa: RUF005
+        found = found + (x,)  # noqa: RUF005 (unknown to Triton)
     return found
 
 
@@ -144,9 +130,9 @@ def over_dimensions(
     """(sums of weights times `as_number`, one code of all heads after the other, [PAGES, WORDS]; of q times the least
     numbers; and of weights, [PAGES]), for some heads, as tuples.
     """
-    sums = zeros_of(OF_WORD * 8 // BITS * SOME, inside.shape[0], inside.shape[1])
-    base = nothing_of(SOME, there.shape[0])
-    weight = nothing_of(SOME, there.shape[0])
+    sums = times(OF_WORD * 8 // BITS * SOME, tl.zeros([inside.shape[0], inside.shape[1]], tl.float32))
+    base = times(SOME, tl.zeros([there.shape[0]], tl.float32))
+    weight = base
     for i in tl.range(RANK, loop_unroll_factor=8):
         dim = tl.load(dims + i)
         words = tl.load(columns + dim * each, mask=inside, other=0).to(tl.int32)
@@ -177,29 +163,19 @@ def scores_of(
 ):  # fmt: skip
     """Those of head g for the tokens of one half of the codes of words  # [PAGES, BLOCK]"""
     if OF_WORD == 4:
-        a = score_of(sums, base, weight, 4 * half, g, SOME, BITS, OF_WORD)
-        b = score_of(sums, base, weight, 4 * half + 1, g, SOME, BITS, OF_WORD)
-        c = score_of(sums, base, weight, 4 * half + 2, g, SOME, BITS, OF_WORD)
-        d = score_of(sums, base, weight, 4 * half + 3, g, SOME, BITS, OF_WORD)
+        a = score_of(sums[4 * half * SOME + g], base, weight, 4 * half, BITS, OF_WORD)
+        b = score_of(sums[(4 * half + 1) * SOME + g], base, weight, 4 * half + 1, BITS, OF_WORD)
+        c = score_of(sums[(4 * half + 2) * SOME + g], base, weight, 4 * half + 2, BITS, OF_WORD)
+        d = score_of(sums[(4 * half + 3) * SOME + g], base, weight, 4 * half + 3, BITS, OF_WORD)
         return tl.join(tl.join(a, c), tl.join(b, d)).reshape(a.shape[0], 4 * a.shape[1])
     else:
-        return score_of(sums, base, weight, half, g, SOME, BITS, OF_WORD)
+        return score_of(sums[half * SOME + g], base, weight, half, BITS, OF_WORD)
 
 
 @triton.jit
-def score_of(
-    sums, base, weight, t: tl.constexpr, g: tl.constexpr, SOME: tl.constexpr, BITS: tl.constexpr, OF_WORD: tl.constexpr
-):
-    """Those of head g for code t of words  # [PAGES, WORDS]"""
-    return base[:, None] + (sums[t * SOME + g] - weight[:, None]) * worth(t, BITS, OF_WORD)
-
-
-@triton.jit
-def log_sum(x):
-    """The logarithms of rows' sums of exponentials, -inf where all are."""
-    top = tl.max(x, 1)
-    top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    return top + tl.log(tl.sum(tl.exp(x - top[:, None]), 1))
+def score_of(total, base, weight, t: tl.constexpr, BITS: tl.constexpr, OF_WORD: tl.constexpr):
+    """Those of a head for code t of words  # [PAGES, WORDS]"""
+    return base[:, None] + (total - weight[:, None]) * worth(t, BITS, OF_WORD)
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
