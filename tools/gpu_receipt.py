@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.environment import current
 from benchmarks.records import RESULTS
-from tools import gpus_in_turns
+from tools import gpus_in_turns, longest_first
 from tools.families import FAMILIES, ROOT, Family
 from tools.receipts import Receipt, append
 from tools.resumed import Passed, name_of, state_of
@@ -97,7 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     before = {family.name: family.hash() for family in chosen}
     passed = None if given.resume is None else Passed(given.resume, state_of(chosen, environment))
     outcomes = Outcomes(passed)
-    options = ["-n", given.workers, "--dist", "loadgroup", "-q", "-p", gpus_in_turns.__name__, "--timeout", PATIENCE]
+    options = ["-n", given.workers, "--dist", "loadgroup", "-q", "--timeout", PATIENCE]
+    options += ["-p", gpus_in_turns.__name__, "-p", longest_first.__name__]
     options += passed.leave_out() if passed else []
     status = pytest.main([*tests_of(chosen), *options], plugins=[outcomes])
     if passed is not None and status == pytest.ExitCode.NO_TESTS_COLLECTED and passed.names:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.environment import Environment
-from tools import gpus_in_turns, resumed
+from tools import gpus_in_turns, longest_first, resumed
 from tools.families import ROOT, Family
 
 TESTS = """
@@ -91,3 +91,26 @@ def test_a_state_is_of_kernels_tests_and_device(tmp_path: Path, changed: str) ->
 
 def test_processes_begin_with_gpus_in_turn() -> None:
     assert [gpus_in_turns.in_turn(f"gw{n}", 3) for n in range(4)] == ["0,1,2", "1,2,0", "2,0,1", "0,1,2"]
+
+
+def test_what_takes_minutes_begins_first(tmp_path: Path) -> None:
+    names = ("test_short", "test_case_many_operations", "test_other", "test_sanitizer")
+    (tmp_path / "test_some.py").write_text("".join(f"def {name}():\n    pass\n\n" for name in names))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    options = [
+        "-p",
+        longest_first.__name__,
+        "-n",
+        "1",
+        "--dist",
+        "loadgroup",
+        "-v",
+        "--rootdir",
+        ".",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command = [sys.executable, "-m", "pytest", "test_some.py", *options]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    began = [line.split("::")[1].split()[0] for line in ran.stdout.splitlines() if "PASSED" in line]
+    assert began == ["test_case_many_operations", "test_sanitizer", "test_short", "test_other"], ran.stdout
