@@ -47,12 +47,17 @@ print(json.dumps([before, int(status), outcomes.of(Family("some", (), ("test_som
 ENVIRONMENT = Environment("NVIDIA H200", "1", "2", "3", "abc", "c", "2026-01-01T00:00:00Z")
 
 
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What Python does there, with the project's tools at hand."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
 def run(folder: Path, fixed: bool) -> object:
     """(names that were known, pytest's exit status, outcomes) of a run."""
     (folder / "test_some.py").write_text(TESTS.format(fixed=fixed))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", RUN]
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    ran = python(folder, "-c", RUN)
     assert ran.stdout.strip(), ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -96,21 +101,9 @@ def test_processes_begin_with_gpus_in_turn() -> None:
 def test_what_takes_minutes_begins_first(tmp_path: Path) -> None:
     names = ("test_short", "test_case_many_operations", "test_other", "test_sanitizer")
     (tmp_path / "test_some.py").write_text("".join(f"def {name}():\n    pass\n\n" for name in names))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    options = [
-        "-p",
-        longest_first.__name__,
-        "-n",
-        "1",
-        "--dist",
-        "loadgroup",
-        "-v",
-        "--rootdir",
-        ".",
-        "-p",
-        "no:cacheprovider",
-    ]
-    command = [sys.executable, "-m", "pytest", "test_some.py", *options]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    options = ("-n", "1", "--dist", "loadgroup", "-v", "--rootdir", ".", "-p", "no:cacheprovider")
+    ran = python(tmp_path, "-m", "pytest", "test_some.py", "-p", longest_first.__name__, *options)
     began = [line.split("::")[1].split()[0] for line in ran.stdout.splitlines() if "PASSED" in line]
     assert began == ["test_case_many_operations", "test_sanitizer", "test_short", "test_other"], ran.stdout
+    sources = [*ROOT.glob("tests/gpu/*.py"), *ROOT.glob("src/tilewise/testing/*.py")]
+    assert all(any(name in str(path) or name in path.read_text() for path in sources) for name in longest_first.LONGEST)
