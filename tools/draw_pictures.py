@@ -31,8 +31,8 @@ from tilewise.kv.allocator import PageAllocator
 from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.schedule.worklist import WorkList
 from tilewise.testing import kinds
-from tilewise.testing.attention_codes import exponent_codes
 from tilewise.testing.scenes import scene
+from tilewise.testing.weight_codes import exponent_codes
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 TOKENS, BLOCK = 48, 8

@@ -204,7 +204,10 @@ _IN_FEW_BITS = (
 )
 
 _TRITON_CODES = (_ATTENTION + "triton_codes*.py", _ATTENTION + "rows/triton_codes.py", _CODES)
-_HOPPER_CODES = (_ATTENTION + "gluon*_codes.py", _ATTENTION + "rows/hopper_codes.py")
+_HOPPER_CODES = (
+    *(_ATTENTION + f"gluon*_{name}.py" for name in ("codes", "code_scales")),
+    _ATTENTION + "rows/hopper_codes.py",
+)
 
 FAMILIES: dict[str, Family] = {
     family.name: family

@@ -48,6 +48,7 @@ CODED: dict[str, Callable[[], dict[str, Any]]] = {  # in few bits
     "sage1": lambda: {"mask": tw.causal, "quantize": tw.Sage1()},
     "sage2 int4": lambda: {"mask": tw.causal, "quantize": tw.Sage2("int4")},
     "sage2 sums": lambda: {"quantize": tw.Sage2()},  # of weights as they are, for a gradient
+    "int8 blocks": lambda: {"quantize": tw.Sage(q_scale="block", k_scale="block", v_scale="block", smooth=())},
     "sage2 causal": lambda: {"mask": tw.causal, "quantize": tw.Sage2()},
     "sage2 softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0), "quantize": tw.Sage2()},
     "fp8 blocks": lambda: {
@@ -310,7 +311,9 @@ def variants() -> Iterator[Variant]:
             quick = head_dim == 128 or (head_dim == 256 and formula in ("sage2 packed", "fp8 blocks"))
             yield Variant(90, "hopper_codes", "bf16", head_dim, formula, quick)
     for sm, head_dim in itertools.product(ARCHITECTURES, (64, 128, 256)):
-        for formula in (formula for formula in CODED if formula not in ("sage2 sums", "fp8 blocks", "fp8 longer")):
+        for formula in (
+            formula for formula in CODED if formula not in ("sage2 sums", "int8 blocks", "fp8 blocks", "fp8 longer")
+        ):
             yield Variant(sm, "triton_codes", "bf16", head_dim, formula, head_dim == 128 and formula == "sage2 causal")
 
 

@@ -12,6 +12,7 @@ import torch
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tilewise.ops.attention import triton_codes
+from tilewise.quant import Quantized
 from tilewise.quant.schemes import Scheme
 from tilewise.testing import attention_codes as cases
 from tilewise.testing.attention_codes import CASES, FP8_VALUES, CodedCase
@@ -20,10 +21,12 @@ from tilewise.testing.case import Case
 from tilewise.testing.graphs import captured
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.paging import paged
+from tilewise.testing.weight_codes import by_exponents, hopper_weights, rounded_weights
 
 ROW, PORTABLE = ROWS = ("hopper_codes", "triton_codes")
 BY_NAME = {case.name: case for case in CASES}
 _CENTRED = tw.Sage(smooth=("k", "v"))
+_BLOCKS = tw.Sage(q_scale="block", k_scale="block", v_scale="block", smooth=())
 
 
 def _tiles(device: str) -> dict[str, Any]:
@@ -40,6 +43,8 @@ LARGE = [
               (4, 1), 64, 64),
     CodedCase("large_tiles", tw.Sage2(), _tiles, ((1500, 1500),), (4, 2), 128, 128),
     CodedCase("large_tiles_blocks", tw.FP8("block", "block", "block"), _tiles, ((1500, 1500),), (4, 2), 128, 128),
+    CodedCase("large_tiles_int8_blocks", _BLOCKS, _tiles, ((1500, 1500),), (4, 2), 128, 128),
+    CodedCase("large_int8_blocks", _BLOCKS, lambda device: {"mask": tw.causal}, ((2000, 2000),), (4, 1), 64, 64),
     CodedCase("large_wide", _CENTRED, lambda device: {"mask": tw.causal}, ((1500, 2100),), (4, 2), 256, 256),
 ]  # fmt: skip
 
@@ -168,44 +173,67 @@ def test_small_weights_are_left_out(row: str, scheme: tw.Sage | tw.FP8) -> None:
     check_left_out(torch.bfloat16, row, DEVICE, scheme)
 
 
+OF_INTEGERS = [tw.Sage2(), tw.Sage2pp(), tw.Sage(smooth=("k", "v"), rotate="hadamard"), _BLOCKS]
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.25, 1.0, 4.0, 64.0, "each block another"], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("scheme", [tw.Sage2(), _BLOCKS], ids=repr)
+def test_whatever_a_score_is_worth(scheme: tw.Sage, dim: int, size: float | str) -> None:
+    """Where that is little or much, and from a tile on whose keys are much larger or smaller than others, the kernel
+    has all bits of scores.
+    """
+    q, k, v = cases.one_head(3000, dim, torch.float16, DEVICE)
+    if isinstance(size, float):
+        q *= size**0.5
+        k *= size**0.5
+    else:
+        k *= (2.0 ** (torch.arange(3000, device=DEVICE) // 128 % 9 - 5))[:, None, None]
+    o, lse = tw.attention_with_lse(q, k, v, quantize=scheme, impl=ROW)
+    want, want_lse = by_exponents(tw.quantize_qkv(q, k, v, scheme=scheme))
+    off = float((o.double() - want).norm() / want.norm())
+    assert off <= cases.OUTPUTS[torch.float16] + 2 * cases.KEPT + 2.0**-9, off
+    assert float((lse.double() - want_lse).abs().max()) <= 2.0**-9 + 2.0**-20 * float(lse.abs().max())
+
+
 @pytest.mark.parametrize("first", [0.0, 14.0, 300.0], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.Sage2pp(), tw.Sage(smooth=("k", "v"), rotate="hadamard")], ids=repr)
+@pytest.mark.parametrize("scheme", OF_INTEGERS, ids=repr)
 def test_weights_are_codes_of_their_exponents(scheme: tw.Sage, dim: int, first: float) -> None:
     """But for rounding of outputs, for bits that sums of products lose, and for scores of float32 (those of integers
     are exact): rounded to the nearest in place of a code, weights would be 4 % apart. The first key's score is `first`.
     """
     q, k, v = cases.with_first_key(3000, dim, torch.float16, first, DEVICE)
     o, lse = tw.attention_with_lse(q, k, v, quantize=scheme, impl=ROW)
-    want, want_lse = cases.by_exponents(tw.quantize_qkv(q, k, v, scheme=scheme))
+    want, want_lse = by_exponents(tw.quantize_qkv(q, k, v, scheme=scheme))
     off = float((o.double() - want).norm() / want.norm())
     assert off <= cases.OUTPUTS[torch.float16] + 2 * cases.KEPT + 2.0**-9, off
     apart = (lse.double() - want_lse).abs().max()
     assert float(apart) <= 2.0**-9 + 2.0**-20 * float(lse.abs().max())
 
 
-def _rounded_by_portable(dim: int, pv: str) -> Callable[..., torch.Tensor]:
+def _rounded_by_portable(dim: int, pv: str) -> Callable[[Quantized, float], torch.Tensor]:
     keys = triton_codes.tiles(dim, dim).block_n
     dtype = {"fp8": torch.float8_e4m3fn, "fp16": torch.float16}[pv]
 
-    def coded(scores: torch.Tensor, largest: float, off: float) -> torch.Tensor:
-        return cases.rounded_weights(scores, largest, keys, off, fall=0.0, dtype=dtype)
+    def coded(x: Quantized, off: float) -> torch.Tensor:
+        return rounded_weights(x, off, keys, fall=0.0, dtype=dtype)
 
     return coded
 
 
 @pytest.mark.parametrize("first", [0.0, 14.0, 300.0], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("scheme", [tw.Sage2(), tw.Sage2pp(), tw.Sage(smooth=("k", "v"), rotate="hadamard")], ids=repr)
+@pytest.mark.parametrize("scheme", OF_INTEGERS, ids=repr)
 @pytest.mark.parametrize("kind", ["exponents", "rounded", "portable"])
 def test_the_largest_difference_is_that_of_a_rounded_output(kind: str, scheme: tw.Sage, dim: int, first: float) -> None:
     """Of both kernels; Hopper's has codes of exponents as weights, or rounds them where a gradient is wanted."""
     q, k, v = cases.with_first_key(3000, dim, torch.bfloat16, first, DEVICE)
     if kind == "exponents":
-        cases.check_codes_of_weights((q, k, v), scheme, ROW, cases.exponent_codes, sums_of_codes=True)
+        cases.check_codes_of_weights((q, k, v), scheme, ROW, hopper_weights, sums_of_codes=True)
     elif kind == "rounded":
         q.requires_grad_()
-        cases.check_codes_of_weights((q, k, v), scheme, ROW, cases.rounded_weights, sums_of_codes=False)
+        cases.check_codes_of_weights((q, k, v), scheme, ROW, rounded_weights, sums_of_codes=False)
     else:
         coded = _rounded_by_portable(dim, scheme.pv)
         cases.check_codes_of_weights((q, k, v), scheme, PORTABLE, coded, sums_of_codes=False)
@@ -224,7 +252,7 @@ def test_blocks_of_values_far_apart(row: str, dim: int) -> None:
     cases.check_values_apart(torch.bfloat16, row, DEVICE, dim)
 
 
-APART = [tw.Sage2(), tw.FA3FP8(), tw.Sage(q_scale="token", k_scale="token"), tw.Sage("fp8", v_scale="block")]
+APART = [tw.Sage2(), _BLOCKS, tw.FA3FP8(), tw.Sage(q_scale="token", k_scale="token"), tw.Sage("fp8", v_scale="block")]
 
 
 @pytest.mark.parametrize("row", ROWS)

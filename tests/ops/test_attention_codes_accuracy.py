@@ -9,6 +9,7 @@ little.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +20,18 @@ import torch
 import tilewise as tw
 from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.quant import Quantized
-from tilewise.quant.schemes import Scheme
+from tilewise.quant.schemes import KEYS, Scheme
 from tilewise.testing import kinds
-from tilewise.testing.attention_codes import LINE, LINE_LEAST, by_exponents, exponent_codes
 from tilewise.testing.kinds import KINDS
+from tilewise.testing.weight_codes import (
+    LEAST_OF_KEPT,
+    LINE,
+    LINE_LEAST,
+    LINE_OF_KEPT,
+    UNIT,
+    by_exponents,
+    exponent_codes,
+)
 
 DIM, ROWS, HEADS = 128, 512, 4
 ON_AVERAGE, AT_MOST = 1.2, 2.0  # times the table: all heads together, and each
@@ -128,6 +137,28 @@ def test_a_code_of_an_exponent_is_off_by_no_more_than_is_said() -> None:
         assert 0.9 * LINE_LEAST <= float(off[~normal].max()) <= LINE_LEAST
         octave = (x > -8) & (x <= -4)
         assert abs(float((w / torch.exp2(x) / largest)[octave].mean()) - 1) <= 5e-4
+
+
+def test_so_is_one_of_an_integer_of_which_the_upper_bits_are_kept() -> None:
+    """`LINE_OF_KEPT` and `LEAST_OF_KEPT`, at any number of codes to what is kept."""
+    generator = torch.Generator().manual_seed(3)
+    most, least = [], []
+    for codes, largest in itertools.product((0.0617, 0.1, 0.3, 0.5, 0.7, 1.0), (224.0, 256.0, 448.0)):
+        worth = codes / 8 / UNIT
+        integers = (-20.0 * torch.rand(64, KEYS * 256, generator=generator, dtype=torch.float64) / worth).round()
+        integers[:, ::KEYS] = torch.randint(300, 900, (64, 256), generator=generator).double()  # each tile's largest
+        x = integers * worth
+        w = exponent_codes(x, largest, worth=torch.full_like(x, worth))[:, KEYS:] * largest  # the first is never so
+        of_tile = x[:, KEYS:].unflatten(1, (-1, KEYS))
+        level = of_tile.amax(-1, keepdim=True).expand_as(of_tile).flatten(1)
+        want = torch.exp2(x[:, KEYS:]) * largest
+        off, above = (w - want).abs(), x[:, KEYS:] - level + math.log2(largest)
+        most.append(float((off / want)[above >= -5].max()))
+        least.append(float((off / torch.exp2(level))[above < -6].max()))
+        octave = (x[:, KEYS:] - level > -8) & (x[:, KEYS:] - level <= -4)
+        assert abs(float((w / want)[octave].mean()) - 1) <= 0.012
+    assert 0.9 * LINE_OF_KEPT <= max(most) <= LINE_OF_KEPT
+    assert 0.9 * LEAST_OF_KEPT <= max(least) <= LEAST_OF_KEPT
 
 
 def test_small_weights_beside_a_large_one_are_kept() -> None:

@@ -17,6 +17,7 @@ from tilewise.ops.attention.cpu import BLOCK_N, MAX_RUN
 from tilewise.quant.blocks import Quantized
 from tilewise.testing import attention_codes as cases
 from tilewise.testing.attention_codes import CASES, CodedCase
+from tilewise.testing.weight_codes import rounded_weights
 
 BY_NAME = {case.name: case for case in CASES}
 EMPTY = ("no_queries", "no_keys")
@@ -34,8 +35,8 @@ def test_the_largest_difference_is_that_of_a_rounded_output(scheme: tw.Sage, fir
     tensors = cases.with_first_key(3000, 64, torch.bfloat16, first)
     dtype = torch.float8_e4m3fn if scheme.pv == "fp8" else torch.float16
 
-    def coded(scores: torch.Tensor, largest: float, off: float, keys: int = MAX_RUN * BLOCK_N) -> torch.Tensor:
-        return cases.rounded_weights(scores, largest, keys, off, fall=0.0, dtype=dtype)
+    def coded(x: Quantized, off: float, keys: int = MAX_RUN * BLOCK_N) -> torch.Tensor:
+        return rounded_weights(x, off, keys, fall=0.0, dtype=dtype)
 
     cases.check_codes_of_weights(tensors, scheme, "cpu_codes", coded, sums_of_codes=False)
     if first == 0.0 and scheme.pv == "fp8":  # counted from another tile's largest, weights are other codes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,11 @@ from tilewise.ops.attention.reference import attention_reference
 from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.quant import Quantized
 from tilewise.quant.schemes import KEYS, Scheme
+from tilewise.testing.weight_codes import LEAST_OF_KEPT, LINE, LINE_LEAST, LINE_OF_KEPT, scores_of, weighed
 
 WEIGHTS = {"fp8": 2.0**-4, "fp16": 2.0**-11, "bf16": 2.0**-8}  # what rounding changes a weight by, relatively, at most
 OUTPUTS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
 LEAST = 2.0**-10  # half a step of FP8 below its normal numbers
-LINE = 0.081  # what an exponent's code changes a weight by, relatively, at most
-LINE_LEAST = 0.0086  # and below FP8's normal numbers, where the line falls faster than the weight
-CENTRE, LARGEST_CODE, FALL = 0.4566, 126, 32.0  # of `gluon_sm90_weight_codes` and `gluon_sm90_codes`
 KEPT = 2.0**-13  # what Hopper's tensor cores cut off a sum of products of FP8, relatively, every 32 columns
 
 
@@ -161,62 +159,6 @@ def lost(x: Quantized, scale: float) -> torch.Tensor:
     return most * abs(scale) * KEPT * -(-q.shape[-1] // 32)
 
 
-def _tiles(scores: torch.Tensor, keys: int, fall: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Scores of a tile, and the level from which kernels count them: the tile's largest, but at most `fall` below the
-    largest so far.
-    """
-    most = torch.full_like(scores[..., :1], -torch.inf)
-    for part in torch.split(scores, keys, -1):
-        of_tile = part.amax(-1, keepdim=True)
-        most = torch.maximum(most, of_tile)
-        level = torch.maximum(of_tile, most - fall)
-        yield part, torch.where(level == -torch.inf, 0.0, level)
-
-
-def exponent_codes(scores: torch.Tensor, largest: float, keys: int = KEYS, off: float = 0.0) -> torch.Tensor:
-    """The weights 2 ** scores that `gluon_sm90_codes` multiplies values by where no gradient is wanted, but for
-    roundings of float32: a model of `gluon_sm90_weight_codes` in float64.
-
-    Args:
-        scores: (..., keys) in base 2; -inf is hidden.
-        largest: what the largest weight of a tile becomes.
-        keys: of a tile.
-        off: of scores before they become codes, from what they are.
-    """
-    parts = []
-    for part, level in _tiles(scores, keys, FALL):
-        code = 8 * (part - level + off + math.log2(largest) + 7) - CENTRE
-        code = torch.round((code / LARGEST_CODE).clamp(0, 1).half().double() * LARGEST_CODE)
-        power, rest = code // 8, code % 8
-        of_code = torch.where(power == 0, rest / 8 * 2.0**-6, (1 + rest / 8) * torch.exp2(power - 7))
-        parts.append(of_code / largest * torch.exp2(level))
-    return torch.cat(parts, -1)
-
-
-def rounded_weights(
-    scores: torch.Tensor, largest: float, keys: int = KEYS, off: float = 0.0, fall: float = FALL,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-) -> torch.Tensor:  # fmt: skip
-    """The weights 2 ** scores that kernels multiply values by where sums have them before they are rounded, as
-    `exponent_codes`. With a `fall` of 0 they are counted from the largest so far.
-    """
-    parts = []
-    for part, level in _tiles(scores, keys, fall):
-        w = torch.exp2((part - level + off).clamp(max=0.0)) * largest
-        parts.append(w.float().to(dtype).double() / largest * torch.exp2(level))
-    return torch.cat(parts, -1)
-
-
-def by_exponents(x: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) in float64 where weights are `exponent_codes`, and so is what divides them: of every query to every key,
-    with as many heads of keys as of queries.
-    """
-    s = _scores(x)
-    w = exponent_codes(s, x.scheme.p_largest)
-    total = w.sum(-1, keepdim=True)
-    return _weighed(x, w / total), math.log(2.0) * total[..., 0].log2()
-
-
 def one_head(keys: int, dim: int, dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
     """[q, k, v] of one head and 192 queries."""
     generator = torch.Generator().manual_seed(7)
@@ -231,23 +173,10 @@ def with_first_key(keys: int, dim: int, dtype: torch.dtype, score: float, device
     return [q, k, v]
 
 
-def _scores(x: Quantized) -> torch.Tensor:
-    """(batch, heads, queries, keys) in base 2."""
-    q, k, _ = x.numbers()
-    return torch.einsum("bihd,bjhd->bhij", q, k) * (math.log2(math.e) / math.sqrt(x.q.shape[-1]))
-
-
-def _weighed(x: Quantized, w: torch.Tensor) -> torch.Tensor:
-    """o of weights whose sum is 1."""
-    o = torch.einsum("bhij,bjhd->bihd", w, x.values(torch.float64))
-    if x.v_mean is not None:
-        o += x.v_mean.double()[:, None]
-    return o
-
-
 def check_codes_of_weights(
-    tensors: Sequence[torch.Tensor], scheme: Scheme, impl: str, coded: Callable[..., torch.Tensor], sums_of_codes: bool
-) -> None:
+    tensors: Sequence[torch.Tensor], scheme: Scheme, impl: str, coded: Callable[[Quantized, float], torch.Tensor],
+    sums_of_codes: bool,
+) -> None:  # fmt: skip
     """The largest difference of o from what the same codes, of weights too, give when nothing else is rounded is what
     rounding of the largest output to its dtype explains.
 
@@ -258,19 +187,17 @@ def check_codes_of_weights(
         tensors: q, k, v (batch, seqlen, heads, head_dim) with as many heads of keys as of queries, nothing hidden.
         scheme: whose scores are exact sums: of INT8.
         impl: a row of the dispatch table.
-        coded: weights of scores in base 2, `largest` and `off`, as `exponent_codes`.
+        coded: weights, 2 ** `scores_of`, where scores are `off` from what they are, as `hopper_weights`.
         sums_of_codes: what divides them is the sum of codes, else of what they are codes of.
     """
     o = tw.attention(*tensors, quantize=scheme, impl=impl).detach()
     x = tw.quantize_qkv(*(y.detach() for y in tensors), scheme=scheme)
-    s = _scores(x)
+    s = scores_of(x)
     near = 2.0**-22 * (1.0 + float(s.abs().max()))
-    top = s.amax(-1, keepdim=True)
-    largest = scheme.p_largest if scheme.pv == "fp8" else 1.0
-    w, less, more = (coded(s - top, largest, off=off) for off in (0.0, -near, near))
-    total = (w if sums_of_codes else torch.exp2(s - top)).sum(-1, keepdim=True)
-    want = _weighed(x, w / total)
-    either, sizes = (more - less) / total, x.values(torch.float64).abs()
+    w, less, more = (coded(x, off) for off in (0.0, -near, near))
+    total = (w if sums_of_codes else torch.exp2(s)).sum(-1, keepdim=True)
+    want = weighed(x, w / total)
+    either, sizes = ((more - w).abs() + (w - less).abs()) / total, x.values(torch.float64).abs()
     doubt = torch.einsum("bhij,bjhd->bihd", either, sizes)
     doubt += either.sum(-1).transpose(1, 2)[..., None] * want.abs()
     cut = KEPT * (KEYS // 32) if scheme.pv == "fp8" else 2.0**-23 * (x.k.shape[1] // 16 + 1)  # by tensor cores
@@ -287,10 +214,10 @@ def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = 
     """Results are those of the codes, but for the rounding of weights, outputs and float32 sums.
 
     Scores of FP8 lose bits on a GPU (`lost`). A weight is off by at most `WEIGHTS` of itself, or below FP8's normal
-    numbers by `LEAST` of the largest one's code; where weights are summed as codes, these are `exponent_codes`, off by
-    `LINE` and `LINE_LEAST`. Of many weights these errors have no direction, so the sum of their
-    squares bounds the square of a sum: not in each number, but in all of them together. Sums of rounded weights are off
-    likewise.
+    numbers by `LEAST` of the largest one's code; where weights are summed as codes, these are `hopper_weights`, off by
+    `LINE` and `LINE_LEAST`, or `LINE_OF_KEPT` and `LEAST_OF_KEPT`. Of many weights these errors have no direction, so
+    the sum of their squares bounds the square of a sum: not in each number, but in all of them together. Sums of
+    rounded weights are off likewise.
     """
     (q, k, v), arguments = make_inputs(case, dtype, device)
     o, lse = tw.attention_with_lse(q, k, v, quantize=case.scheme, impl=impl, **arguments)
@@ -310,7 +237,7 @@ def check_forward(case: CodedCase, dtype: torch.dtype, impl: str, device: str = 
     most = p.amax(-1, keepdim=True)
     bit, step = WEIGHTS[case.scheme.pv], LEAST if case.scheme.pv == "fp8" else 0.0
     if not exact_sums:
-        bit, step = LINE, LINE_LEAST
+        bit, step = (LINE, LINE_LEAST) if case.scheme.qk == "fp8" else (LINE_OF_KEPT, LEAST_OF_KEPT)
     step /= case.scheme.p_largest
     wrong = p * bit + torch.where(p > 0, most * step, 0.0)  # of a weight
     if dtype == torch.bfloat16 or device != "cpu":

@@ -17,8 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.ops.attention.gluon_sm90_code_scales import (
+    alike,
+    block_of_queries,
+    near_scales_of_keys,
+    near_scales_of_queries,
+    scales_of_keys,
+    scales_of_queries,
+)
 from tilewise.ops.attention.gluon_sm90_fetch import fetch
 from tilewise.ops.attention.gluon_sm90_formula import scored, seen_in, with_hidden
+from tilewise.ops.attention.gluon_sm90_half_codes import are_near, kept, weights_of_kept
 from tilewise.ops.attention.gluon_sm90_products import (
     DEPTH,
     finished,
@@ -90,36 +99,6 @@ def first_scores(done, at, memory, bars, fixed, C: gl.constexpr, wanted):
     stage, phase = ring_turn(done, fixed.stages)
     mbarrier.wait(k_full.index(stage), phase, pred=wanted)
     return scores_of(matrix(memory[0].index(spot)), matrix(memory[1].index(stage)))
-
-
-@gluon.jit
-def scales_of_queries(codes, run, row0, seqlen_q, fixed, C: gl.constexpr, ROW: gl.constexpr):
-    """The scale of each of a warpgroup's 64 queries."""
-    Q_SCALE, blocks = codes[0], codes[5]
-    GROUPS: gl.constexpr = fixed.q_groups
-    b, h, start = run[0], run[1], run[3]
-    r = gl.arange(0, 64, layout=ROW)
-    if GROUPS == 64:
-        group = r
-    elif GROUPS == 32:
-        group = r // 16 * 8 + r % 8
-    elif GROUPS == 4:
-        group = r // 16
-    else:
-        group = 0 * r
-    block = gl.minimum(start // 64 + C, (seqlen_q - 1) // 64)
-    first = h * blocks + row0 // 64 + b if fixed.packed else (b * fixed.heads + h) * blocks
-    return gl.load(Q_SCALE + (first + block).to(gl.int64) * GROUPS + group)
-
-
-@gluon.jit
-def scales_of_keys(codes, first, n, fixed, LAYOUT: gl.constexpr):
-    """Of a tile of keys: one for each, or one for each thread of a quad."""
-    GROUPS: gl.constexpr = fixed.k_groups
-    group = gl.arange(0, fixed.block_n if fixed.block_n == GROUPS else 4, layout=LAYOUT)
-    if GROUPS == 1:
-        group = 0 * group
-    return gl.load(codes[1] + (first + n).to(gl.int64) * GROUPS + group)
 
 
 @gluon.jit
@@ -314,15 +293,18 @@ def cut_tile(t, count, q, so_far, around, fixed):
 
 
 @gluon.jit
-def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr):
-    """The output of an item's tile t - 1 and the scores of tile t, which no mask cuts, at the same time."""
+def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr, near=None):
+    """The output of an item's tile t - 1 and the scores of tile t, which no mask cuts, at the same time. With `near`,
+    scales of queries and keys, weights are of what is kept of scores; also scales of the keys of the tile after.
+    """
     p, acc, l_i, level, most, before, units, of_values, n = so_far
     done, tiles, rows, first_k, of_queries, memory, bars, formula, codes = around
     _, k_ring, v_ring, _, _, ones = memory
     _, _, k_full, k_empty, v_full, v_empty = bars
     SCORES: gl.constexpr = product_layout(fixed.block_n, DEPTH)
     OF_KEYS: gl.constexpr = gl.SliceLayout(0, SCORES if fixed.k_groups == fixed.block_n else l_i.type.layout)
-    of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
+    if near is None:
+        of_keys = scales_of_keys(codes, first_k, n, fixed, OF_KEYS)
     ahead = visit_any(gl.minimum(t + 1, count - 1), tiles, fixed.lists)
     stage, k = filled(done + t, k_ring, k_full)
     wait_turn(C)
@@ -333,8 +315,17 @@ def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr):
     s = warpgroup_mma_wait(1 if fixed.exact_sums else 2, deps=(coming,))
     mbarrier.arrive(k_empty.index(stage))
     coming_values = scale_of_values(codes, first_k, n, fixed)  # before, products would wait for it
-    final = final_scores(s, n, False, rows, (of_queries, of_keys), formula, fixed, CUT=False)
-    w, level, most, after = weights_of(final, level, most, fixed)
+    coming_keys = 0.0
+    if near is None:
+        final = final_scores(s, n, False, rows, (of_queries, of_keys), formula, fixed, CUT=False)
+        w, level, most, after = weights_of(final, level, most, fixed)
+    else:
+        coming_keys = near_scales_of_keys(codes, first_k, ahead, fixed, OF_KEYS)
+        factor = near[0] * near[1] if alike(fixed.q_groups, fixed.k_groups) else near[0][:, None] * near[1][None, :]
+        SHIFT: gl.constexpr = _log2(fixed.p_largest)
+        w, level, most, after = weights_of_kept(
+            kept(s), factor, level, most, FALL, SHIFT, alike(fixed.q_groups, fixed.k_groups)
+        )
     if fixed.exact_sums:
         added = gl.sum(gl.sum(w, 3), 1)
         l_i = l_i * after[:, None] + added
@@ -345,7 +336,7 @@ def full_tile(t, count, q, so_far, around, fixed, C: gl.constexpr):
     mbarrier.arrive(v_empty.index(stage_v))
     p = as_bytes(w, fixed)
     acc, l_i, units = with_output(acc, l_i, r, sums, before, units, of_values, fixed)
-    return p, acc, l_i, level, most, after, units, coming_values, ahead
+    return (p, acc, l_i, level, most, after, units, coming_values, ahead), coming_keys
 
 
 @gluon.jit
@@ -371,6 +362,9 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
     OF_KEYS: gl.constexpr = gl.SliceLayout(0, SCORES if fixed.k_groups == fixed.block_n else QUADS)
     SHIFT: gl.constexpr = _log2(fixed.p_largest)
     EARLY: gl.constexpr = fixed.ahead == 2
+    ALIKE: gl.constexpr = alike(fixed.q_groups, fixed.k_groups)
+    PLAIN: gl.constexpr = fixed.linear is None and not fixed.scale_first and fixed.k_groups != fixed.block_n
+    OF_KEPT: gl.constexpr = k_ring.dtype == gl.int8 and PLAIN and not fixed.exact_sums
     if fixed.consumers - 1 == C and not ONE_BY_ONE:
         give_turn(0)
     done = 0
@@ -404,7 +398,8 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
             mine = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=ROW_OF_QUADS), seqlen_q - 1)
             bias = gl.load(Q_BIAS + row + mine)
         rows = (b, h, offs_i, seqlen_k, last_key, ends, (mask_once, score_once), tilt, bias)
-        of_queries = scales_of_queries(codes, run, row0, seqlen_q, fixed, C, ROW_OF_QUADS) * c
+        block_q = block_of_queries(codes, run, row0, seqlen_q, fixed, C)
+        of_queries = scales_of_queries(codes, block_q, fixed, ROW_OF_QUADS) * c
 
         spot = at % fixed.ahead * fixed.consumers + C
         q = matrix(q_ring.index(spot))
@@ -441,8 +436,15 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
                 cut = gl.minimum(gl.maximum(num_partial, 1), count)
                 for t in range(1, cut):
                     so_far = cut_tile(t, count, q_of_cut, so_far, around, fixed)
+            if OF_KEPT:
+                q_of_near = matrix(q_ring.index(spot + gl.where(b < 0, 1, 0)))  # an own address, again
+                near, ends_of_rows = near_scales_of_queries(codes, block_q, of_queries, c, fixed)
+                of_keys = near_scales_of_keys(codes, first_k, so_far[-1], fixed, OF_KEYS)
+                while (cut < count) & are_near(ends_of_rows, of_keys, ALIKE):
+                    so_far, of_keys = full_tile(cut, count, q_of_near, so_far, around, fixed, C, (near, of_keys))
+                    cut += 1
             for t in range(cut, count):
-                so_far = full_tile(t, count, q, so_far, around, fixed, C)
+                so_far, _coming = full_tile(t, count, q, so_far, around, fixed, C)
             p, acc, l_i, level, most, before, units, of_values, _n = so_far
             done += count
 
