@@ -16,7 +16,15 @@ from tilewise.ops.attention.reference import attention_reference
 from tilewise.ops.attention.reference_codes import attention_of_codes
 from tilewise.quant import Quantized
 from tilewise.quant.schemes import KEYS, Scheme
-from tilewise.testing.weight_codes import LEAST_OF_KEPT, LINE, LINE_LEAST, LINE_OF_KEPT, scores_of, weighed
+from tilewise.testing.weight_codes import (
+    LEAST_OF_KEPT,
+    LINE,
+    LINE_LEAST,
+    LINE_OF_KEPT,
+    cut_sums,
+    scores_of,
+    weighed,
+)
 
 WEIGHTS = {"fp8": 2.0**-4, "fp16": 2.0**-11, "bf16": 2.0**-8}  # what rounding changes a weight by, relatively, at most
 OUTPUTS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
@@ -173,6 +181,16 @@ def with_first_key(keys: int, dim: int, dtype: torch.dtype, score: float, device
     return [q, k, v]
 
 
+def _lost_by_sums(x: Quantized, w: torch.Tensor) -> torch.Tensor:
+    """What `cut_sums` of weights times codes of values, and of weights, changes o by."""
+    values = x.values(torch.float64).transpose(1, 2)
+    scale = torch.ones_like(values[..., :1, :])
+    if x.v_scale is not None and x.scheme.v_scale == "channel":
+        scale = x.of_sequences(x.v_scale, "k", torch.float64).transpose(1, 2)
+    o = cut_sums(w, values / scale) * scale / cut_sums(w, torch.ones_like(values[..., :1]))
+    return (o - w @ values / w.sum(-1, keepdim=True)).abs().transpose(1, 2)
+
+
 def check_codes_of_weights(
     tensors: Sequence[torch.Tensor], scheme: Scheme, impl: str, coded: Callable[[Quantized, float], torch.Tensor],
     sums_of_codes: bool,
@@ -180,8 +198,8 @@ def check_codes_of_weights(
     """The largest difference of o from what the same codes, of weights too, give when nothing else is rounded is what
     rounding of the largest output to its dtype explains.
 
-    But for bits that sums of products of FP8 lose (`KEPT`), and for weights that lie as near to the middle between two
-    codes as scores of float32 are exact: these may be either.
+    But for bits that sums of products of FP8 lose (`KEPT`, and what `cut_sums` does), and for weights that lie as near
+    to the middle between two codes as scores of float32 are exact: these may be either.
 
     Args:
         tensors: q, k, v (batch, seqlen, heads, head_dim) with as many heads of keys as of queries, nothing hidden.
@@ -203,6 +221,8 @@ def check_codes_of_weights(
     cut = KEPT * (KEYS // 32) if scheme.pv == "fp8" else 2.0**-23 * (x.k.shape[1] // 16 + 1)  # by tensor cores
     if o.is_cuda:
         doubt += cut * (torch.einsum("bhij,bjhd->bihd", w / total, sizes) + want.abs())
+        if sums_of_codes:
+            doubt += _lost_by_sums(x, w)
     half_step = 2.0 ** math.floor(math.log2(float(want.abs().max()))) * torch.finfo(o.dtype).eps / 2
     off = (o.double() - want).abs()
     assert bool((off <= half_step + doubt + 2.0**-20 * want.abs()).all()), (

@@ -149,3 +149,19 @@ def weighed(x: Quantized, w: torch.Tensor) -> torch.Tensor:
     if x.v_mean is not None:
         o += x.v_mean.double()[:, None]
     return o
+
+
+def cut_sums(w: torch.Tensor, x: torch.Tensor, bits: int = 13) -> torch.Tensor:
+    """w (..., queries, keys) times x (..., keys, columns) as Hopper's tensor cores sum products of FP8 of a tile: of 32
+    keys at a time each product, and the sum before them, is cut `bits` behind the point of the largest.
+    """
+    total = torch.zeros(*w.shape[:-1], x.shape[-1], dtype=torch.float64, device=w.device)
+    for of_tile, rows in zip(torch.split(w, KEYS, -1), torch.split(x, KEYS, -2), strict=True):
+        found = torch.zeros_like(total)
+        for part, values in zip(torch.split(of_tile, 32, -1), torch.split(rows, 32, -2), strict=True):
+            products = part[..., None] * values[..., None, :, :]
+            largest = torch.maximum(products.abs().amax(-2), found.abs())
+            step = torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-900))) - bits)
+            found = ((products / step[..., None, :]).trunc().sum(-2) + (found / step).trunc()) * step
+        total += found
+    return total
