@@ -148,7 +148,7 @@ def test_the_table_beside_attention_has_the_first_shape_of_each_operation(tmp_pa
     assert lines[-1].startswith("NVIDIA H200, bfloat16, 2026-02-01.")
 
 
-TIMES = {"sage2": 2.0, "int8_blocks": 0.75, "fp8": 1.0, "blocks": 0.5}
+TIMES = {"sage2": 2.0, "int8_blocks": 0.75, "fp8": 1.0, "blocks": 0.5}  # of schemes
 
 
 def test_the_table_of_few_bits_has_times_over_the_exact_kernels(tmp_path: Path) -> None:
@@ -165,8 +165,9 @@ def test_the_table_of_few_bits_has_times_over_the_exact_kernels(tmp_path: Path) 
         fill("few_bits_forward", {"head_dim": 64, "formula": "full", "seqlen_q": length},
              {"tilewise.hopper": exact, **codes, **kernels})  # fmt: skip
     fill("sliding_tile", {"formula": "sliding_tile((2, 2), (1, 1)), 9% of the pairs", "seqlen_q": 4},
-         {"tilewise.hopper.sliding": 2.0, "tilewise.hopper_codes.sliding": 1.5, "tilewise.hopper_codes.sliding_int8": 1.0,
-          "tilewise.hopper_codes.sliding_int8_blocks": 1.2, "cudnn": 9.0})  # fmt: skip
+         {"tilewise.hopper.sliding": 2.0, "tilewise.hopper_codes.sliding": 1.5,
+          "tilewise.hopper_codes.sliding_int8": 1.0, "tilewise.hopper_codes.sliding_int8_blocks": 1.2,
+          "cudnn": 9.0})  # fmt: skip
     for length, dense in ((1024, 1.0), (2048, 8.0)):
         fill("sparse_whole", {"formula": "15% of the tiles", "seqlen_q": length},
              {"tilewise.hopper.dense": dense, "tilewise.hopper.selected": 2.0,
