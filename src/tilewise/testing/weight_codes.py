@@ -19,16 +19,16 @@ UNIT, MOST_CODES, LEAST_CODES = 256.0, 1.0, 126.1 / 2047.0  # of `gluon_sm90_hal
 BESIDE = 128  # channels of values, at most, whose output Hopper's kernel makes beside the next scores
 
 
-def _tiles(scores: torch.Tensor, keys: int, fall: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Scores of a tile, and the level from which kernels count them: the tile's largest, but at most `fall` below the
-    largest so far.
+def _tiles(scores: torch.Tensor, keys: int, fall: float) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Scores of a tile, the level from which kernels count them, which is the tile's largest, but at most `fall` below
+    the largest so far, and what it is at least.
     """
     most = torch.full_like(scores[..., :1], -torch.inf)
     for part in torch.split(scores, keys, -1):
         of_tile = part.amax(-1, keepdim=True)
         most = torch.maximum(most, of_tile)
         level = torch.maximum(of_tile, most - fall)
-        yield part, torch.where(level == -torch.inf, 0.0, level)
+        yield part, torch.where(level == -torch.inf, 0.0, level), most - fall
 
 
 def exponent_codes(
@@ -46,12 +46,11 @@ def exponent_codes(
     """
     parts = []
     near = None if worth is None else _near(worth, keys)
-    for t, (part, level) in enumerate(_tiles(scores, keys, FALL)):
+    for t, (part, level, least) in enumerate(_tiles(scores, keys, FALL)):
         code = 8 * (part - level + off + math.log2(largest) + 7) - CENTRE
         code = torch.round((code / LARGEST_CODE).clamp(0, 1).half().double() * LARGEST_CODE)
         if worth is not None and near is not None:
             of_tile = worth[..., t * keys : (t + 1) * keys]
-            least = level - (part.amax(-1, keepdim=True) == level) * FALL
             of_kept, level_of_kept = _codes_of_kept(part / of_tile, of_tile, least, largest, off)
             code = torch.where(near[..., t, None], of_kept, code)
             level = torch.where(near[..., t, None], level_of_kept, level)
@@ -82,15 +81,15 @@ def _near(worth: torch.Tensor, keys: int) -> torch.Tensor:
 
 
 def _codes_of_kept(
-    integers: torch.Tensor, worth: torch.Tensor, level: torch.Tensor, largest: float, off: float
+    integers: torch.Tensor, worth: torch.Tensor, least: torch.Tensor, largest: float, off: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a tile of integers, of which the upper bits are kept, and what they are counted from. With `off` zeros
-    and slopes are as far from what they are as float32 may leave them.
+    """Codes of a tile of integers, of which the upper bits are kept, and what they are counted from, `least` or more.
+    With `off` zeros and slopes are as far from what they are as float32 may leave them.
     """
     kept, unit = torch.floor(torch.round(integers) / UNIT), UNIT * worth
     above = math.log2(largest) + 7 - CENTRE / 8  # exponents from a code of 0 to `largest`
     span = math.floor(8 * above) / 8
-    level = torch.maximum(((kept + 0.5) * unit).amax(-1, keepdim=True) + above - span, level)
+    level = torch.maximum(((kept + 0.5) * unit).amax(-1, keepdim=True) + above - span, least)
     inexact = math.copysign(2.0**-21, off) if off else 0.0
     zero = (level - above - off) / unit - 0.5
     zero = zero - inexact * zero.abs()
@@ -107,7 +106,7 @@ def rounded_weights(
     """
     parts = []
     largest = x.scheme.p_largest if x.scheme.pv == "fp8" else 1.0
-    for part, level in _tiles(scores_of(x), keys, fall):
+    for part, level, _ in _tiles(scores_of(x), keys, fall):
         w = torch.exp2((part - level + off).clamp(max=0.0)) * largest
         parts.append(w.float().to(dtype).double() / largest * torch.exp2(level))
     return torch.cat(parts, -1)
