@@ -7,7 +7,9 @@ from typing import Any
 
 from benchmarks.records import Record
 
-QUESTIONS = ("decode", "prefill_paged", "decode_encoded", "decode_shared", "mixed", "decode_layers", "plan")
+QUESTIONS = (
+    "decode", "prefill_paged", "decode_encoded", "decode_shared", "mixed", "decode_layers", "plan", "selected_pages",
+)  # fmt: skip
 Baseline = tuple[str, Callable[[str, str], bool]]
 
 
@@ -23,17 +25,22 @@ BASELINES: dict[str, Baseline] = {
     ),
     "decode_shared": ("the same row, prefixes not shared", _same_row),
     "decode_layers": ("the same row, planned anew in each layer", _same_row),
+    "selected_pages": ("the same row over all pages", _same_row),
     "mixed": ("two calls", lambda _, other: other.endswith(".two_calls")),
 }
 
 
 def label(problem: dict[str, Any]) -> str:
-    """A row's name: requests and their mean length, how lengths are mixed, the page size; or what the problem says."""
+    """A row's name: requests and their mean length, how lengths are mixed, the page size, and where a part of
+    them is read, how many heads keys have; or what the problem says.
+    """
     where = [f"on the {problem['on']}"] if "on" in problem else []
     if "workload" in problem:
         return ", ".join([str(problem["workload"]), *where])
     mean = problem["tokens"] / problem["batch"]
-    return f"{problem['batch']} × {mean:,.0f} tokens, {problem['lengths']}, pages of {problem['page_size']}"
+    heads = [f"{problem['num_heads_kv']} heads of keys"] if "read" in problem else []
+    name = [f"{problem['batch']} × {mean:,.0f} tokens", problem["lengths"], f"pages of {problem['page_size']}"]
+    return ", ".join([*name, *heads])
 
 
 def speedup(question: str, impl: str, row: Mapping[str, Record]) -> float | None:

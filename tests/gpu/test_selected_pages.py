@@ -9,12 +9,13 @@ import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tests.gpu.test_page_summaries import LARGE
 from tests.gpu.test_token_scores import LARGE as TOKENS
+from tests.gpu.test_token_scores import LONG
 from tilewise.testing import page_selection as cases
 from tilewise.testing.graphs import captured
 from tilewise.testing.page_selection import CASES, SPARQ, PagesCase
 
 
-@pytest.mark.parametrize("case", [*CASES, *SPARQ, *LARGE, TOKENS], ids=repr)
+@pytest.mark.parametrize("case", [*CASES, *SPARQ, *LARGE, TOKENS, LONG], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_equals_reading_what_is_chosen(case: PagesCase, dtype: torch.dtype) -> None:
     cases.check(case, dtype, None, DEVICE)

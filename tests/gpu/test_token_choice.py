@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.gpu.matrix import DEVICE
-from tests.gpu.test_token_scores import LARGE
+from tests.gpu.test_token_scores import LARGE, LONG
 from tilewise.ops.token_choice.problem import Call
 from tilewise.ops.token_choice.table import CHOOSE_TOKENS
 from tilewise.testing import token_choice as checks
 from tilewise.testing.page_selection import SPARQ, PagesCase
 
 
-@pytest.mark.parametrize("case", [*SPARQ, LARGE], ids=repr)
+@pytest.mark.parametrize("case", [*SPARQ, LARGE, LONG], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_equals_the_specification(case: PagesCase, dtype: torch.dtype) -> None:
     checks.check(checks.make_call(case, dtype, DEVICE), "triton")

@@ -12,9 +12,12 @@ from tilewise.testing import token_scores as checks
 from tilewise.testing.page_selection import SPARQ, PagesCase
 
 LARGE = PagesCase("large", tw.SparQ(32, 100), lengths=(700, 1, 300), page_size=64, heads=(8, 2), dim=128, dim_v=128)
+LONG = PagesCase(
+    "long", tw.SparQ(32, 200), lengths=(1500, 300), queries=2, page_size=256, heads=(4, 4), dim=128, dim_v=128
+)
 
 
-@pytest.mark.parametrize("case", [*SPARQ, LARGE], ids=repr)
+@pytest.mark.parametrize("case", [*SPARQ, LARGE, LONG], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_equals_the_specification(case: PagesCase, dtype: torch.dtype) -> None:
     checks.check(checks.make_call(case, dtype, DEVICE), "triton")

@@ -62,16 +62,19 @@ def check(call: Call, impl: str) -> None:
         assert float(off.max()) <= bound
 
 
-def _variant(bits: int, group: int) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
+def _variant(
+    bits: int, group: int, size: int | None = None
+) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
     def make(width: int, dtype: torch.dtype) -> tuple[Operation[Any], Any]:
-        dim, size = pages(width)
+        dim, page_size = pages(width)
+        page_size = size or page_size
         ends, numbers = torch.zeros(10, 2, dim, dtype=dtype), torch.zeros(3, dtype=torch.int32)
-        codes = torch.zeros(10, 2, dim, size * (8 if size % 2 else bits) // 8, dtype=torch.uint8)
+        codes = torch.zeros(10, 2, dim, page_size * (8 if page_size % 2 else bits) // 8, dtype=torch.uint8)
         q, dims = torch.zeros(3, 2, group, 32), torch.zeros(3, 2, 32, dtype=torch.int32)
         table = torch.zeros(3, 40, dtype=torch.int32)
-        return SCORE_TOKENS, Call(q, dims, codes, ends, ends.clone(), table, None, numbers, size)
+        return SCORE_TOKENS, Call(q, dims, codes, ends, ends.clone(), table, None, numbers, page_size)
 
     return make
 
 
-VARIANTS = {"8 bits": _variant(8, 4), "4 bits": _variant(4, 1)}
+VARIANTS = {"8 bits": _variant(8, 4), "4 bits": _variant(4, 1), "long pages": _variant(4, 1, 256)}

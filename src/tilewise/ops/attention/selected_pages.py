@@ -92,9 +92,9 @@ def attend_pages(
     o, lse = run(near, impl)
     o, lse = o.reshape(rows, heads, o.shape[-1]), lse.reshape(rows, heads)
     if rest is not None:
-        of_rest = rest(run, lse)
-        o, lse = merge((o, lse.T.contiguous()), (of_rest[0], of_rest[1].T.contiguous()))
-        lse = lse.T
+        states = ((o, lse), rest(run, lse))
+        o, lse = merge(*((o[:, None], lse[..., None]) for o, lse in states), dtype=o.dtype)
+        o, lse = o[:, 0], lse[..., 0]
     sink = arguments.get("sink")
     if sink is not None:
         more = torch.logaddexp(lse, sink.detach().to(lse.dtype))
@@ -192,7 +192,10 @@ def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
         return near, None
 
     def rest(run: Run, lse: torch.Tensor) -> State:
-        return mean.to(rows.dtype).repeat_interleave(step.group, 1), lse + others.flatten(1)
+        values = mean.to(torch.promote_types(mean.dtype, rows.dtype))
+        if step.group > 1:
+            values = values.repeat_interleave(step.group, 1)
+        return values, lse + others.flatten(1)
 
     return near, rest
 

@@ -56,7 +56,7 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         rows, _, dim = q.shape
         blocks = (triton.next_power_of_2(call.group), max(16, triton.next_power_of_2(dim)))
         constants = (call.heads, call.group, call.rank, dim, *blocks)
-        plan = Plan(part_queries, rows * call.heads, tuple(q.stride()[:2]), (), constants, 4, 1)
+        plan = Plan(part_queries, rows * call.heads, tuple(q.stride()[:2]), (), constants, 1, 1)
         plan = _PLANS.put(key, plan)
     with on_device(q):
         plan.launch(tensors, (), (call.scale,))

@@ -7,6 +7,9 @@ Histograms of all keys would need no sample, but Triton counts bins by ballots: 
 of a warp for every 32 keys.
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,11 +19,10 @@ from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.log_sum import log_sum
 
 _TILE = 512  # tokens of a program: of one warp, which waits for no other
-_BETWEEN = (4096, 32768)  # keys that are searched: room for an eighth of the tokens, at least and at most so many
-_SAMPLE = (2048, 16384)  # a sixteenth of the tokens, likewise
+_BETWEEN = (4096, 32768)  # keys that are searched: room for what a sample is expected to leave, within these bounds
+_SAMPLE = (1024, 16384)  # keys of a row: one of 32 tokens, likewise
 _BLOCK = 8192  # tokens at a time where one program goes through all
-_VALUES = 1024  # of means of pages that it adds at a time
-_CHANNELS = 32  # of means of values, of who puts tiles' together
+_VALUES = 8192  # of means of pages that a program adds
 _PLANS = Plans()
 TOP = tl.constexpr(0xFFFFFFFF)  # above the key of any score
 LARGE = tl.constexpr(FORCED)
@@ -43,6 +45,17 @@ def keys_at(TOTAL, n, tokens, length, local):
 
 
 @triton.jit
+def keys_of_tile(x, n, start, length, local):
+    """`keys_of` of tokens n, which begin at `start`: few tiles have any that are forced, or none."""
+    x = tl.where(tl.abs(x) < float("inf"), x + 0.0, LARGE)
+    bits = x.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) | -0x80000000)
+    if start + x.shape[0] > length - local:
+        bits = keys_of(x, n, length, local).to(tl.int32, bitcast=True)
+    return bits.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def bracket(TOTAL, length, width, local, SAMPLE: tl.constexpr):
     """Two keys, the second not included, between which the least that is read is likely to lie."""
     # keys at steps that are not even, since scores may be periodic
@@ -54,10 +67,10 @@ def bracket(TOTAL, length, width, local, SAMPLE: tl.constexpr):
     # the largest keys at and above which there are `more` and `fewer` of them, bit by bit, both at once, until few are
     # too many: `at_low` are at and above the first, `at_end` at and above the end of where the second still may be
     rank = width.to(tl.float32) * SAMPLE / length
-    off = 4.0 * tl.sqrt(rank * (1.0 - rank / SAMPLE)) + 8.0
+    off = 4.0 * tl.sqrt(rank * (1.0 - rank / SAMPLE)) + 4.0
     more = (rank + off).to(tl.int32)
     fewer = (rank - off).to(tl.int32)
-    slack = (more - fewer) // 8
+    slack = (more - fewer) // 16
     low = tl.full([], 0, tl.uint32)
     high = low
     end = low | TOP
@@ -77,13 +90,10 @@ def bracket(TOTAL, length, width, local, SAMPLE: tl.constexpr):
     return tl.maximum(low, 1), end
 
 
-@triton.jit(do_not_specialize=["tokens", "width", "local"])
-def guess_least(
-    TOTAL, LENGTHS, ENDS, tokens, width, local,
-    HEADS: tl.constexpr, SAMPLE: tl.constexpr, BETWEEN: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def guess_least(TOTAL, LENGTHS, ENDS, at, tokens, width, local, HEADS: tl.constexpr, SAMPLE: tl.constexpr,
+                BETWEEN: tl.constexpr):  # fmt: skip
     """Writes between which two keys the least lies, and that none of what lies there is collected yet."""
-    at = tl.program_id(0).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
     low = tl.full([], 1, tl.uint32)
     high = tl.where(length <= width, low, low | TOP)  # without a choice to make all are above
@@ -92,6 +102,58 @@ def guess_least(
     tl.store(ENDS + 3 * at, low.to(tl.int32, bitcast=True))
     tl.store(ENDS + 3 * at + 1, high.to(tl.int32, bitcast=True))
     tl.store(ENDS + 3 * at + 2, 0)
+
+
+@triton.jit
+def add_pages(
+    LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, WHOLE, MEANS, at, part, table_row, of_page, of_head, runs, parts,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr,
+    DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes the sum of the values of some pages, and the log-sum-exp of each query's scores of their tokens."""
+    h = at % HEADS
+    row = at // HEADS
+    r = row
+    if REQUEST is not None:
+        r = tl.load(REQUEST + row).to(tl.int64)
+    length = tl.load(LENGTHS + row)
+    counted = length
+    if COUNTED is not None:
+        counted = tl.load(COUNTED + row)
+    p = part * SOME + tl.arange(0, SOME)
+    there = p * PAGE < counted
+    page = tl.load(TABLE + r * table_row + p, mask=there, other=0).to(tl.int64)
+    g = tl.arange(0, GROUPS)
+    run = part * (SOME * PAGE // RUN) + tl.arange(0, SOME * PAGE // RUN)
+    of_runs = LSE + (at * GROUP + g)[:, None] * runs + run[None, :]
+    of_runs = tl.load(of_runs, mask=(g < GROUP)[:, None] & (run * RUN < length)[None, :], other=float("-inf"))
+    d = tl.arange(0, BLOCK_D)
+    v = V_MEAN + (page * of_page + h * of_head)[:, None] + d[None, :]
+    v = tl.load(v, mask=there[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+    count = tl.minimum(counted - p * PAGE, PAGE).to(tl.float32)
+    total = tl.sum(tl.where(there[:, None], v * count[:, None], 0.0), 0)
+    tl.store(MEANS + (at * parts + part) * DIM + d, total, mask=d < DIM)
+    tl.store(WHOLE + (at * GROUP + g) * parts + part, log_sum(of_runs, 1), mask=g < GROUP)
+
+
+@triton.jit(do_not_specialize=["tokens", "width", "local", "runs", "parts"])
+def guess_and_add(
+    TOTAL, LENGTHS, ENDS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, WHOLE, MEANS, table_row, of_page, of_head, tokens,
+    width, local, runs, parts,
+    HEADS: tl.constexpr, SAMPLE: tl.constexpr, BETWEEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    PAGE: tl.constexpr, RUN: tl.constexpr, DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`guess_least`, and beside it, since few programs do that, `add_pages` where something stands for the rest."""
+    rows = tl.num_programs(0) // (parts + 1)
+    at = (tl.program_id(0) % rows).to(tl.int64)
+    part = tl.program_id(0) // rows - 1
+    if part < 0:
+        guess_least(TOTAL, LENGTHS, ENDS, at, tokens, width, local, HEADS, SAMPLE, BETWEEN)
+    elif V_MEAN is not None:
+        add_pages(
+            LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, WHOLE, MEANS, at, part, table_row, of_page, of_head, runs,
+            parts, HEADS, GROUP, GROUPS, PAGE, RUN, DIM, SOME, BLOCK_D,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles", "local"])
@@ -106,17 +168,19 @@ def collect_keys(
     low = tl.load(ENDS + 3 * at).to(tl.uint32, bitcast=True)
     high = tl.load(ENDS + 3 * at + 1).to(tl.uint32, bitcast=True)
     n = tile * TILE + tl.arange(0, TILE)
-    key = keys_at(TOTAL + at * tokens, n, tokens, length, local)
+    x = tl.load(TOTAL + at * tokens + n, mask=n < tokens, other=0.0)
+    key = keys_of_tile(x, n, tile * TILE, length, local)
     inside = (key - low < high - low).to(tl.int32)
-    counts = tl.sum(inside + ((key >= high).to(tl.int32) << 16), 0)
+    places = tl.cumsum(inside + ((key >= high).to(tl.int32) << 16), 0)
+    counts = tl.max(places, 0)
     within = counts & 0xFFFF
     first = 0 * within
     if within > 0:
         # which tile comes first changes between runs, and changes nothing: keys are counted, never taken in this order
         first = tl.atomic_add(ENDS + 3 * at + 2, within, sem="relaxed")
         if first + within <= BETWEEN:
-            to = KEYS + at * BETWEEN + first
-            tl.store(to + tl.cumsum(inside, 0) - 1, key.to(tl.int32, bitcast=True), mask=inside > 0)
+            KEYS += at * BETWEEN + first - 1
+            tl.store(KEYS + (places & 0xFFFF), key.to(tl.int32, bitcast=True), mask=inside > 0)
     to = COUNTS + (at * tiles + tile) * 3
     tl.store(to, counts >> 16)
     tl.store(to + 1, within)
@@ -151,8 +215,8 @@ def find_least(
     TOTAL, LENGTHS, ENDS, COUNTS, KEYS, LEAST, PARTS, tokens, tiles, width, local,
     HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the least key that is read, and of each tile, where in the table what is read of it begins and ends, how
-    many of these have that key, and how many have it at all.
+    """Writes the least key that is read, and of each tile, where in the table what is read of it begins, how many of
+    these have that key, and how many have it at all.
     """
     at = tl.program_id(0).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
@@ -210,20 +274,18 @@ def find_least(
     left = tl.where(length <= width, 0, width - tl.sum(more, 0)) - (tl.cumsum(same, 0) - same)
     ties = tl.minimum(tl.maximum(left, 0), same)
     end = tl.cumsum(more + ties, 0)
-    to = PARTS + (at * tiles + tile) * 4
+    to = PARTS + (at * tiles + tile) * 3
     tl.store(to, end - more - ties, mask=tile < tiles)
-    tl.store(to + 1, end, mask=tile < tiles)
-    tl.store(to + 2, ties, mask=tile < tiles)
-    tl.store(to + 3, same, mask=tile < tiles)
+    tl.store(to + 1, ties, mask=tile < tiles)
+    tl.store(to + 2, same, mask=tile < tiles)
     tl.store(LEAST + at, last.to(tl.int32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["runs", "tiles", "width", "local", "by_page", "by_token", "by_head"])
+@triton.jit(do_not_specialize=["tiles", "width", "local", "by_page", "by_token", "by_head"])
 def take_tokens(
-    TOTAL, LENGTHS, COUNTED, LEAST, PARTS, TABLE, REQUEST, TABLES, TOKENS, SCORES, LSE, SUMS, V_MEAN, MEANS, table_row,
-    of_page, of_head, tokens, runs, tiles, width, local, by_page, by_token, by_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
-    DIM: tl.constexpr, TILE: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
+    TOTAL, LENGTHS, LEAST, PARTS, TABLE, REQUEST, TABLES, TOKENS, SCORES, SUMS, table_row, tokens, tiles, width, local,
+    by_page, by_token, by_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # who am I
     tile = tl.program_id(0) % tiles
@@ -235,111 +297,119 @@ def take_tokens(
         r = tl.load(REQUEST + row).to(tl.int64)
     length = tl.load(LENGTHS + row)
     last = tl.load(LEAST + at).to(tl.uint32, bitcast=True)
-    PARTS += (at * tiles + tile) * 4
+    PARTS += (at * tiles + tile) * 3
     first = tl.load(PARTS)
-    ties = tl.load(PARTS + 2)
-    same = tl.load(PARTS + 3)
+    ties = tl.load(PARTS + 1)
+    same = tl.load(PARTS + 2)
 
     # which tokens are read, and where they stand, side by side
     n = tile * TILE + tl.arange(0, TILE)
     x = tl.load(TOTAL + at * tokens + n, mask=n < tokens, other=0.0)
-    key = keys_of(x, n, length, local)
+    key = keys_of_tile(x, n, tile * TILE, length, local)
     kept = (key > tl.where(ties == same, last - 1, last)).to(tl.int32)
     if (ties > 0) & (ties < same):  # in one tile of a row at most
         tie = (key == last).to(tl.int32)
         kept += tie & (tl.cumsum(tie, 0) <= ties).to(tl.int32)
-    TABLES += at * width
-    page = tl.load(TABLE + r * table_row + n // PAGE, mask=n < length, other=0)
-    place = page * by_page + n % PAGE * by_token + h.to(tl.int32) * by_head
-    tl.store(TABLES + first + tl.cumsum(kept, 0) - 1, place, mask=kept > 0)
+    TABLES += at * width + first - 1
+    AT_ONCE: tl.constexpr = 4 if PAGE % 4 == 0 else 1  # tokens of a page side by side, which a thread has
+    m = (tile * TILE + tl.arange(0, TILE // AT_ONCE) * AT_ONCE).to(tl.uint32)
+    page = tl.load(TABLE + r * table_row + m // PAGE, mask=m < length, other=0)
+    place = page * by_page + (m % PAGE).to(tl.int32) * by_token + h.to(tl.int32) * by_head
+    place = (place[:, None] + tl.arange(0, AT_ONCE)[None, :] * by_token).reshape(TILE)
+    tl.store(TABLES + tl.cumsum(kept, 0), place, mask=kept > 0)
 
     # nothing after the last one
     read = tl.minimum(length, width)
     if (tile * TILE < width) & (tile * TILE + TILE > read):
-        n = tile * TILE + tl.arange(0, TILE)
+        TABLES += 1 - first
         tl.store(TABLES + n, tl.zeros([TILE], tl.int32), mask=(n >= read) & (n < width))
     if tile == 0:
         tl.store(TOKENS + at, read)
 
-    if V_MEAN is not None:
-        # of each query the sum of the weights that are read, and of all, by runs that begin here
-        run = (tile * TILE + RUN - 1) // RUN + tl.arange(0, RUNS)
-        of_tile = (run < (tile * TILE + TILE + RUN - 1) // RUN) & (run * RUN < length)
-        for g in range(GROUP):
+    if SUMS is not None:
+        for g in range(GROUP):  # the sum of the weights that are read
             weights = x  # of one query alone, whose score is the sum
             if GROUP > 1:
                 weights = tl.load(SCORES + (at * GROUP + g) * tokens + n, mask=kept > 0, other=0.0)
-            of_runs = tl.load(LSE + (at * GROUP + g) * runs + run, mask=of_tile, other=float("-inf"))
-            to = SUMS + ((at * GROUP + g) * tiles + tile) * 2
-            tl.store(to, log_sum(tl.where(kept > 0, weights, float("-inf")), 0))
-            tl.store(to + 1, log_sum(of_runs, 0))
-
-        # the values of pages that begin here
-        counted = length
-        if COUNTED is not None:
-            counted = tl.load(COUNTED + row)
-        d = tl.arange(0, BLOCK_D)
-        total = tl.zeros([SOME, BLOCK_D], tl.float32)
-        end = tl.minimum((tile * TILE + TILE + PAGE - 1) // PAGE, (counted + PAGE - 1) // PAGE)
-        for start in range((tile * TILE + PAGE - 1) // PAGE, end, SOME):
-            p = start + tl.arange(0, SOME)
-            its_page = tl.load(TABLE + r * table_row + p, mask=p < end, other=0).to(tl.int64)
-            where = (its_page * of_page + h * of_head)[:, None] + d[None, :]
-            v = tl.load(V_MEAN + where, mask=(p < end)[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
-            count = tl.minimum(counted - p * PAGE, PAGE).to(tl.float32)
-            total += tl.where((p < end)[:, None], v * count[:, None], 0.0)
-        tl.store(MEANS + (at * tiles + tile) * DIM + d, tl.sum(total, 0), mask=d < DIM)
+            weights = tl.where(kept > 0, weights, float("-inf"))
+            tl.store(SUMS + (at * GROUP + g) * tiles + tile, log_sum(weights, 0))
 
 
-@triton.jit(do_not_specialize=["tiles", "width"])
+@triton.jit(do_not_specialize=["tiles", "parts", "width"])
 def join_tiles(
-    SUMS, MEANS, LENGTHS, REST, MEAN, tiles, width,
+    SUMS, WHOLE, MEANS, LENGTHS, REST, MEAN, tiles, parts, width,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr,
-    SOME: tl.constexpr, BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Puts together what tiles have: a program has some channels of a row and head, the first one its weights, too."""
-    channels: tl.constexpr = tl.cdiv(DIM, BLOCK_D)
-    part = tl.program_id(0) % channels
-    at = (tl.program_id(0) // channels).to(tl.int64)
+    """Puts together what tiles of tokens and parts of pages have, of a row and head."""
+    at = tl.program_id(0).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
-    if part == 0:
-        g = tl.arange(0, GROUPS)
-        i = tl.arange(0, TILES)
-        of_tile = SUMS + (((at * GROUP + g) * tiles)[:, None] + i[None, :]) * 2
-        there = (g < GROUP)[:, None] & (i < tiles)[None, :]
-        mine = log_sum(tl.load(of_tile, mask=there, other=float("-inf")), 1)
-        whole = log_sum(tl.load(of_tile + 1, mask=there, other=float("-inf")), 1)
-        more = tl.maximum(whole - mine, 0.0)
-        rest = tl.where(more < 1e-3, tl.log(more + 0.5 * more * more), more + tl.log(1.0 - tl.exp(-more)))
-        tl.store(REST + at * GROUP + g, tl.where(length <= width, float("-inf"), rest), mask=g < GROUP)
-    d = part * BLOCK_D + tl.arange(0, BLOCK_D)
+    g = tl.arange(0, GROUPS)
+    i = tl.arange(0, TILES)
+    n = tl.arange(0, PARTS)
+    to = (at * GROUP + g)[:, None] * tiles + i[None, :]
+    mine = tl.load(SUMS + to, mask=(g < GROUP)[:, None] & (i < tiles)[None, :], other=float("-inf"))
+    to = (at * GROUP + g)[:, None] * parts + n[None, :]
+    whole = tl.load(WHOLE + to, mask=(g < GROUP)[:, None] & (n < parts)[None, :], other=float("-inf"))
+    more = tl.maximum(log_sum(whole, 1) - log_sum(mine, 1), 0.0)
+    rest = tl.where(more < 1e-3, tl.log(more + 0.5 * more * more), more + tl.log(1.0 - tl.exp(-more)))
+    tl.store(REST + at * GROUP + g, tl.where(length <= width, float("-inf"), rest), mask=g < GROUP)
+    d = tl.arange(0, BLOCK_D)
     total = tl.zeros([SOME, BLOCK_D], tl.float32)
-    for start in range(0, tiles, SOME):
-        tile = start + tl.arange(0, SOME)
-        inside = (tile < tiles)[:, None] & (d < DIM)[None, :]
-        total += tl.load(MEANS + (at * tiles + tile)[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+    for start in range(0, parts, SOME):
+        some = start + tl.arange(0, SOME)
+        inside = (some < parts)[:, None] & (d < DIM)[None, :]
+        total += tl.load(MEANS + (at * parts + some)[:, None] * DIM + d[None, :], mask=inside, other=0.0)
     tl.store(MEAN + at * DIM + d, tl.sum(total, 0) / tl.maximum(length, 1), mask=d < DIM)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the shapes of a call decide."""
+
+    tile: int
+    tiles: int
+    sample: int
+    between: int
+    some: int  # pages whose values a program adds
+    parts: int  # of so many, none where nothing stands for the rest
+
+
+def _sizes(call: Call) -> _Sizes:
+    tokens = call.total.shape[2]
+    tile = min(_TILE, triton.next_power_of_2(max(16, tokens)))
+    sample = _within(_SAMPLE, tokens // 32)
+    share = min(1.0, call.width / max(1, tokens))
+    off = 4.0 * math.sqrt(sample * share * (1.0 - share)) + 4.0  # as `bracket` has it, and up to an eighth more
+    left = 2.125 * off
+    between = _within(_BETWEEN, math.ceil((left + 4.0 * math.sqrt(left)) / sample * tokens))
+    pages, dim = call.table.shape[1], 0 if call.v_mean is None else call.v_mean.shape[2]
+    some = _within((1, max(1, _VALUES // triton.next_power_of_2(max(16, dim)))), pages)
+    parts = 0 if call.v_mean is None else max(1, -(-pages // some))
+    return _Sizes(tile, max(1, -(-tokens // tile)), sample, between, some, parts)
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     """Fills the results."""
-    rows, heads, group, tokens = call.scores.shape
-    device, tiles, between = call.total.device, max(1, -(-tokens // _TILE)), _within(_BETWEEN, tokens // 8)
+    rows, heads, group, _ = call.scores.shape
+    device, sizes = call.total.device, _sizes(call)
+    tiles = (rows, heads, sizes.tiles)
     numbers = {"dtype": torch.int32, "device": device}
-    ends, counts = torch.empty((rows, heads, 3), **numbers), torch.empty((rows, heads, tiles, 3), **numbers)
-    least, parts = torch.empty((rows, heads), **numbers), torch.empty((rows, heads, tiles, 4), **numbers)
-    keys = torch.empty((rows, heads, between), **numbers)
-    sums = means = None
+    ends, counts = torch.empty((rows, heads, 3), **numbers), torch.empty((*tiles, 3), **numbers)
+    least, parts = torch.empty((rows, heads), **numbers), torch.empty((*tiles, 3), **numbers)
+    keys = torch.empty((rows, heads, sizes.between), **numbers)
+    sums = whole = means = None
     if call.v_mean is not None:
-        sums = torch.empty((rows, heads, group, tiles, 2), device=device)
-        means = torch.empty((rows, heads, tiles, call.v_mean.shape[2]), device=device)
+        sums = torch.empty((rows, heads, group, sizes.tiles), device=device)
+        whole = torch.empty((rows, heads, group, sizes.parts), device=device)
+        means = torch.empty((rows, heads, sizes.parts, call.v_mean.shape[2]), device=device)
     tensors = (
-        (call.total, call.lengths, ends),
+        (call.total, call.lengths, ends, call.counted, call.lse, call.table, call.request, call.v_mean, whole, means),
         (call.total, call.lengths, ends, counts, keys),
         (call.total, call.lengths, ends, counts, keys, least, parts),
-        (call.total, call.lengths, call.counted, least, parts, call.table, call.request, results["tables"],
-         results["tokens"], call.scores, call.lse, sums, call.v_mean, means),
-        (sums, means, call.lengths, results["rest"], results["mean"]),
+        (call.total, call.lengths, least, parts, call.table, call.request, results["tables"],
+         results["tokens"], call.scores, sums),
+        (sums, whole, means, call.lengths, results["rest"], results["mean"]),
     )  # fmt: skip
     key = tensors_key(*(x for some in tensors for x in some if x is not None))
     if key is not None:
@@ -347,7 +417,7 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         key += (call.request is None, call.counted is None)
     plans = _PLANS.get(key)
     if plans is None:
-        plans = _PLANS.put(key, _plans(call, tiles, between))
+        plans = _PLANS.put(key, _plans(call, sizes))
     with on_device(call.total):
         for plan, pointers in zip(plans, tensors, strict=False):
             plan.launch(pointers, ())
@@ -358,29 +428,31 @@ def _within(bounds: tuple[int, int], size: int) -> int:
     return min(bounds[1], max(bounds[0], triton.next_power_of_2(max(1, size))))
 
 
-def _plans(call: Call, tiles: int, between: int) -> tuple[Plan, ...]:
+def _plans(call: Call, sizes: _Sizes) -> tuple[Plan, ...]:
     rows, heads, group, tokens = call.scores.shape
-    tile, many = min(_TILE, triton.next_power_of_2(max(16, tokens))), triton.next_power_of_2(tiles)
-    sample, warps, sizes = _within(_SAMPLE, tokens // 16), _warps(tile, 512), (tokens, tiles, call.width, call.local)
-    constants = (heads, sample, between)
-    guess = Plan(guess_least, rows * heads, (), (tokens, call.width, call.local), constants, _warps(sample, 256), 1)
-    constants = (heads, tile, between)
-    collect = Plan(collect_keys, rows * heads * tiles, (), (tokens, tiles, call.local), constants, warps, 1)
-    constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)))
-    find = Plan(find_least, rows * heads, (), sizes, constants, _warps(between, 512), 1)
+    tile, tiles, between, width, local = sizes.tile, sizes.tiles, sizes.between, call.width, call.local
+    many, warps = triton.next_power_of_2(tiles), _warps(tile, 512)
     v_mean, run = call.v_mean, call.run
     dim, strides = (0, (0, 0)) if v_mean is None else (v_mean.shape[2], v_mean.stride()[:2])
-    block_d, groups = triton.next_power_of_2(max(16, dim)), triton.next_power_of_2(group)
-    some, runs = max(1, _VALUES // block_d), triton.next_power_of_2(-(-tile // run))
-    sizes = (tokens, call.lse.shape[3], tiles, call.width, call.local, call.by_page, call.by_token, call.by_head)
-    constants = (heads, group, call.page_size, run, runs, dim, tile, some, block_d)
-    take = Plan(take_tokens, rows * heads * tiles, (call.table.stride(0), *strides), sizes, constants, warps, 1)
+    block_d, groups, programs = triton.next_power_of_2(max(16, dim)), triton.next_power_of_2(group), rows * heads
+    constants: tuple[int, ...] = (heads, sizes.sample, between, group, groups, call.page_size, run, dim)
+    constants += (sizes.some, block_d)
+    numbers: tuple[int, ...] = (tokens, width, local, call.lse.shape[3], sizes.parts)
+    strides = (call.table.stride(0), *strides)
+    guess = Plan(guess_and_add, programs * (sizes.parts + 1), strides, numbers, constants, 4, 1)
+    constants = (heads, tile, between)
+    collect = Plan(collect_keys, programs * tiles, (), (tokens, tiles, local), constants, warps, 1)
+    constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)))
+    numbers = (tokens, tiles, width, local)
+    find = Plan(find_least, programs, (), numbers, constants, _warps(between, 1024), 1)
+    numbers = (tokens, tiles, width, local, call.by_page, call.by_token, call.by_head)
+    constants = (heads, group, call.page_size, tile)
+    take = Plan(take_tokens, programs * tiles, (call.table.stride(0),), numbers, constants, warps, 1)
     if v_mean is None:
         return guess, collect, find, take
-    block_d = min(block_d, _CHANNELS)
-    warps = min(8, max(4, many * block_d // 1024))
-    constants = (heads, group, groups, dim, many, max(1, warps * 1024 // block_d), block_d)
-    join = Plan(join_tiles, rows * heads * -(-dim // block_d), (), (tiles, call.width), constants, warps, 1)
+    parts = triton.next_power_of_2(sizes.parts)
+    constants = (heads, group, groups, dim, many, parts, min(parts, max(1, _VALUES // block_d)), block_d)
+    join = Plan(join_tiles, programs, (), (tiles, sizes.parts, width), constants, 4, 1)
     return guess, collect, find, take, join
 
 

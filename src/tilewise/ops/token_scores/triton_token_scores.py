@@ -19,6 +19,7 @@ _AT_ONCE = 4  # queries
 _PLANS = Plans()
 _ONE = 0x3F800000  # the bits of 1.0, which kernels are told: an instruction takes one number that is written down
 AT_ONCE = tl.constexpr(_AT_ONCE)
+FEW = tl.constexpr(4)  # pages of a program whose ends in all dimensions are loaded at once
 
 
 @triton.constexpr_function
@@ -55,8 +56,8 @@ def as_number(words, one, t: tl.constexpr, BITS: tl.constexpr, OF_WORD: tl.const
 def score_tokens(
     Q, DIMS, COLUMNS, LEAST, LARGEST, TABLE, REQUEST, LENGTHS, SCORES, TOTAL, LSE, of_page, of_head, table_row, pages,
     parts, one,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BITS: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, OF_WORD: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, BITS: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, OF_WORD: tl.constexpr,
 ):  # fmt: skip
     # who am I
     h = tl.program_id(0) % HEADS
@@ -71,8 +72,8 @@ def score_tokens(
     page = tl.load(TABLE + r * table_row + n, mask=there, other=0).to(tl.int64)
 
     # one dimension after another, some heads at a time: a thread has some tokens, one after another, of a page
-    each: tl.constexpr = PAGE * BITS // 8 // OF_WORD  # words of a column
     of_row = row * HEADS + h
+    each: tl.constexpr = PAGE * BITS // 8 // OF_WORD  # words of a column
     word = tl.arange(0, WORDS)
     inside = there[:, None] & (word < each)[None, :]
     ends = page * of_page + h.to(tl.int64) * of_head
@@ -82,17 +83,25 @@ def score_tokens(
     runs = pages.to(tl.int64) * (8 // BITS)
     totals = times(8 // BITS, tl.zeros([PAGES, WORDS * OF_WORD], tl.float32))
     for first in tl.static_range(0, GROUP, AT_ONCE):
+        SOME: tl.constexpr = GROUP - first if GROUP - first < AT_ONCE else AT_ONCE
+        q = Q + (of_row * GROUP + first) * RANK
+        base = times(SOME, tl.zeros([PAGES], tl.float32))
+        weight = base
+        if PAGES <= FEW:
+            base, weight = of_pages(
+                q, DIMS + of_row * RANK, LEAST + ends, LARGEST + ends, there, SOME, RANK, RANKS, BITS
+            )
         sums, base, weight = over_dimensions(
-            Q + (of_row * GROUP + first) * RANK, DIMS + of_row * RANK, columns, LEAST + ends, LARGEST + ends, there,
-            inside, one, GROUP - first if GROUP - first < AT_ONCE else AT_ONCE, RANK, each, BITS, OF_WORD,
+            q, DIMS + of_row * RANK, columns, LEAST + ends, LARGEST + ends, base, weight, there, inside, one, RANK,
+            each, BITS, OF_WORD,
         )  # fmt: skip
         for half in tl.static_range(8 // BITS):
             byte = tl.arange(0, WORDS * OF_WORD)
             token = n[:, None] * PAGE + half * (each * OF_WORD) + byte[None, :]
             seen = (token < length) & (byte < each * OF_WORD)[None, :]
             more = tl.zeros([PAGES, WORDS * OF_WORD], tl.float32)
-            for g in tl.static_range(len(base)):
-                s = scores_of(sums, base[g], weight[g], g, len(base), half, BITS, OF_WORD)
+            for g in tl.static_range(SOME):
+                s = scores_of(sums, base[g], weight[g], g, SOME, half, BITS, OF_WORD)
                 more += s
                 at = of_row * GROUP + first + g
                 tl.store(SCORES + at * tokens + token, s, mask=seen)
@@ -123,22 +132,46 @@ def with_part(parts, n: tl.constexpr, more):
 
 
 @triton.jit
+def steps(low, high, BITS: tl.constexpr):
+    """What a code is worth."""
+    return (high.to(tl.float32) - low) * (1.0 / (2**BITS - 1))
+
+
+@triton.jit
+def of_pages(
+    q, dims, least, largest, there, SOME: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BITS: tl.constexpr
+):
+    """(sums of q times the least numbers, and of weights, [PAGES]), for some heads, as tuples"""
+    i = tl.arange(0, RANKS)
+    dim = tl.load(dims + i, mask=i < RANK, other=0)[None, :]
+    inside = there[:, None] & (i < RANK)[None, :]
+    low = tl.load(least[:, None] + dim, mask=inside, other=0.0).to(tl.float32)
+    step = steps(low, tl.load(largest[:, None] + dim, mask=inside, other=0.0), BITS)
+    base = ()
+    weight = ()
+    for g in tl.static_range(SOME):
+        x = tl.load(q + g * RANK + i, mask=i < RANK, other=0.0)[None, :]
+        base = base + (tl.sum(x * low, 1),)  # noqa: RUF005
+        weight = weight + (tl.sum(x * step, 1),)  # noqa: RUF005
+    return base, weight
+
+
+@triton.jit
 def over_dimensions(
-    q, dims, columns, least, largest, there, inside, one, SOME: tl.constexpr, RANK: tl.constexpr, each: tl.constexpr,
+    q, dims, columns, least, largest, base, weight, there, inside, one, RANK: tl.constexpr, each: tl.constexpr,
     BITS: tl.constexpr, OF_WORD: tl.constexpr,
 ):  # fmt: skip
     """(sums of weights times `as_number`, one code of all heads after the other, [PAGES, WORDS]; of q times the least
-    numbers; and of weights, [PAGES]), for some heads, as tuples.
+    numbers; and of weights, [PAGES]), for some heads, as tuples. Of few pages the last two are given: in the loop their
+    ends would be loaded for these once more.
     """
+    SOME: tl.constexpr = len(base)
     sums = times(OF_WORD * 8 // BITS * SOME, tl.zeros([inside.shape[0], inside.shape[1]], tl.float32))
-    base = times(SOME, tl.zeros([there.shape[0]], tl.float32))
-    weight = base
-    for i in tl.range(RANK, loop_unroll_factor=8):
+    for i in tl.range(RANK, loop_unroll_factor=BITS):  # eight dimensions at once of 4 bits: too many registers
         dim = tl.load(dims + i)
         words = tl.load(columns + dim * each, mask=inside, other=0).to(tl.int32)
         low = tl.load(least + dim, mask=there, other=0.0).to(tl.float32)
-        step = tl.load(largest + dim, mask=there, other=0.0).to(tl.float32) - low
-        step = step * (1.0 / (2**BITS - 1))
+        step = steps(low, tl.load(largest + dim, mask=there, other=0.0), BITS)
         weights = ()
         of_least = ()
         of_weight = ()
@@ -152,7 +185,9 @@ def over_dimensions(
             number = as_number(words, one, t, BITS, OF_WORD)
             for g in tl.static_range(SOME):
                 found = found + (sums[t * SOME + g] + weights[g][:, None] * number,)  # noqa: RUF005
-        sums, base, weight = found, of_least, of_weight
+        sums = found
+        if there.shape[0] > FEW:
+            base, weight = of_least, of_weight
     return sums, base, weight
 
 
@@ -199,7 +234,8 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         each = min(4 * of_word, _SUMS // min(group, _AT_ONCE))  # tokens of a thread
         warps = min(8, max(1, codes // (32 * each)))
         strides = (*call.least.stride()[:2], call.table.stride(0))
-        constants = (heads, group, rank, call.least.shape[2], call.page_size, call.bits, some, words, of_word)
+        constants: tuple[int, ...] = (heads, group, rank, triton.next_power_of_2(rank), call.least.shape[2])
+        constants += (call.page_size, call.bits, some, words, of_word)
         plan = Plan(score_tokens, rows * heads * parts, strides, (pages, parts, _ONE), constants, warps, 1)
         plan = _PLANS.put(key, plan)
     with on_device(q):
