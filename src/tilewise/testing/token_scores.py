@@ -77,4 +77,9 @@ def _variant(
     return make
 
 
-VARIANTS = {"8 bits": _variant(8, 4), "4 bits": _variant(4, 1), "long pages": _variant(4, 1, 256)}
+VARIANTS = {
+    "8 bits": _variant(8, 4),
+    "4 bits": _variant(4, 1),
+    "long pages": _variant(4, 1, 256),
+    "many queries": _variant(8, 6),
+}

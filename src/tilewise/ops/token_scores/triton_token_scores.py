@@ -83,13 +83,12 @@ def score_tokens(
     runs = pages.to(tl.int64) * (8 // BITS)
     totals = times(8 // BITS, tl.zeros([PAGES, WORDS * OF_WORD], tl.float32))
     for first in tl.static_range(0, GROUP, AT_ONCE):
-        SOME: tl.constexpr = GROUP - first if GROUP - first < AT_ONCE else AT_ONCE
         q = Q + (of_row * GROUP + first) * RANK
-        base = times(SOME, tl.zeros([PAGES], tl.float32))
+        base = times(GROUP - first if GROUP - first < AT_ONCE else AT_ONCE, tl.zeros([PAGES], tl.float32))
         weight = base
         if PAGES <= FEW:
             base, weight = of_pages(
-                q, DIMS + of_row * RANK, LEAST + ends, LARGEST + ends, there, SOME, RANK, RANKS, BITS
+                q, DIMS + of_row * RANK, LEAST + ends, LARGEST + ends, there, len(base), RANK, RANKS, BITS
             )
         sums, base, weight = over_dimensions(
             q, DIMS + of_row * RANK, columns, LEAST + ends, LARGEST + ends, base, weight, there, inside, one, RANK,
@@ -100,8 +99,8 @@ def score_tokens(
             token = n[:, None] * PAGE + half * (each * OF_WORD) + byte[None, :]
             seen = (token < length) & (byte < each * OF_WORD)[None, :]
             more = tl.zeros([PAGES, WORDS * OF_WORD], tl.float32)
-            for g in tl.static_range(SOME):
-                s = scores_of(sums, base[g], weight[g], g, SOME, half, BITS, OF_WORD)
+            for g in tl.static_range(len(base)):
+                s = scores_of(sums, base[g], weight[g], g, len(base), half, BITS, OF_WORD)
                 more += s
                 at = of_row * GROUP + first + g
                 tl.store(SCORES + at * tokens + token, s, mask=seen)
