@@ -227,7 +227,8 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         pages, size = call.table.shape[1], call.columns.shape[3]
         of_word = 4 if size % 4 == 0 and not call.columns.data_ptr() % 4 else 1
         words = triton.next_power_of_2(size // of_word)
-        some = max(1, min(_BYTES // (words * of_word), triton.next_power_of_2(max(1, pages))))
+        most = _BYTES // 2 if call.bits == 8 and group > 1 else _BYTES
+        some = max(1, min(most // (words * of_word), triton.next_power_of_2(max(1, pages))))
         parts = -(-pages // some)
         codes = some * words * of_word * 8 // call.bits
         each = min(4 * of_word, _SUMS // min(group, _AT_ONCE))  # tokens of a thread
