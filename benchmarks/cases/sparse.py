@@ -14,6 +14,10 @@ Part local: queries and keys that follow a random walk, 32,768 and 131,072 token
 exact and in FP8, choice and codes included, beside the same over all tiles. TFLOP/s count all tiles; errors are to
 exact attention over all of them, and the density is in the problem.
 
+Part demo: the same of queries and keys of the demo's model, three of its layers one after another, causal, trained on
+sequences of 32,768 tokens of Python and given 32,768 and 131,072 of others, with the thresholds for each head that
+`tilewise tune-sparse` finds for an error of 5 % in relative L1.
+
 Part sliding: a video of 30 x 48 x 80 latent tokens in tiles of 6 x 8 x 8 and 256 tokens of text, 24 heads, windows of
 3 x 3 x 3 and of 5 x 5 x 5 tiles (9 and 42 % of the pairs), exact, in FP8, and with scores in INT8, as SageAttention 2
 has them and of blocks as they are, beside all pairs by us and by peers. TFLOP/s count what is seen; errors are to
@@ -24,8 +28,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -38,6 +43,9 @@ from benchmarks.environment import current
 from benchmarks.records import Writer
 from benchmarks.reference import Slice, head_slice, relative_error
 from benchmarks.timing import TURN_MS, TURNS, Call, ceilings, interleaved, method
+from tilewise.demo.activations import Layer, Trained
+from tilewise.demo.options import Options as OfDemo
+from tilewise.explain.sparsity import fit_sparge
 from tilewise.ops.attention.choice import choose_tiles
 from tilewise.ops.attention.problem import make_call
 
@@ -52,6 +60,8 @@ ALL = "relative l2 to exact attention over all tiles"
 FP8, INT8 = SCHEMES["fp8"], SCHEMES["sage2"]
 BY_BLOCKS = {"fp8": SCHEMES["blocks"], "int8": SCHEMES["int8_blocks"]}  # not centred, a scale for each block
 TAKEN = tw.Sparge(tau=0.9, theta=-1.0)
+MOST = 0.05  # relative L1 error of a head of the demo's model
+LOOKED_AT = 64  # tiles of queries by which its thresholds are found
 CHOSEN = {"selected": tw.Select(TAKEN), "summary": tw.Select(TAKEN, far="summary")}
 
 
@@ -103,12 +113,13 @@ class _Run:
 
 
 def run(options: Options) -> None:
-    """Measure what is wanted: parts map, choice, local and sliding."""
+    """Measure what is wanted: parts map, choice, local, demo and sliding."""
     device = options.device
     ceiling = ceilings(device) if not options.quick else ceilings(device, size=128, copy_bytes=2**20)
     fa4_module, fa4_says = find_fa4(device)
     parts: dict[str, Callable[[_Run], None]] = {
-        "map": _map, "choice": _choice, "local": _local, "sliding": functools.partial(_sliding, fa4_module=fa4_module),
+        "map": _map, "choice": _choice, "local": _local, "demo": _demo,
+        "sliding": functools.partial(_sliding, fa4_module=fa4_module),
     }  # fmt: skip
     for name, part in parts.items():
         if options.wants(name):
@@ -275,6 +286,44 @@ def _local(what: _Run) -> None:
         problem = _problem("local", shape, q.dtype, formula=f"{density:.0%} of the tiles")
         operations = dict.fromkeys(calls, _operations(shape))
         what.write(WHOLE, problem, calls, operations, errors, ALL, "the whole call; choice and codes are made")
+
+
+def _demo(what: _Run) -> None:
+    lengths, size, steps = ((160, 200), "tiny", 2) if what.quick else ((32_768, 131_072), "medium", 200)
+    made = OfDemo(size=size, steps=steps, batch=1, seqlen=lengths[0], device=what.device)
+    model = Trained.by(made, longest=lengths[-1])
+    for seqlen in lengths:
+        layers = model.activations(1, seqlen)[1::3]
+        selects = [_fit(what, *layer) for layer in layers]
+        density = fmean(
+            float(tw.select_tiles(q, k, select, mask=tw.causal).density())
+            for (q, k, _), select in zip(layers, selects, strict=True)
+        )
+        calls: dict[str, Call] = {}
+        for row, scheme in ((what.row, None), (what.coded, FP8)):
+            calls[f"tilewise.{row}.dense"] = _in_turn(layers, [{}] * len(layers), impl=row, quantize=scheme)
+            chosen = [{"select": select} for select in selects]
+            calls[f"tilewise.{row}.selected"] = _in_turn(layers, chosen, impl=row, quantize=scheme)
+        want = calls[f"tilewise.{what.row}.dense"]()
+        errors = {name: max(map(relative_error, call(), want)) for name, call in calls.items()}  # type: ignore[call-overload]
+        shape, heads_kv = tuple(layers[0][0].shape), layers[0][1].shape[2]
+        formula = f"{len(layers)} layers, causal, {density:.0%} of the tiles"
+        problem = _problem("demo", shape, layers[0][0].dtype, formula=formula) | {"num_heads_kv": heads_kv}
+        operations = dict.fromkeys(calls, len(layers) * _operations(shape, 0.5))
+        includes = "whole calls of the layers in turn; choice and codes are made"
+        what.write(WHOLE, problem, calls, operations, errors, f"{ALL}, of the layer with the largest", includes)
+
+
+def _fit(what: _Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tw.Select:
+    block = (what.tile, what.tile)
+    return fit_sparge(q, k, v, MOST, mask=tw.causal, block=block, tiles=LOOKED_AT).select(block, "drop", None)
+
+
+def _in_turn(layers: list[Layer], chosen: Sequence[dict[str, Any]], **arguments: Any) -> Call:
+    """A call of attention over each layer."""
+    return lambda: [
+        tw.attention(*layer, mask=tw.causal, **own, **arguments) for layer, own in zip(layers, chosen, strict=True)
+    ]
 
 
 # windows of tiles ----------------------------------------------------------------------------------------------------

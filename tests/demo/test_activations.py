@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.demo.activations import activations, recording
+from tilewise.core.errors import InputError
+from tilewise.demo.activations import Trained, activations, recording
 from tilewise.demo.model import Llama, ModelConfig
 from tilewise.demo.operators import TORCH_OPERATORS
 from tilewise.demo.options import Options
@@ -51,3 +52,12 @@ def test_activations_are_of_the_model_that_learned() -> None:
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True)), "the same for a seed"
         assert not any(torch.equal(x, y) for x, y in zip(one, third, strict=True))
         assert not any(x.requires_grad for x in one)
+
+
+def test_longer_sequences_than_it_learns_from() -> None:
+    model = Trained.by(Options(size="tiny", steps=1, batch=2, seqlen=32, device="cpu"), longest=48)
+    (long, *_), (short, *_) = model.activations(1, 48), model.activations(3, 32)
+    assert [tuple(x.shape) for x in long] == [(1, 48, 2, 16), (1, 48, 1, 16), (1, 48, 1, 16)]
+    assert [tuple(x.shape) for x in short] == [(3, 32, 2, 16), (3, 32, 1, 16), (3, 32, 1, 16)]
+    with pytest.raises(InputError):
+        Trained.by(Options(size="tiny", steps=1, batch=2, seqlen=32, device="cpu")).activations(1, 48)

@@ -53,3 +53,12 @@ def test_summaries_are_nearer_than_nothing(tmp_path: Path) -> None:
     assert summary is not None
     assert dropped is not None
     assert summary["value"] < 0.5 * dropped["value"]
+
+
+def test_the_demos_model_has_thresholds_that_keep_the_error(tmp_path: Path) -> None:
+    found = [record for record in quick("sparse", tmp_path, "demo") if record.impl == "tilewise.cpu_tiled.selected"]
+    assert [record.problem["seqlen_q"] for record in found] == [160, 200]
+    for record in found:
+        assert record.problem["operation"] == "demo"
+        assert record.error is not None
+        assert 0.0 < record.error["value"] < 2 * sparse.MOST, "in relative L2, of all heads of a layer"

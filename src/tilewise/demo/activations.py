@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,40 +13,58 @@ from tilewise.demo import DTYPES, data, resolve
 from tilewise.demo.data import Tokenizer
 from tilewise.demo.model import Attention, Llama
 from tilewise.demo.operators import tilewise_operators
-from tilewise.demo.options import Options
+from tilewise.demo.options import Options, Size
 from tilewise.demo.train import Learner, train
 
 Layer = tuple[Tensor, Tensor, Tensor]
 
 
+@dataclass(frozen=True)
+class Trained:
+    """The demo's model after the steps that were asked for, and held-out text as tokens."""
+
+    learner: Learner
+    held_out: Tensor
+    size: Size
+    seed: int
+
+    @classmethod
+    def by(cls, options: Options, longest: int = 0) -> Trained:
+        """Train one (at least one step), which takes sequences of `longest` tokens, too, where that is more than it
+        learns from.
+
+        Raises:
+            InputError, MissingExtraError: as `tilewise.demo.run`.
+        """
+        device, dtype, _, size = resolve(options)
+        corpus = data.read_corpus(options.text, max_bytes=size.max_bytes, seed=options.seed)
+        tokenizer = Tokenizer(corpus.train, size.vocab_size)
+        config = size.model(tokenizer.vocab_size, max(size.seqlen, longest))
+        learner = Learner.create(
+            "tilewise", tilewise_operators(options.impl), config, seed=options.seed, device=device,
+            dtype=DTYPES[dtype], steps=size.steps,
+        )  # fmt: skip
+        shape = {"batch": size.batch, "seqlen": size.seqlen, "seed": options.seed}
+        batches = data.batches(tokenizer.stream(corpus.train), steps=size.steps, **shape)
+        train([learner], batches, size.steps, lambda step: None)
+        return cls(learner, tokenizer.stream(corpus.valid), size, options.seed)
+
+    def activations(self, batch: int, seqlen: int) -> list[Layer]:
+        """(q, k, v) of each layer for `batch` sequences of held-out text, causal: (batch, seqlen, heads, head_dim),
+        rotated, of the dtype that attention was given.
+        """
+        inputs, targets = next(data.batches(self.held_out, batch=batch, seqlen=seqlen, steps=1, seed=self.seed))
+        with recording(self.learner.model) as layers, torch.no_grad():
+            self.learner.loss(inputs, targets)
+        return layers
+
+
 def activations(options: Options) -> list[Layer]:
-    """(q, k, v) of each layer for held-out text, causal, after the steps that `options` ask for (at least one).
-
-    Args:
-        options: size, steps, batch, seqlen, text, device, dtype and seed count; the last sequences are of `seqlen`
-            tokens, `batch` of them.
-
-    Returns:
-        A tuple a layer, (batch, seqlen, heads, head_dim), rotated, of the dtype that attention was given.
-
-    Raises:
-        InputError, MissingExtraError: as `tilewise.demo.run`.
+    """`Trained.activations` of as many sequences, and as long ones, as a step learns from; options: size, steps, batch,
+    seqlen, text, device, dtype, seed and impl count.
     """
-    device, dtype, _, size = resolve(options)
-    corpus = data.read_corpus(options.text, max_bytes=size.max_bytes, seed=options.seed)
-    tokenizer = Tokenizer(corpus.train, size.vocab_size)
-    config = replace(size.model(size.vocab_size, size.seqlen), vocab_size=tokenizer.vocab_size)
-    learner = Learner.create(
-        "tilewise", tilewise_operators(options.impl), config, seed=options.seed, device=device, dtype=DTYPES[dtype],
-        steps=size.steps,
-    )  # fmt: skip
-    shape = {"batch": size.batch, "seqlen": size.seqlen, "seed": options.seed}
-    batches = data.batches(tokenizer.stream(corpus.train), steps=size.steps, **shape)
-    train([learner], batches, size.steps, lambda step: None)
-    inputs, targets = next(data.batches(tokenizer.stream(corpus.valid), steps=1, **shape))
-    with recording(learner.model) as layers, torch.no_grad():
-        learner.loss(inputs, targets)
-    return layers
+    model = Trained.by(options)
+    return model.activations(model.size.batch, model.size.seqlen)
 
 
 @contextmanager
