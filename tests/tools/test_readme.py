@@ -172,6 +172,9 @@ def test_the_table_of_few_bits_has_times_over_the_exact_kernels(tmp_path: Path) 
         fill("sparse_whole", {"formula": "15% of the tiles", "seqlen_q": length},
              {"tilewise.hopper.dense": dense, "tilewise.hopper.selected": 2.0,
               "tilewise.hopper_codes.selected": 1.0})  # fmt: skip
+    fill("sparse_whole", {"operation": "demo", "formula": "30% of the tiles", "seqlen_q": 4096},
+         {"tilewise.hopper.dense": 5.0, "tilewise.hopper.selected": 2.0,
+          "tilewise.hopper_codes.selected": 1.0})  # fmt: skip
     lines = speed_table.fewer(tmp_path).splitlines()
     assert lines[0].endswith("| 512 tokens | 4,096 tokens |")
     assert lines[2:6] == [
@@ -206,6 +209,9 @@ def test_the_table_of_serving_has_rates_beside_peers_and_what_is_gained(tmp_path
     fill("decode_encoded", {"workload": "4 × 100"}, {ours: 6.0, f"{ours}.int8": 4.0})
     shared = {ours: 5.0, f"{ours}.shared": 2.0, f"{ours}.copies": 8.0}
     fill("decode_shared", {"workload": "4 × 100, 50 shared"}, shared)
+    for page_size in (64, 256):
+        times = {ours: 7.0, f"{ours}.pages": 1.0 if page_size == 256 else 0.5, "cudnn.contiguous": 6.0}
+        fill("selected_pages", {"lengths": "equal", "page_size": page_size, "num_heads_kv": 8, "read": "1/8"}, times)
     lines = serving_table.table(tmp_path).splitlines()
     assert lines[0] == "| decoding over pages of 16 | 4 × 100 | 1 × 400 |"
     assert lines[2:6] == [
@@ -216,7 +222,8 @@ def test_the_table_of_serving_has_rates_beside_peers_and_what_is_gained(tmp_path
     ]
     assert lines[-1] == (
         "NVIDIA H200, bfloat16, 8 heads on 2 of 64, 2026-02-01. Beside that: 4 × 100 in INT8 1.50 times as fast as in "
-        "bfloat16; 4 × 100, 50 shared 4.00 times as fast as over pages of their own."
+        "bfloat16; 4 × 100, 50 shared 4.00 times as fast as over pages of their own; an eighth of the pages (4 × 100 "
+        "tokens, 8 heads of keys, pages of 256) 6.00 times as fast as all."
     )
 
 
