@@ -59,7 +59,7 @@ SPARQ = [
     PagesCase("sparq_odd_pages", tw.SparQ(5, 9), page_size=5, lengths=(37, 5, 0, 64)),
     PagesCase("sparq_ones", tw.SparQ(5, 4), page_size=1, lengths=(9, 3, 20)),
     PagesCase("sparq_drafts", tw.SparQ(8, 10), queries=2, packed=True, lengths=(37, 9, 64, 24)),
-    PagesCase("sparq_long_pages", tw.SparQ(7, 60), queries=2, lengths=(300, 130), page_size=128, heads=(2, 2)),
+    PagesCase("sparq_long_pages", tw.SparQ(7, 20), queries=2, lengths=(70, 33), page_size=32, heads=(2, 2)),
     PagesCase("sparq_multi_query", tw.SparQ(6, 20, local=3), heads=(6, 1), dim=24, dim_v=40, sink=True),
 ]
 BY_NAME = {case.name: case for case in [*CASES, *SPARQ]}
