@@ -85,7 +85,7 @@ def contenders(batch: Batch, given: Tensors) -> dict[str, Callable[[], torch.Ten
         "pages": (tw.TopPages(pages), eight), "pages_mean": (tw.TopPages(pages, by="mean"), eight),
         "pages_summary": (tw.TopPages(pages, far="summary"), eight),
         "tokens": (tw.SparQ(rank, tokens), eight), "tokens_4bits": (tw.SparQ(rank, tokens), four),
-        "tokens_4bits_16th": (tw.SparQ(max(1, rank // 2), tokens // 2), four),
+        "tokens_4bits_16th": (tw.SparQ(rank // 2, tokens // 2), four),
     }  # fmt: skip
     row = "hopper_decode" if device == "cuda" else "cpu_tiled"
 

@@ -60,8 +60,8 @@ ALL = "relative l2 to exact attention over all tiles"
 FP8, INT8 = SCHEMES["fp8"], SCHEMES["sage2"]
 BY_BLOCKS = {"fp8": SCHEMES["blocks"], "int8": SCHEMES["int8_blocks"]}  # not centred, a scale for each block
 TAKEN = tw.Sparge(tau=0.9, theta=-1.0)
-MOST = 0.05  # relative L1 error of a head of the demo's model
-LOOKED_AT = 64  # tiles of queries by which its thresholds are found
+MOST = 0.05  # relative L1 error of a head, for which thresholds are found
+LOOKED_AT = 64  # tiles of queries by which they are found for the demo's model
 CHOSEN = {"selected": tw.Select(TAKEN), "summary": tw.Select(TAKEN, far="summary")}
 
 
@@ -301,9 +301,10 @@ def _demo(what: _Run) -> None:
         )
         calls: dict[str, Call] = {}
         for row, scheme in ((what.row, None), (what.coded, FP8)):
-            calls[f"tilewise.{row}.dense"] = _in_turn(layers, [{}] * len(layers), impl=row, quantize=scheme)
-            chosen = [{"select": select} for select in selects]
-            calls[f"tilewise.{row}.selected"] = _in_turn(layers, chosen, impl=row, quantize=scheme)
+            for name, chosen in (("dense", [None] * len(layers)), ("selected", selects)):
+                calls[f"tilewise.{row}.{name}"] = _in_turn(
+                    [_attention(row, mask=tw.causal, quantize=scheme, select=select) for select in chosen], layers
+                )
         want = calls[f"tilewise.{what.row}.dense"]()
         errors = {name: max(map(relative_error, call(), want)) for name, call in calls.items()}  # type: ignore[call-overload]
         shape, heads_kv = tuple(layers[0][0].shape), layers[0][1].shape[2]
@@ -319,11 +320,8 @@ def _fit(what: _Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tw.Se
     return fit_sparge(q, k, v, MOST, mask=tw.causal, block=block, tiles=LOOKED_AT).select(block, "drop", None)
 
 
-def _in_turn(layers: list[Layer], chosen: Sequence[dict[str, Any]], **arguments: Any) -> Call:
-    """A call of attention over each layer."""
-    return lambda: [
-        tw.attention(*layer, mask=tw.causal, **own, **arguments) for layer, own in zip(layers, chosen, strict=True)
-    ]
+def _in_turn(attends: Sequence[Callable[..., torch.Tensor]], layers: Sequence[Layer]) -> Call:
+    return lambda: [attend(*layer) for attend, layer in zip(attends, layers, strict=True)]
 
 
 # windows of tiles ----------------------------------------------------------------------------------------------------

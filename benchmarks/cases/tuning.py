@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Options
-from benchmarks.cases.sparse import drifting
+from benchmarks.cases.sparse import MOST, drifting
 from benchmarks.environment import current
 from benchmarks.process import printed_by
 from benchmarks.records import Writer
@@ -30,7 +30,6 @@ from benchmarks.timing import quantiles
 from tools.families import FAMILIES
 
 QUESTION = "tuning"
-MOST = 0.05  # relative L1 error of a head
 LIMIT_S = 600
 INCLUDES = "a process: start, layers read or trained, looked at and timed, what was found written or printed"
 Layers = list[dict[str, Any]]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.interpret.test_twins import broken_copy
+from tests.interpret.test_twins import fails_when_broken
 from tilewise.ops import triton_launch
 from tilewise.ops.select import triton_select
 from tilewise.ops.tile_means import tile_means as means_of_tiles
@@ -113,9 +113,4 @@ def test_a_broken_twin_is_caught(
         else:
             select.check(ALIKE if name == "alike" else select.CASES[0], "triton")
 
-    check()  # whole, it passes
-    copy = broken_copy(module, old, new, tmp_path)
-    for kernel in kernels:
-        monkeypatch.setattr(module, kernel, getattr(copy, kernel))
-    with pytest.raises(AssertionError):
-        check()
+    fails_when_broken(check, module, kernels, old, new, tmp_path, monkeypatch)

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.interpret.test_twins import broken_copy
+from tests.interpret.test_twins import fails_when_broken
 from tilewise.core.errors import UnsupportedError
 from tilewise.ops import triton_launch
 from tilewise.ops.page_choice import problem, triton_page_choice
@@ -126,7 +126,4 @@ def test_a_broken_twin_is_caught(
             call = page_choice.make_ties(250) if name == "ties" else page_choice.make_call(BY_NAME[name], torch.float32)
             page_choice.check(call, "triton")
 
-    check()  # whole, it passes
-    monkeypatch.setattr(module, kernel, getattr(broken_copy(module, old, new, tmp_path), kernel))
-    with pytest.raises(AssertionError):
-        check()
+    fails_when_broken(check, module, (kernel,), old, new, tmp_path, monkeypatch)

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.interpret.test_twins import broken_copy
+from tests.interpret.test_twins import fails_when_broken
 from tilewise.ops import triton_launch
 from tilewise.ops.query_parts import triton_query_parts
 from tilewise.ops.token_choice import triton_token_choice
@@ -155,7 +155,4 @@ def test_a_broken_twin_is_caught(
         else:
             token_scores.check(token_scores.make_call(BY_NAME[name], torch.float32), "triton")
 
-    check()  # whole, it passes
-    monkeypatch.setattr(module, kernel, getattr(broken_copy(module, old, new, tmp_path), kernel))
-    with pytest.raises(AssertionError):
-        check()
+    fails_when_broken(check, module, (kernel,), old, new, tmp_path, monkeypatch)

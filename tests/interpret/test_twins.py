@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -43,6 +43,19 @@ def broken_copy(module: ModuleType, old: str, new: str, folder: Path) -> ModuleT
     sys.modules[name] = copy
     spec.loader.exec_module(copy)
     return copy
+
+
+def fails_when_broken(
+    check: Callable[[], None], module: ModuleType, kernels: tuple[str, ...], old: str, new: str, folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What passes with a kernel file as it is fails with one change in these kernels of it."""
+    check()
+    copy = broken_copy(module, old, new, folder)
+    for kernel in kernels:
+        monkeypatch.setattr(module, kernel, getattr(copy, kernel))
+    with pytest.raises(AssertionError):
+        check()
 
 
 class Twin(NamedTuple):
