@@ -32,11 +32,12 @@ def test_corpus_is_capped_and_depends_on_the_seed_alone() -> None:
     assert not set(first.train) & set(first.valid)
 
 
-def test_a_twentieth_of_the_files_is_held_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("more", "counts"), [({}, (57, 3)), ({"every": 10}, (54, 6))])
+def test_a_share_of_the_files_is_held_out(tmp_path: Path, more: dict[str, int], counts: tuple[int, int]) -> None:
     for n in range(60):
         (tmp_path / f"{n:02}.py").write_text(f"x = {n}\n" * 50)
-    corpus = read_corpus([tmp_path], max_bytes=10**6, seed=0)
-    assert (len(corpus.train), len(corpus.valid)) == (57, 3)
+    corpus = read_corpus([tmp_path], max_bytes=10**6, seed=0, **more)
+    assert (len(corpus.train), len(corpus.valid)) == counts
 
 
 def test_one_file_is_split_by_lines(tmp_path: Path) -> None:

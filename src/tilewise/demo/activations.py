@@ -29,15 +29,15 @@ class Trained:
     seed: int
 
     @classmethod
-    def by(cls, options: Options, longest: int = 0) -> Trained:
+    def by(cls, options: Options, longest: int = 0, every: int = 20) -> Trained:
         """Train one (at least one step), which takes sequences of `longest` tokens, too, where that is more than it
-        learns from.
+        learns from; one of `every` files is held out.
 
         Raises:
             InputError, MissingExtraError: as `tilewise.demo.run`.
         """
         device, dtype, _, size = resolve(options)
-        corpus = data.read_corpus(options.text, max_bytes=size.max_bytes, seed=options.seed)
+        corpus = data.read_corpus(options.text, max_bytes=size.max_bytes, seed=options.seed, every=every)
         tokenizer = Tokenizer(corpus.train, size.vocab_size)
         config = size.model(tokenizer.vocab_size, max(size.seqlen, longest))
         learner = Learner.create(

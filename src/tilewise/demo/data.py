@@ -58,10 +58,12 @@ def own_files(paths: Sequence[Path]) -> list[Path]:
     return sorted(found)
 
 
-def read_corpus(paths: Sequence[Path] = (), *, max_bytes: int, seed: int) -> Corpus:
-    """Read files (UTF-8; others are passed over) in an order shuffled by `seed` until `max_bytes`; hold out about 5 %.
+def read_corpus(paths: Sequence[Path] = (), *, max_bytes: int, seed: int, every: int = 20) -> Corpus:
+    """Read files (UTF-8; others are passed over) in an order shuffled by `seed` until `max_bytes`; hold out one of
+    `every`.
 
-    A single file is split at 95 % of its lines. Raises InputError when less than 2,000 characters are found.
+    Of a single file as large a share of the lines is held out, the last. Raises InputError when less than 2,000
+    characters are found.
     """
     files = own_files(paths) if paths else stdlib_files()
     origin = ", ".join(map(str, paths)) if paths else f"the standard library of Python {sysconfig.get_python_version()}"
@@ -88,10 +90,10 @@ def read_corpus(paths: Sequence[Path] = (), *, max_bytes: int, seed: int) -> Cor
         )
     if len(texts) == 1:
         lines = texts[0].splitlines(keepends=True)
-        cut = max(1, len(lines) * 95 // 100)
+        cut = max(1, len(lines) * (every - 1) // every)
         return Corpus(("".join(lines[:cut]),), ("".join(lines[cut:]),), origin)
-    # Every twentieth file, so that one odd file (a table, say) is not the whole held-out text.
-    every = min(20, len(texts))
+    # Files from all over, so that one odd file (a table, say) is not the whole held-out text.
+    every = min(every, len(texts))
     train = tuple(text for n, text in enumerate(texts, 1) if n % every)
     return Corpus(train, tuple(texts[every - 1 :: every]), origin)
 
