@@ -40,12 +40,13 @@ def test_a_share_of_the_files_is_held_out(tmp_path: Path, more: dict[str, int], 
     assert (len(corpus.train), len(corpus.valid)) == counts
 
 
-def test_one_file_is_split_by_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("more", "first"), [({}, 950), ({"every": 10}, 900)])
+def test_one_file_is_split_by_lines(tmp_path: Path, more: dict[str, int], first: int) -> None:
     text = "".join(f"line {n}\n" for n in range(1000))
     (tmp_path / "one.txt").write_text(text)
-    corpus = read_corpus([tmp_path / "one.txt"], max_bytes=10**6, seed=0)
+    corpus = read_corpus([tmp_path / "one.txt"], max_bytes=10**6, seed=0, **more)
     assert corpus.train[0] + corpus.valid[0] == text
-    assert corpus.valid[0].startswith("line 950\n")
+    assert corpus.valid[0].startswith(f"line {first}\n")
 
 
 def test_hidden_files_and_other_encodings_are_passed_over(tmp_path: Path) -> None:

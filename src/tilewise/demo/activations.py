@@ -29,7 +29,7 @@ class Trained:
     seed: int
 
     @classmethod
-    def by(cls, options: Options, longest: int = 0, every: int = 20) -> Trained:
+    def by(cls, options: Options, longest: int = 0, every: int = data.EVERY) -> Trained:
         """Train one (at least one step), which takes sequences of `longest` tokens, too, where that is more than it
         learns from; one of `every` files is held out.
 

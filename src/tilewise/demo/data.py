@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.core.errors import InputError, MissingExtraError
 
 END = "<|end|>"
+EVERY = 20  # files, of which one is held out
 # Tests, third-party packages, caches; and tables (character maps, help topics), which are data rather than code.
 SKIPPED = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data")
@@ -58,7 +59,7 @@ def own_files(paths: Sequence[Path]) -> list[Path]:
     return sorted(found)
 
 
-def read_corpus(paths: Sequence[Path] = (), *, max_bytes: int, seed: int, every: int = 20) -> Corpus:
+def read_corpus(paths: Sequence[Path] = (), *, max_bytes: int, seed: int, every: int = EVERY) -> Corpus:
     """Read files (UTF-8; others are passed over) in an order shuffled by `seed` until `max_bytes`; hold out one of
     `every`.
 
