@@ -147,11 +147,12 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
     ),
     "query_parts": (
         "src/tilewise/schedule/page_selection.py",
+        "src/tilewise/tiles/early.py",
         "src/tilewise/tiles/largest.py",
         _ATTENTION + "selected_pages.py",
     ),
     "token_choice": _OF_TOKENS,
-    "token_scores": _OF_TOKENS,
+    "token_scores": ("src/tilewise/tiles/early.py", *_OF_TOKENS),
     "quantize": (
         "src/tilewise/layouts.py",
         "src/tilewise/quant/*.py",

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from tilewise.ops.query_parts.problem import Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.tiles.early import early_for
 from tilewise.tiles.largest import least_of
 
 _PLANS = Plans()
@@ -15,9 +16,11 @@ _PLANS = Plans()
 def part_queries(
     Q, DIMS, PARTS, q_row, q_head, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # who am I
+    if EARLY > 0:
+        tl.extra.cuda.gdc_launch_dependents()  # scores, which wait for this kernel's end
     at = tl.program_id(0).to(tl.int64)
     h = at % HEADS
     g = tl.arange(0, BLOCK_G)
@@ -55,7 +58,7 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     if plan is None:
         rows, _, dim = q.shape
         blocks = (triton.next_power_of_2(call.group), max(16, triton.next_power_of_2(dim)))
-        constants = (call.heads, call.group, call.rank, dim, *blocks)
+        constants = (call.heads, call.group, call.rank, dim, *blocks, early_for(q.device))
         plan = Plan(part_queries, rows * call.heads, tuple(q.stride()[:2]), (), constants, 1, 1)
         plan = _PLANS.put(key, plan)
     with on_device(q):

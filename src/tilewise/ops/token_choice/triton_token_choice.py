@@ -1,7 +1,11 @@
 """Tokens chosen on a GPU. Of each row and head a sample says between which two keys the least that is read is likely to
-lie; programs of a tile of tokens each count what is above these and collect what lies between, which is little; one
-program searches that bit by bit, and knows then how much of each tile is read, so that again programs of a tile each
-write it. Where the sample was wrong, or too much lies between, the one that searches goes through all tokens itself.
+lie, while other programs add the values of pages, which stand for what is not read; programs of a tile of tokens each
+count what is above these and collect what lies between, which is little; one program searches that bit by bit, and
+knows then how much of each tile is read, so that again programs of a tile each write it. Where the sample was wrong, or
+too much lies between, the one that searches goes through all tokens itself.
+
+Keys are integers in the order of scores, for who searches bit by bit; who only compares does so with scores, which is
+fewer instructions. These bound the programs of a tile, and so does how many of them a multiprocessor has.
 
 Histograms of all keys would need no sample, but Triton counts bins by ballots: 2048 of them take 64 population counts
 of a warp for every 32 keys.
@@ -23,6 +27,7 @@ _BETWEEN = (4096, 32768)  # keys that are searched: room for what a sample is ex
 _SAMPLE = (1024, 16384)  # keys of a row: one of 32 tokens, likewise
 _BLOCK = 8192  # tokens at a time where one program goes through all
 _VALUES = 8192  # of means of pages that a program adds
+_REGISTERS = {"maxnreg": 64}  # of a thread, so that a multiprocessor has 32 programs of a tile
 _PLANS = Plans()
 TOP = tl.constexpr(0xFFFFFFFF)  # above the key of any score
 LARGE = tl.constexpr(FORCED)
@@ -45,14 +50,49 @@ def keys_at(TOTAL, n, tokens, length, local):
 
 
 @triton.jit
-def keys_of_tile(x, n, start, length, local):
-    """`keys_of` of tokens n, which begin at `start`: few tiles have any that are forced, or none."""
-    x = tl.where(tl.abs(x) < float("inf"), x + 0.0, LARGE)
-    bits = x.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) | -0x80000000)
-    if start + x.shape[0] > length - local:
-        bits = keys_of(x, n, length, local).to(tl.int32, bitcast=True)
-    return bits.to(tl.uint32, bitcast=True)
+def least_number(key):
+    """The least number whose key is at least this one, among those that scores are compared by."""
+    key = tl.minimum(tl.maximum(key, 0x007FFFFF), 0xFF800000).to(tl.int32, bitcast=True)  # the keys of -inf and inf
+    return (key ^ (~(key >> 31) | -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tokens_of_tile(tile, TILE: tl.constexpr):
+    """The tokens of a tile, [LANES, RUNS, AT_ONCE]: a warp's threads have AT_ONCE of each run, side by side."""
+    AT_ONCE: tl.constexpr = 4
+    LANES: tl.constexpr = min(32, TILE // AT_ONCE)
+    RUNS: tl.constexpr = TILE // AT_ONCE // LANES
+    lane = tl.arange(0, LANES)[:, None] + tl.arange(0, RUNS)[None, :] * LANES
+    return tile * TILE + lane[:, :, None] * AT_ONCE + tl.arange(0, AT_ONCE)[None, None, :]
+
+
+@triton.jit
+def compared(x, n, start, length, local):
+    """What tokens n from `start` on, whose scores are x, are compared by, NaN where a row has none."""
+    y = tl.where(tl.abs(x) < float("inf"), x, LARGE)
+    if start + x.numel > length - local:  # few tiles have any that are forced, or none
+        y = tl.where(n < length - local, y, LARGE)
+        y = tl.where(n < length, y, float("nan"))
+    return y
+
+
+@triton.jit
+def places_of(kept):
+    """(Of each token how many up to it are kept, in the order of tokens, and how many are) of [LANES, RUNS, AT_ONCE],
+    with one sum across threads: a run's numbers, 128 at most, are a byte of it.
+    """
+    own = tl.cumsum(kept, 2)
+    each = tl.sum(kept, 2)
+    byte = 8 * tl.arange(0, kept.shape[1])
+    packed = tl.sum(each.to(tl.uint32) << byte[None, :], 1)
+    upto = tl.cumsum(packed, 0)
+    total = tl.sum(packed, 0)
+    a = (total & 255).to(tl.int32)
+    b = a + ((total >> 8) & 255).to(tl.int32)
+    c = b + ((total >> 16) & 255).to(tl.int32)
+    before = tl.where(byte == 8, a, tl.where(byte == 16, b, tl.where(byte == 24, c, 0)))
+    others = before[None, :] + ((upto[:, None] >> byte[None, :]) & 255).to(tl.int32) - each
+    return others[:, :, None] + own, c + (total >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -91,8 +131,9 @@ def bracket(TOTAL, length, width, local, SAMPLE: tl.constexpr):
 
 
 @triton.jit
-def guess_least(TOTAL, LENGTHS, ENDS, at, tokens, width, local, HEADS: tl.constexpr, SAMPLE: tl.constexpr,
-                BETWEEN: tl.constexpr):  # fmt: skip
+def guess_least(
+    TOTAL, LENGTHS, ENDS, at, tokens, width, local, HEADS: tl.constexpr, SAMPLE: tl.constexpr, BETWEEN: tl.constexpr
+):
     """Writes between which two keys the least lies, and that none of what lies there is collected yet."""
     length = tl.load(LENGTHS + at // HEADS)
     low = tl.full([], 1, tl.uint32)
@@ -105,24 +146,27 @@ def guess_least(TOTAL, LENGTHS, ENDS, at, tokens, width, local, HEADS: tl.conste
 
 
 @triton.jit
+def who(at, REQUEST, HEADS: tl.constexpr):
+    """(head of keys, row of queries, request)"""
+    row = at // HEADS
+    return at % HEADS, row, row if REQUEST is None else tl.load(REQUEST + row).to(tl.int64)
+
+
+@triton.jit
 def add_pages(
     LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, WHOLE, MEANS, at, part, table_row, of_page, of_head, runs, parts,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr,
     DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes the sum of the values of some pages, and the log-sum-exp of each query's scores of their tokens."""
-    h = at % HEADS
-    row = at // HEADS
-    r = row
-    if REQUEST is not None:
-        r = tl.load(REQUEST + row).to(tl.int64)
+    h, row, request = who(at, REQUEST, HEADS)
     length = tl.load(LENGTHS + row)
     counted = length
     if COUNTED is not None:
         counted = tl.load(COUNTED + row)
     p = part * SOME + tl.arange(0, SOME)
     there = p * PAGE < counted
-    page = tl.load(TABLE + r * table_row + p, mask=there, other=0).to(tl.int64)
+    page = tl.load(TABLE + request * table_row + p, mask=there, other=0).to(tl.int64)
     g = tl.arange(0, GROUPS)
     run = part * (SOME * PAGE // RUN) + tl.arange(0, SOME * PAGE // RUN)
     of_runs = LSE + (at * GROUP + g)[:, None] * runs + run[None, :]
@@ -158,31 +202,27 @@ def guess_and_add(
 
 @triton.jit(do_not_specialize=["tiles", "local"])
 def collect_keys(
-    TOTAL, LENGTHS, ENDS, COUNTS, KEYS, tokens, tiles, local,
+    TOTAL, LENGTHS, ENDS, COUNTS, FOUND, tokens, tiles, local,
     HEADS: tl.constexpr, TILE: tl.constexpr, BETWEEN: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: how many keys are above both, how many lie between, and, side by side, which these are."""
+    """Of a tile: how many keys are above both, how many lie between, and, side by side, what these are of."""
     tile = tl.program_id(0) % tiles
     at = (tl.program_id(0) // tiles).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
-    low = tl.load(ENDS + 3 * at).to(tl.uint32, bitcast=True)
-    high = tl.load(ENDS + 3 * at + 1).to(tl.uint32, bitcast=True)
-    n = tile * TILE + tl.arange(0, TILE)
+    n = tokens_of_tile(tile, TILE)
     x = tl.load(TOTAL + at * tokens + n, mask=n < tokens, other=0.0)
-    key = keys_of_tile(x, n, tile * TILE, length, local)
-    inside = (key - low < high - low).to(tl.int32)
-    places = tl.cumsum(inside + ((key >= high).to(tl.int32) << 16), 0)
-    counts = tl.max(places, 0)
-    within = counts & 0xFFFF
-    first = 0 * within
-    if within > 0:
-        # which tile comes first changes between runs, and changes nothing: keys are counted, never taken in this order
-        first = tl.atomic_add(ENDS + 3 * at + 2, within, sem="relaxed")
-        if first + within <= BETWEEN:
-            KEYS += at * BETWEEN + first - 1
-            tl.store(KEYS + (places & 0xFFFF), key.to(tl.int32, bitcast=True), mask=inside > 0)
+    low = least_number(tl.load(ENDS + 3 * at).to(tl.uint32, bitcast=True))
+    high = least_number(tl.load(ENDS + 3 * at + 1).to(tl.uint32, bitcast=True))
+    y = compared(x, n, tile * TILE, length, local)
+    more = tl.sum((y >= high).to(tl.int32).reshape(TILE), 0)
+    inside = (y >= low) & (y < high)
+    places, within = places_of(inside.to(tl.int32))
+    # which tile comes first changes between runs, and changes nothing: keys are counted, never taken in this order
+    first = tl.atomic_add(ENDS + 3 * at + 2, within, sem="relaxed")
+    room = first + within <= BETWEEN
+    tl.store(FOUND + at * BETWEEN + first - 1 + places, y, mask=inside & room)
     to = COUNTS + (at * tiles + tile) * 3
-    tl.store(to, counts >> 16)
+    tl.store(to, more)
     tl.store(to + 1, within)
     tl.store(to + 2, first)
 
@@ -212,7 +252,7 @@ def least_of_all(TOTAL, tokens, length, width, local, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles", "width", "local"])
 def find_least(
-    TOTAL, LENGTHS, ENDS, COUNTS, KEYS, LEAST, PARTS, tokens, tiles, width, local,
+    TOTAL, LENGTHS, ENDS, COUNTS, FOUND, LEAST, PARTS, tokens, tiles, width, local,
     HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the least key that is read, and of each tile, where in the table what is read of it begins, how many of
@@ -234,7 +274,7 @@ def find_least(
         if right & (between <= BETWEEN):
             # the largest key at and above which there are as many as are missing, until they are just as many
             i = tl.arange(0, BETWEEN)
-            key = tl.load(KEYS + at * BETWEEN + i, mask=i < between, other=0).to(tl.uint32, bitcast=True)
+            key = keys_of(tl.load(FOUND + at * BETWEEN + i, mask=i < between, other=0.0), i, between, 0)
             missing = width - above
             found = between
             bit = tl.full([], 0x80000000, tl.uint32)
@@ -290,11 +330,7 @@ def take_tokens(
     # who am I
     tile = tl.program_id(0) % tiles
     at = (tl.program_id(0) // tiles).to(tl.int64)
-    h = at % HEADS
-    row = at // HEADS
-    r = row
-    if REQUEST is not None:
-        r = tl.load(REQUEST + row).to(tl.int64)
+    h, row, request = who(at, REQUEST, HEADS)
     length = tl.load(LENGTHS + row)
     last = tl.load(LEAST + at).to(tl.uint32, bitcast=True)
     PARTS += (at * tiles + tile) * 3
@@ -303,26 +339,29 @@ def take_tokens(
     same = tl.load(PARTS + 2)
 
     # which tokens are read, and where they stand, side by side
-    n = tile * TILE + tl.arange(0, TILE)
+    n = tokens_of_tile(tile, TILE)
     x = tl.load(TOTAL + at * tokens + n, mask=n < tokens, other=0.0)
-    key = keys_of_tile(x, n, tile * TILE, length, local)
-    kept = (key > tl.where(ties == same, last - 1, last)).to(tl.int32)
+    y = compared(x, n, tile * TILE, length, local)
     if (ties > 0) & (ties < same):  # in one tile of a row at most
-        tie = (key == last).to(tl.int32)
-        kept += tie & (tl.cumsum(tie, 0) <= ties).to(tl.int32)
+        tie = (y == least_number(last)).to(tl.int32)
+        places, _ = places_of(tie)
+        y = tl.where((tie > 0) & (places > ties), float("nan"), y)
+    kept = (y >= least_number(last + ((ties == 0) & (same > 0)).to(tl.uint32))).to(tl.int32)
+    places, _ = places_of(kept)
     TABLES += at * width + first - 1
-    AT_ONCE: tl.constexpr = 4 if PAGE % 4 == 0 else 1  # tokens of a page side by side, which a thread has
-    m = (tile * TILE + tl.arange(0, TILE // AT_ONCE) * AT_ONCE).to(tl.uint32)
-    page = tl.load(TABLE + r * table_row + m // PAGE, mask=m < length, other=0)
+    AT_ONCE: tl.constexpr = 4 if PAGE % 4 == 0 else 1  # tokens of a thread that are of one page
+    m = (n if AT_ONCE == 1 else tl.min(n, 2)[:, :, None]).to(tl.uint32)
+    page = tl.load(TABLE + request * table_row + m // PAGE, mask=m < length, other=0)
     place = page * by_page + (m % PAGE).to(tl.int32) * by_token + h.to(tl.int32) * by_head
-    place = (place[:, None] + tl.arange(0, AT_ONCE)[None, :] * by_token).reshape(TILE)
-    tl.store(TABLES + tl.cumsum(kept, 0), place, mask=kept > 0)
+    if AT_ONCE > 1:
+        place += tl.arange(0, AT_ONCE)[None, None, :] * by_token
+    tl.store(TABLES + places, place, mask=kept > 0)
 
     # nothing after the last one
     read = tl.minimum(length, width)
     if (tile * TILE < width) & (tile * TILE + TILE > read):
         TABLES += 1 - first
-        tl.store(TABLES + n, tl.zeros([TILE], tl.int32), mask=(n >= read) & (n < width))
+        tl.store(TABLES + n, 0 * n, mask=(n >= read) & (n < width))
     if tile == 0:
         tl.store(TOKENS + at, read)
 
@@ -332,7 +371,7 @@ def take_tokens(
             if GROUP > 1:
                 weights = tl.load(SCORES + (at * GROUP + g) * tokens + n, mask=kept > 0, other=0.0)
             weights = tl.where(kept > 0, weights, float("-inf"))
-            tl.store(SUMS + (at * GROUP + g) * tiles + tile, log_sum(weights, 0))
+            tl.store(SUMS + (at * GROUP + g) * tiles + tile, log_sum(weights.reshape(TILE), 0))
 
 
 @triton.jit(do_not_specialize=["tiles", "parts", "width"])
@@ -345,15 +384,9 @@ def join_tiles(
     at = tl.program_id(0).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
     g = tl.arange(0, GROUPS)
-    i = tl.arange(0, TILES)
     n = tl.arange(0, PARTS)
-    to = (at * GROUP + g)[:, None] * tiles + i[None, :]
-    mine = tl.load(SUMS + to, mask=(g < GROUP)[:, None] & (i < tiles)[None, :], other=float("-inf"))
     to = (at * GROUP + g)[:, None] * parts + n[None, :]
     whole = tl.load(WHOLE + to, mask=(g < GROUP)[:, None] & (n < parts)[None, :], other=float("-inf"))
-    more = tl.maximum(log_sum(whole, 1) - log_sum(mine, 1), 0.0)
-    rest = tl.where(more < 1e-3, tl.log(more + 0.5 * more * more), more + tl.log(1.0 - tl.exp(-more)))
-    tl.store(REST + at * GROUP + g, tl.where(length <= width, float("-inf"), rest), mask=g < GROUP)
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros([SOME, BLOCK_D], tl.float32)
     for start in range(0, parts, SOME):
@@ -361,6 +394,12 @@ def join_tiles(
         inside = (some < parts)[:, None] & (d < DIM)[None, :]
         total += tl.load(MEANS + (at * parts + some)[:, None] * DIM + d[None, :], mask=inside, other=0.0)
     tl.store(MEAN + at * DIM + d, tl.sum(total, 0) / tl.maximum(length, 1), mask=d < DIM)
+    i = tl.arange(0, TILES)
+    to = (at * GROUP + g)[:, None] * tiles + i[None, :]
+    mine = tl.load(SUMS + to, mask=(g < GROUP)[:, None] & (i < tiles)[None, :], other=float("-inf"))
+    more = tl.maximum(log_sum(whole, 1) - log_sum(mine, 1), 0.0)
+    rest = tl.where(more < 1e-3, tl.log(more + 0.5 * more * more), more + tl.log(1.0 - tl.exp(-more)))
+    tl.store(REST + at * GROUP + g, tl.where(length <= width, float("-inf"), rest), mask=g < GROUP)
 
 
 @dataclass(frozen=True)
@@ -397,7 +436,7 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     numbers = {"dtype": torch.int32, "device": device}
     ends, counts = torch.empty((rows, heads, 3), **numbers), torch.empty((*tiles, 3), **numbers)
     least, parts = torch.empty((rows, heads), **numbers), torch.empty((*tiles, 3), **numbers)
-    keys = torch.empty((rows, heads, sizes.between), **numbers)
+    found = torch.empty((rows, heads, sizes.between), device=device)
     sums = whole = means = None
     if call.v_mean is not None:
         sums = torch.empty((rows, heads, group, sizes.tiles), device=device)
@@ -405,8 +444,8 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         means = torch.empty((rows, heads, sizes.parts, call.v_mean.shape[2]), device=device)
     tensors = (
         (call.total, call.lengths, ends, call.counted, call.lse, call.table, call.request, call.v_mean, whole, means),
-        (call.total, call.lengths, ends, counts, keys),
-        (call.total, call.lengths, ends, counts, keys, least, parts),
+        (call.total, call.lengths, ends, counts, found),
+        (call.total, call.lengths, ends, counts, found, least, parts),
         (call.total, call.lengths, least, parts, call.table, call.request, results["tables"],
          results["tokens"], call.scores, sums),
         (sums, whole, means, call.lengths, results["rest"], results["mean"]),
@@ -441,13 +480,14 @@ def _plans(call: Call, sizes: _Sizes) -> tuple[Plan, ...]:
     strides = (call.table.stride(0), *strides)
     guess = Plan(guess_and_add, programs * (sizes.parts + 1), strides, numbers, constants, 4, 1)
     constants = (heads, tile, between)
-    collect = Plan(collect_keys, programs * tiles, (), (tokens, tiles, local), constants, warps, 1)
+    collect = Plan(collect_keys, programs * tiles, (), (tokens, tiles, local), constants, warps, 1, options=_REGISTERS)
     constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)))
     numbers = (tokens, tiles, width, local)
     find = Plan(find_least, programs, (), numbers, constants, _warps(between, 1024), 1)
     numbers = (tokens, tiles, width, local, call.by_page, call.by_token, call.by_head)
     constants = (heads, group, call.page_size, tile)
-    take = Plan(take_tokens, programs * tiles, (call.table.stride(0),), numbers, constants, warps, 1)
+    capped = {} if call.page_size % 4 else _REGISTERS  # a page for each token is more than there is room for
+    take = Plan(take_tokens, programs * tiles, (call.table.stride(0),), numbers, constants, warps, 1, options=capped)
     if v_mean is None:
         return guess, collect, find, take
     parts = triton.next_power_of_2(sizes.parts)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tilewise.ops.token_scores.problem import Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.tiles.early import early_for
 from tilewise.tiles.log_sum import log_sum
 
 _BYTES = 512  # of a column, that a program has: with more, programs that wait for memory are too few
@@ -58,8 +59,11 @@ def score_tokens(
     parts, one,
     HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BITS: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, OF_WORD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # who am I
+    if EARLY > 0:
+        tl.extra.cuda.gdc_wait()  # for queries' parts
     h = tl.program_id(0) % HEADS
     part = tl.program_id(0) // HEADS % parts
     row = (tl.program_id(0) // HEADS // parts).to(tl.int64)
@@ -97,19 +101,21 @@ def score_tokens(
         for half in tl.static_range(8 // BITS):
             byte = tl.arange(0, WORDS * OF_WORD)
             token = n[:, None] * PAGE + half * (each * OF_WORD) + byte[None, :]
-            seen = (token < length) & (byte < each * OF_WORD)[None, :]
+            # pages are written as a whole, which stores several tokens at once
+            written = there[:, None] & (byte < each * OF_WORD)[None, :]
             more = tl.zeros([PAGES, WORDS * OF_WORD], tl.float32)
             for g in tl.static_range(len(base)):
                 s = scores_of(sums, base[g], weight[g], g, len(base), half, BITS, OF_WORD)
                 more += s
                 at = of_row * GROUP + first + g
-                tl.store(SCORES + at * tokens + token, s, mask=seen)
-                lse = log_sum(tl.where(seen, s, float("-inf")), 1)
-                tl.store(LSE + at * runs + n * (8 // BITS) + half, lse, mask=there)
+                tl.store(SCORES + at * tokens + token, s, mask=written)
+                if (part * PAGES + PAGES) * PAGE > length or each != WORDS:
+                    s = tl.where((token < length) & written, s, float("-inf"))
+                tl.store(LSE + at * runs + n * (8 // BITS) + half, log_sum(s, 1), mask=there)
             if GROUP > 1:
                 totals = with_part(totals, half, more)
                 if first + AT_ONCE >= GROUP:
-                    tl.store(TOTAL + of_row * tokens + token, totals[half], mask=seen)
+                    tl.store(TOTAL + of_row * tokens + token, totals[half], mask=written)
 
 
 @triton.jit
@@ -235,8 +241,11 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         warps = min(8, max(1, codes // (32 * each)))
         strides = (*call.least.stride()[:2], call.table.stride(0))
         constants: tuple[int, ...] = (heads, group, rank, triton.next_power_of_2(rank), call.least.shape[2])
-        constants += (call.page_size, call.bits, some, words, of_word)
-        plan = Plan(score_tokens, rows * heads * parts, strides, (pages, parts, _ONE), constants, warps, 1)
+        early = early_for(q.device)
+        constants += (call.page_size, call.bits, some, words, of_word, early)
+        plan = Plan(
+            score_tokens, rows * heads * parts, strides, (pages, parts, _ONE), constants, warps, 1, early=early > 0
+        )
         plan = _PLANS.put(key, plan)
     with on_device(q):
         plan.launch(tensors, ())
