@@ -120,6 +120,7 @@ _WRITE_SHARED = (
 
 _OF_TOKENS = (
     "src/tilewise/schedule/page_selection.py",
+    "src/tilewise/tiles/early.py",
     "src/tilewise/tiles/log_sum.py",
     _ATTENTION + "selected_pages.py",
 )
@@ -152,7 +153,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         _ATTENTION + "selected_pages.py",
     ),
     "token_choice": _OF_TOKENS,
-    "token_scores": ("src/tilewise/tiles/early.py", *_OF_TOKENS),
+    "token_scores": _OF_TOKENS,
     "quantize": (
         "src/tilewise/layouts.py",
         "src/tilewise/quant/*.py",

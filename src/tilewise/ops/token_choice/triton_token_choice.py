@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tilewise.ops.token_choice.problem import FORCED, Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
+from tilewise.tiles.early import early_for
 from tilewise.tiles.log_sum import log_sum
 
 _TILE = 512  # tokens of a program: of one warp, which waits for no other
@@ -34,11 +35,17 @@ LARGE = tl.constexpr(FORCED)
 
 
 @triton.jit
-def keys_of(x, n, length, local):
-    """Integers without sign in the order of scores, 0 where a row has none."""
-    x = tl.where((tl.abs(x) < float("inf")) & (n < length - local), x + 0.0, LARGE)  # both zeros are equal
+def key_of(x):
+    """Integers without sign in the order of numbers."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(n < length, (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True), 0)
+    return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def keys_of(x, n, length, local):
+    """The keys of scores, 0 where a row has none."""
+    x = tl.where((tl.abs(x) < float("inf")) & (n < length - local), x + 0.0, LARGE)  # both zeros are equal
+    return tl.where(n < length, key_of(x), 0)
 
 
 @triton.jit
@@ -96,6 +103,49 @@ def places_of(kept):
 
 
 @triton.jit
+def together(a, b):
+    """Two counts as one number, whose sums are those of either."""
+    return (a.to(tl.int64) << 32) + b
+
+
+@triton.jit
+def apart(x):
+    """(a, b) of `together(a, b)`, int32"""
+    return (x >> 32).to(tl.int32), x.to(tl.int32)
+
+
+@triton.jit
+def around(least, largest, at_forced, wanted, SAMPLE: tl.constexpr):
+    """(A key at and above which there are `wanted` of a sample at least, one where there are fewer, how many there are
+    at either), by its least and largest keys and how many there are that are forced.
+    """
+    top = at_forced >= wanted
+    low = tl.where(top, largest + 1, tl.where(wanted > SAMPLE, 0, least))
+    return low, tl.where(top, low | TOP, largest + 1), tl.where(top, at_forced, SAMPLE), tl.where(top, 0, at_forced)
+
+
+@triton.jit
+def nearer(low, end, at_low, at_end, key, at, wanted):
+    """`around` once it is known how many there are at a key between."""
+    enough = at >= wanted
+    low, end = tl.where(enough, key, low), tl.where(enough, end, key)
+    return low, end, tl.where(enough, at, at_low), tl.where(enough, at_end, at)
+
+
+@triton.jit
+def key_between(low, end, at_low, at_end, aim, turn):
+    """A key above `low` and below `end` where there may be `aim` keys at and above it, if there are so many at these:
+    the logarithm of how many there are falls evenly with a score, more or less. Each second time it is the one in the
+    middle, which does for all scores.
+    """
+    share = tl.log2(at_low / aim) / tl.log2(at_low / tl.maximum(at_end, 0.5))
+    x = least_number(low)
+    x += (least_number(end) - x) * share
+    key = tl.where(turn % 2 == 0, low + ((end - low) >> 1), key_of(x))
+    return tl.minimum(tl.maximum(key, low + 1), end - 1)
+
+
+@triton.jit
 def bracket(TOTAL, length, width, local, SAMPLE: tl.constexpr):
     """Two keys, the second not included, between which the least that is read is likely to lie."""
     # keys at steps that are not even, since scores may be periodic
@@ -104,30 +154,27 @@ def bracket(TOTAL, length, width, local, SAMPLE: tl.constexpr):
     n = i * (length // SAMPLE) + i * (length % SAMPLE) // SAMPLE + (((i * 40503) & 0xFFFF) * step >> 16)
     key = keys_at(TOTAL, n, length, length, local)
 
-    # the largest keys at and above which there are `more` and `fewer` of them, bit by bit, both at once, until few are
-    # too many: `at_low` are at and above the first, `at_end` at and above the end of where the second still may be
+    # keys at and above which there are `more` and `fewer` of them, or few more and few fewer, both at once
     rank = width.to(tl.float32) * SAMPLE / length
     off = 4.0 * tl.sqrt(rank * (1.0 - rank / SAMPLE)) + 4.0
     more = (rank + off).to(tl.int32)
     fewer = (rank - off).to(tl.int32)
     slack = (more - fewer) // 16
-    low = tl.full([], 0, tl.uint32)
-    high = low
-    end = low | TOP
-    at_low = SAMPLE + 0 * more
-    at_end = 0 * more
-    bit = tl.full([], 0x80000000, tl.uint32)
-    while (bit > 0) & ((at_low - more > slack) | (fewer - at_end > slack)):
-        counts = tl.sum((key >= (low | bit)).to(tl.int32) + ((key >= (high | bit)).to(tl.int32) << 16), 0)
-        enough = (counts & 0xFFFF) >= more
-        low = tl.where(enough, low | bit, low)
-        at_low = tl.where(enough, counts & 0xFFFF, at_low)
-        enough = (counts >> 16) >= fewer
-        end = tl.where(enough, end, high | bit)
-        at_end = tl.where(enough, at_end, counts >> 16)
-        high = tl.where(enough, high | bit, high)
-        bit = bit >> 1
-    return tl.maximum(low, 1), end
+    least = tl.min(key, 0)
+    forced = key >= key_of(tl.full([], LARGE, tl.float32))
+    largest = tl.max(tl.where(forced, least, key), 0)
+    at_forced = tl.sum(forced.to(tl.int32), 0)
+    low, low_end, at_low, at_low_end = around(least, largest, at_forced, more, SAMPLE)
+    high, high_end, at_high, at_high_end = around(least, largest, at_forced, fewer, SAMPLE)
+    turn = 0
+    while ((at_low - more > slack) & (low_end - low > 1)) | ((fewer - at_high_end > slack) & (high_end - high > 1)):
+        turn += 1
+        a = key_between(low, low_end, at_low, at_low_end, more + 0.5 * slack, turn)
+        b = key_between(high, high_end, at_high, at_high_end, tl.maximum(fewer - 0.5 * slack, 0.5), turn)
+        counts = tl.sum((key >= a).to(tl.int32) + ((key >= b).to(tl.int32) << 16), 0)
+        low, low_end, at_low, at_low_end = nearer(low, low_end, at_low, at_low_end, a, counts & 0xFFFF, more)
+        high, high_end, at_high, at_high_end = nearer(high, high_end, at_high, at_high_end, b, counts >> 16, fewer)
+    return tl.maximum(low, 1), high_end
 
 
 @triton.jit
@@ -186,8 +233,11 @@ def guess_and_add(
     width, local, runs, parts,
     HEADS: tl.constexpr, SAMPLE: tl.constexpr, BETWEEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     PAGE: tl.constexpr, RUN: tl.constexpr, DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """`guess_least`, and beside it, since few programs do that, `add_pages` where something stands for the rest."""
+    if EARLY > 0:
+        tl.extra.cuda.gdc_wait()  # for scores
     rows = tl.num_programs(0) // (parts + 1)
     at = (tl.program_id(0) % rows).to(tl.int64)
     part = tl.program_id(0) // rows - 1
@@ -216,9 +266,13 @@ def collect_keys(
     y = compared(x, n, tile * TILE, length, local)
     more = tl.sum((y >= high).to(tl.int32).reshape(TILE), 0)
     inside = (y >= low) & (y < high)
-    places, within = places_of(inside.to(tl.int32))
-    # which tile comes first changes between runs, and changes nothing: keys are counted, never taken in this order
-    first = tl.atomic_add(ENDS + 3 * at + 2, within, sem="relaxed")
+    within = tl.sum(inside.to(tl.int32).reshape(TILE), 0)
+    # which tile comes first changes between runs, and changes nothing: keys are counted, never taken in this order.
+    # One thread of 32 asks, and what it is told is summed where it is used, so that nothing waits for it before
+    lane = tl.arange(0, 32)
+    told = tl.atomic_add(ENDS + 3 * at + 2 + 0 * lane, within + 0 * lane, mask=lane == 0, sem="relaxed")
+    places, _ = places_of(inside.to(tl.int32))
+    first = tl.sum(tl.where(lane == 0, told, 0), 0)
     room = first + within <= BETWEEN
     tl.store(FOUND + at * BETWEEN + first - 1 + places, y, mask=inside & room)
     to = COUNTS + (at * tiles + tile) * 3
@@ -250,51 +304,67 @@ def least_of_all(TOTAL, tokens, length, width, local, BLOCK: tl.constexpr):
     return last
 
 
+@triton.jit
+def least_found(off, between, missing, size):
+    """The largest number below `size` that at least `missing` of all are not below, `between` of which are not zero.
+    The search goes where it would lie if all were spread evenly, and each third time into the middle; it ends where
+    just as many are not below.
+    """
+    least = tl.full([], 0, tl.uint32)
+    end = size
+    found = between  # not below `least`
+    after = 0 * between  # not below `end`
+    turn = 0
+    while (end - least > 1) & (found != missing):
+        turn += 1
+        share = (found - missing + 0.5) / (found - after)
+        far = tl.where(turn % 3 == 0, 0.5, share) * (end - least).to(tl.float32)
+        middle = least + tl.minimum(tl.maximum(far.to(tl.uint32), 1), end - least - 1)
+        count = tl.sum((off >= middle).to(tl.int32), 0)
+        enough = count >= missing
+        least = tl.where(enough, middle, least)
+        found = tl.where(enough, count, found)
+        end = tl.where(enough, end, middle)
+        after = tl.where(enough, after, count)
+    return tl.min(tl.where(off >= least, off, TOP), 0)
+
+
 @triton.jit(do_not_specialize=["tiles", "width", "local"])
 def find_least(
     TOTAL, LENGTHS, ENDS, COUNTS, FOUND, LEAST, PARTS, tokens, tiles, width, local,
     HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes the least key that is read, and of each tile, where in the table what is read of it begins, how many of
     these have that key, and how many have it at all.
     """
+    if EARLY > 0:
+        tl.extra.cuda.gdc_wait()  # for what programs of a tile collect
     at = tl.program_id(0).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
     low = tl.load(ENDS + 3 * at).to(tl.uint32, bitcast=True)
     high = tl.load(ENDS + 3 * at + 1).to(tl.uint32, bitcast=True)
+    i = tl.arange(0, BETWEEN)
+    y = tl.load(FOUND + at * BETWEEN + i)  # before it is known how many there are
     tile = tl.arange(0, TILES)
     of_tile = COUNTS + (at * tiles + tile) * 3
     more = tl.load(of_tile, mask=tile < tiles, other=0)
     same = tl.load(of_tile + 1, mask=tile < tiles, other=0)
-    above = tl.sum(more, 0)
-    between = tl.sum(same, 0)
+    start = tl.load(of_tile + 2, mask=tile < tiles, other=0)
+    above, between = apart(tl.sum(together(more, same), 0))
     last = low
     right = (above < width) & (above + between >= width)
     if (length > width) & ((high - low != 1) | (right == 0)):
         if right & (between <= BETWEEN):
-            # the largest key at and above which there are as many as are missing, until they are just as many
-            i = tl.arange(0, BETWEEN)
-            key = keys_of(tl.load(FOUND + at * BETWEEN + i, mask=i < between, other=0.0), i, between, 0)
-            missing = width - above
-            found = between
-            bit = tl.full([], 0x80000000, tl.uint32)
-            while bit >= high - low:
-                bit = bit >> 1
-            off = tl.where(i < between, key - low, 0)
-            least = tl.full([], 0, tl.uint32)
-            while (bit > 0) & (found != missing):
-                count = tl.sum((off >= (least | bit)).to(tl.int32), 0)
-                least = tl.where(count >= missing, least | bit, least)
-                found = tl.where(count >= missing, count, found)
-                bit = bit >> 1
-            least = tl.min(tl.where((i < between) & (off >= least), off, TOP), 0)
+            off = tl.where(i < between, keys_of(y, i, between, 0) - low, 0)
+            least = least_found(off, between, width - above, high - low)
             last = low + least
+            # of the keys of a tile, which stand side by side, how many are above, and how many it is
             sums = tl.cumsum((off > least).to(tl.int32) + ((off == least).to(tl.int32) << 16), 0)
-            start = tl.load(of_tile + 2, mask=tile < tiles, other=0)
-            end = start + same
-            here = tl.where(end > 0, tl.gather(sums, tl.maximum(end - 1, 0), 0), 0)
-            here -= tl.where(start > 0, tl.gather(sums, tl.maximum(start - 1, 0), 0), 0)
-            here = tl.where(same > 0, here, 0)
+            ends = tl.join(start, start + same).reshape(2 * TILES)
+            upto = tl.where(ends > 0, tl.gather(sums, tl.maximum(ends - 1, 0), 0), 0)
+            before, after = tl.split(upto.reshape(TILES, 2))
+            here = tl.where(same > 0, after - before, 0)
             more += here & 0xFFFF
             same = (here >> 16) & 0xFFFF
         else:
@@ -311,12 +381,14 @@ def find_least(
             same = tl.load(of_tile + 1, mask=tile < tiles, other=0)
 
     # of equal ones the first are read
-    left = tl.where(length <= width, 0, width - tl.sum(more, 0)) - (tl.cumsum(same, 0) - same)
-    ties = tl.minimum(tl.maximum(left, 0), same)
-    end = tl.cumsum(more + ties, 0)
+    counts = together(more, same)
+    above, _ = apart(tl.sum(counts, 0))
+    left = tl.where(length <= width, 0, tl.maximum(width - above, 0))
+    more_upto, same_upto = apart(tl.cumsum(counts, 0))
+    ties_before = tl.minimum(same_upto - same, left)
     to = PARTS + (at * tiles + tile) * 3
-    tl.store(to, end - more - ties, mask=tile < tiles)
-    tl.store(to + 1, ties, mask=tile < tiles)
+    tl.store(to, more_upto - more + ties_before, mask=tile < tiles)
+    tl.store(to + 1, tl.minimum(same_upto, left) - ties_before, mask=tile < tiles)
     tl.store(to + 2, same, mask=tile < tiles)
     tl.store(LEAST + at, last.to(tl.int32, bitcast=True))
 
@@ -475,15 +547,16 @@ def _plans(call: Call, sizes: _Sizes) -> tuple[Plan, ...]:
     dim, strides = (0, (0, 0)) if v_mean is None else (v_mean.shape[2], v_mean.stride()[:2])
     block_d, groups, programs = triton.next_power_of_2(max(16, dim)), triton.next_power_of_2(group), rows * heads
     constants: tuple[int, ...] = (heads, sizes.sample, between, group, groups, call.page_size, run, dim)
-    constants += (sizes.some, block_d)
+    early = early_for(call.total.device)
+    constants += (sizes.some, block_d, early)
     numbers: tuple[int, ...] = (tokens, width, local, call.lse.shape[3], sizes.parts)
     strides = (call.table.stride(0), *strides)
-    guess = Plan(guess_and_add, programs * (sizes.parts + 1), strides, numbers, constants, 4, 1)
+    guess = Plan(guess_and_add, programs * (sizes.parts + 1), strides, numbers, constants, 4, 1, early=early > 0)
     constants = (heads, tile, between)
     collect = Plan(collect_keys, programs * tiles, (), (tokens, tiles, local), constants, warps, 1, options=_REGISTERS)
-    constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)))
+    constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)), early)
     numbers = (tokens, tiles, width, local)
-    find = Plan(find_least, programs, (), numbers, constants, _warps(between, 1024), 1)
+    find = Plan(find_least, programs, (), numbers, constants, _warps(between, 1024), 1, early=early > 0)
     numbers = (tokens, tiles, width, local, call.by_page, call.by_token, call.by_head)
     constants = (heads, group, call.page_size, tile)
     capped = {} if call.page_size % 4 else _REGISTERS  # a page for each token is more than there is room for
