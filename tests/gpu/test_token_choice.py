@@ -9,6 +9,7 @@ from tests.gpu.matrix import DEVICE
 from tests.gpu.test_token_scores import LARGE, LONG
 from tilewise.ops.token_choice.problem import Call
 from tilewise.ops.token_choice.table import CHOOSE_TOKENS
+from tilewise.ops.token_scores.problem import sample_of
 from tilewise.testing import token_choice as checks
 from tilewise.testing.page_selection import SPARQ, PagesCase
 
@@ -36,7 +37,7 @@ def of_many(scores: torch.Tensor, width: int) -> Call:
     total = scores.sum(2).contiguous()
     runs = scores.view(rows, heads, group, 2 * pages, 32).logsumexp(-1)
     v_mean = torch.randn(rows * pages, heads, 128, device=DEVICE).bfloat16()
-    return Call(scores, total, runs, table, None, lengths, v_mean, 64, width, 0, heads, 1, 1)
+    return Call(scores, total, runs, sample_of(total), table, None, lengths, v_mean, 64, width, 0, heads, 1, 1)
 
 
 @pytest.mark.parametrize("kind", ["normal", "ascending", "equal", "few_values", "one_far_above"])

@@ -15,6 +15,7 @@ from tilewise.ops.token_choice import triton_token_choice
 from tilewise.ops.token_choice.problem import Call
 from tilewise.ops.token_choice.table import CHOOSE_TOKENS
 from tilewise.ops.token_scores import triton_token_scores
+from tilewise.ops.token_scores.problem import sample_of
 from tilewise.testing import page_selection, query_parts, token_choice, token_scores
 from tilewise.testing.page_selection import BY_NAME, SPARQ, PagesCase
 
@@ -35,13 +36,13 @@ def test_parts_of_queries(case: PagesCase, dtype: torch.dtype) -> None:
 
 SIZES = {  # tokens of a tile, keys of a sample, keys that are searched
     "one_tile": (8192, 8192, 8192), "tiles": (16, 16, 8), "all_searched": (16, 16, 64), "large_sample": (16, 32, 16),
-    "small_sample": (64, 8, 4),
+    "small_sample": (64, 2, 4),
 }  # fmt: skip
 
 
 def use_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tile, sample, between = SIZES[name]
-    sizes = {"_TILE": tile, "_SAMPLE": (sample, sample), "_BETWEEN": (between, between), "_BLOCK": 2 * tile}
+    sizes = {"_TILE": tile, "_SAMPLE": sample, "_BETWEEN": (between, between), "_BLOCK": 2 * tile}
     for constant, size in (sizes | {"_VALUES": tile}).items():
         monkeypatch.setattr(triton_token_choice, constant, size)
 
@@ -53,39 +54,45 @@ def test_choices_of_tokens(case: PagesCase, sizes: str, monkeypatch: pytest.Monk
     token_choice.check(token_choice.make_call(case, torch.float32), "triton")
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", ["equal", "two_values", "ascending", "few_among_equal"])
-def test_choices_that_a_sample_misleads(kind: str, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_that_a_sample_misleads(kind: str, sizes: str, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that it says little of, or, where it is not `told` of them, nothing."""
     use_sizes(sizes, monkeypatch)
     call = token_choice.make_call(BY_NAME["sparq"], torch.float32)
     n = torch.arange(call.total.shape[-1])
-    call.total.copy_({
+    total = {
         "equal": torch.ones(len(n)),
         "two_values": (n % 3 == 1).float(),
         "ascending": n - 5.0,
         "few_among_equal": torch.where(n % 7 == 0, 1e-38 * n, -1.0),
-    }[kind])  # fmt: skip
+    }[kind]
+    call.total.copy_(total)
+    call.sample.copy_(sample_of(call.total) if told else call.sample.flip(-1))
     token_choice.check(call, "triton")
 
 
-@pytest.mark.parametrize("width", [5, 600, 2500, 4990])
-@pytest.mark.parametrize("scores", ["normal", "far_from_zero", "small_steps"])
-def test_a_sample_does(width: int, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("length", [16_384, 9_000])
+@pytest.mark.parametrize("width", [5, 600, 2500, 8_990])
+@pytest.mark.parametrize("scores", ["normal", "far_from_zero", "small_steps", "few_large"])
+def test_a_sample_does(width: int, length: int, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ordinary scores it says where the least lies that is read: no program goes through all tokens."""
 
     def never(*arguments: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(triton_token_choice, "least_of_all", never)
-    monkeypatch.setattr(triton_token_choice, "_SAMPLE", (1024, 1024))
-    monkeypatch.setattr(triton_token_choice, "_BETWEEN", (1024, 1024))
-    x = torch.randn(1, 1, 1, 5000, generator=torch.Generator().manual_seed(width))
-    x = {"normal": x, "far_from_zero": 300.0 + x, "small_steps": (x * 1000).round()}[scores]
-    runs, numbers = x.view(1, 1, 1, 625, 8).logsumexp(-1), torch.arange(625, dtype=torch.int32)[None]
-    lengths = torch.tensor([5000], dtype=torch.int32)
-    call = Call(x, x[:, :, 0], runs, numbers, None, lengths, None, 8, width, 0, 8, 1, 1)
+    x = torch.randn(1, 1, 1, 16_384, generator=torch.Generator().manual_seed(width))
+    x = {"normal": x, "far_from_zero": 300.0 + x, "small_steps": (x * 1000).round()}.get(
+        scores, torch.where(x > 2.0, 1e30 * x, x)
+    )
+    runs, numbers = x.view(1, 1, 1, 2048, 8).logsumexp(-1), torch.arange(2048, dtype=torch.int32)[None]
+    lengths = torch.tensor([length], dtype=torch.int32)
+    total = x[:, :, 0]
+    call = Call(x, total, runs, sample_of(total), numbers, None, lengths, None, 8, width, 0, 8, 1, 1)
     tables, tokens, _, _ = CHOOSE_TOKENS(call, "triton")
-    read = torch.argsort(x[0, 0, 0], descending=True, stable=True)[:width].sort().values
+    read = torch.argsort(x[0, 0, 0, :length], descending=True, stable=True)[:width].sort().values
     assert tokens.item() == width
     assert torch.equal(tables[0, 0], read.int())
 
@@ -116,6 +123,7 @@ TWINS = [
     (triton_token_scores, "score_tokens", "x * step, 1", "x * low, 1", "sparq_long_pages"),
     (triton_token_scores, "score_tokens", "(base[g] + x * low,)", "(x * low,)", "sparq"),
     (triton_token_scores, "score_tokens", "tl.join(a, c), tl.join(b, d)", "tl.join(a, b), tl.join(c, d)", "sparq"),
+    (triton_token_scores, "score_tokens", "(run * STEP)", "run", "sparq"),
     (triton_query_parts, "part_queries", "total = tl.sum(size, 0)", "total = tl.max(size, 0)", "sparq"),
     (triton_query_parts, "part_queries", "tl.sum(tl.where(kept[None, :], size, 0.0), 1)", "tl.sum(size, 1)", "sparq"),
     (triton_query_parts, "part_queries", "(h * GROUP + g)", "(g)", "sparq"),

@@ -11,7 +11,7 @@ import tilewise as tw
 from tilewise.ops.operation import Operation
 from tilewise.ops.token_choice.problem import Call
 from tilewise.ops.token_choice.table import CHOOSE_TOKENS
-from tilewise.ops.token_scores.problem import total_of
+from tilewise.ops.token_scores.problem import sample_of, total_of
 from tilewise.ops.token_scores.table import SCORE_TOKENS
 from tilewise.testing import token_scores
 from tilewise.testing.page_selection import PagesCase
@@ -22,7 +22,7 @@ def make_call(case: PagesCase, dtype: torch.dtype, device: str = "cpu") -> Call:
     """The call of a case, by scores of the specification."""
     scored, select = token_scores.make_call(case, dtype, device), case.select
     assert isinstance(select, tw.SparQ)
-    scores, total, lse = SCORE_TOKENS(scored, "reference")
+    scores, total, lse, sample = SCORE_TOKENS(scored, "reference")
     total = total_of(scores, total)
     v_mean = None
     if select.compensate:
@@ -34,7 +34,7 @@ def make_call(case: PagesCase, dtype: torch.dtype, device: str = "cpu") -> Call:
         rows = torch.arange(len(scored.lengths), device=device)
         counted = torch.where(rows % 2 == 0, scored.lengths, scored.lengths // case.page_size * case.page_size)
     return Call(
-        scores, total, lse, scored.table, scored.request, scored.lengths, v_mean, case.page_size, width,
+        scores, total, lse, sample, scored.table, scored.request, scored.lengths, v_mean, case.page_size, width,
         select.newest, 5, 3, 2,
         None if counted is None else counted.to(torch.int32),
     )  # fmt: skip
@@ -67,8 +67,9 @@ def _variant(
         scores, runs = torch.zeros(3, 2, group, count * size), torch.zeros(3, 2, group, count * (1 + (size % 2 == 0)))
         v_mean = torch.zeros(10, 2, dim, dtype=dtype) if stands else None
         request = None if stands else numbers.clone()
+        total = scores[:, :, 0].contiguous()
         return CHOOSE_TOKENS, Call(
-            scores, scores[:, :, 0].contiguous(), runs, table, request, numbers, v_mean, size, 8, 2, 1, 1, 1,
+            scores, total, runs, sample_of(total), table, request, numbers, v_mean, size, 8, 2, 1, 1, 1,
             numbers.clone() if drafts else None,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 
 import tilewise as tw
 from tilewise.ops.operation import Operation
-from tilewise.ops.token_scores.problem import Call
+from tilewise.ops.token_scores.problem import OF_SAMPLE, Call
 from tilewise.ops.token_scores.table import SCORE_TOKENS
 from tilewise.testing.page_selection import PagesCase, make_inputs
 from tilewise.testing.page_summaries import pages
@@ -35,20 +35,24 @@ def check(call: Call, impl: str) -> None:
     """Scores and their sums are those of the specification, of what a row sees. Where codes are not
     converted, what float32 rounds is up to 2**7 times a key's range, 2**15 steps of 8 bits and 2**11 of 4.
     """
-    found = dict(zip(("scores", "total", "lse"), SCORE_TOKENS(call, impl), strict=True))
-    wanted = dict(zip(("scores", "total", "lse"), SCORE_TOKENS(call, "reference"), strict=True))
+    names = ("scores", "total", "lse", "sample")
+    found = dict(zip(names, SCORE_TOKENS(call, impl), strict=True))
+    wanted = dict(zip(names, SCORE_TOKENS(call, "reference"), strict=True))
     ends = max(float(x.float().nan_to_num().abs().max()) for x in (call.least, call.largest))
     largest = float(call.q.abs().max()) * 2.0 * ends  # of a product, whose key is a sum
     rank, group = call.q.shape[3], call.q.shape[2]
     for name, got in found.items():
-        exact, terms = wanted[name], rank * (group if name == "total" else 1)
+        exact, terms = wanted[name], rank * (group if name in ("total", "sample") else 1)
         if not got.numel():
             assert got.shape == exact.shape
             continue
         place = torch.arange(got.shape[-1], device=got.device)
-        of_run = got.shape[-1] // call.table.shape[1]  # runs, or tokens, of a page
-        first = place // of_run * call.page_size + place % of_run * (call.page_size // of_run)
-        seen = first < call.lengths.view(-1, *[1] * (got.ndim - 1))
+        if name == "sample":
+            last = place * OF_SAMPLE + OF_SAMPLE - 1
+        else:
+            of_run = got.shape[-1] // call.table.shape[1]  # runs, or tokens, of a page
+            last = place // of_run * call.page_size + place % of_run * (call.page_size // of_run)
+        seen = last < call.lengths.view(-1, *[1] * (got.ndim - 1))
         got, exact = (torch.where(seen, x, 0.0) for x in (got, exact))
         assert torch.equal(got.isinf(), exact.isinf())
         assert torch.equal(got.isnan(), exact.isnan())

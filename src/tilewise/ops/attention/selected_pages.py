@@ -175,12 +175,12 @@ def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
         parts, dims, step.summaries.columns, step.summaries.least,
         step.summaries.largest, step.table, step.request, step.lengths, step.size,
     )  # fmt: skip
-    scores, total, lse_of_runs = SCORE_TOKENS(prediction)
+    scores, total, lse_of_runs, sample = SCORE_TOKENS(prediction)
     total = total_of(scores, total)
     stands = select.compensate and step.whole is not None
     counted, values = _last_page(step) if stands else (None, None)
     choice = TokenChoice(
-        scores, total, lse_of_runs, step.table, step.request, step.lengths,
+        scores, total, lse_of_runs, sample, step.table, step.request, step.lengths,
         step.summaries.v_mean if select.compensate else None, step.size, min(select.keys, total.shape[-1]),
         select.newest, by_page, by_token, by_head, counted,
     )  # fmt: skip

@@ -20,16 +20,18 @@ class Call:
     scores the first ones. The `local` newest tokens score `FORCED`, and so do those whose scores sum to no finite
     number. Implementations read this and nothing else.
 
-    `scores`, `total` and `lse` are float32, what `SCORE_TOKENS` gives for a row's queries, their sums over a group, and
-    the log-sum-exps of runs of `run` tokens. Row t is of request `request[t]`, int32, or t where that is None, and sees
-    its first `lengths[t]` tokens, int32; `table` is int32 (batch, max_pages). `v_mean`, (num_pages, num_heads_kv,
-    dim_v), are means of pages' values, or None where nothing stands for tokens that are not read; they count for the
-    first `counted[t]` tokens of a row, int32, or for all that it sees where that is None.
+    `scores`, `total`, `lse` and `sample` are float32, what `SCORE_TOKENS` gives for a row's queries, their sums over a
+    group, the log-sum-exps of runs of `run` tokens, and some of the sums, which implementations may look at first. Row
+    t is of request `request[t]`, int32, or t where that is None, and sees its first `lengths[t]` tokens, int32; `table`
+    is int32 (batch, max_pages). `v_mean`, (num_pages, num_heads_kv, dim_v), are means of pages' values, or None where
+    nothing stands for tokens that are not read; they count for the first `counted[t]` tokens of a row, int32, or for
+    all that it sees where that is None.
     """
 
     scores: torch.Tensor
     total: torch.Tensor
     lse: torch.Tensor
+    sample: torch.Tensor
     table: torch.Tensor
     request: torch.Tensor | None
     lengths: torch.Tensor

@@ -1,10 +1,10 @@
-"""Tokens chosen on a GPU. Of each row and head a sample says between which two keys the least that is read is likely to
-lie, while other programs add the values of pages, which stand for what is not read; programs of a tile of tokens each
-count what is above these and collect what lies between, which is little; one program searches that bit by bit, and
-knows then how much of each tile is read, so that again programs of a tile each write it. Where the sample was wrong, or
-too much lies between, the one that searches goes through all tokens itself.
+"""Tokens chosen on a GPU. Of each row and head the sample says between which two keys the least that is read is likely
+to lie, while other programs add the values of pages, which stand for what is not read; programs of a tile of tokens
+each count what is above these and collect what lies between, which is little; one program searches that, and knows then
+how much of each tile is read, so that again programs of a tile each write it. Where the sample was wrong, or too much
+lies between, the one that searches goes through all tokens itself, bit by bit.
 
-Keys are integers in the order of scores, for who searches bit by bit; who only compares does so with scores, which is
+Keys are integers in the order of scores, for who searches; who only compares does so with scores, which is
 fewer instructions. These bound the programs of a tile, and so does how many of them a multiprocessor has.
 
 Histograms of all keys would need no sample, but Triton counts bins by ballots: 2048 of them take 64 population counts
@@ -19,19 +19,21 @@ import triton
 import triton.language as tl
 
 from tilewise.ops.token_choice.problem import FORCED, Call
+from tilewise.ops.token_scores.problem import OF_SAMPLE, PLACE
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.early import early_for
 from tilewise.tiles.log_sum import log_sum
 
 _TILE = 512  # tokens of a program: of one warp, which waits for no other
 _BETWEEN = (4096, 32768)  # keys that are searched: room for what a sample is expected to leave, within these bounds
-_SAMPLE = (1024, 16384)  # keys of a row: one of 32 tokens, likewise
+_SAMPLE = 16384  # keys of a row, at most
 _BLOCK = 8192  # tokens at a time where one program goes through all
 _VALUES = 8192  # of means of pages that a program adds
 _REGISTERS = {"maxnreg": 64}  # of a thread, so that a multiprocessor has 32 programs of a tile
 _PLANS = Plans()
 TOP = tl.constexpr(0xFFFFFFFF)  # above the key of any score
 LARGE = tl.constexpr(FORCED)
+EACH, STEP = tl.constexpr(OF_SAMPLE), tl.constexpr(PLACE)
 
 
 @triton.jit
@@ -115,13 +117,13 @@ def apart(x):
 
 
 @triton.jit
-def around(least, largest, at_forced, wanted, SAMPLE: tl.constexpr):
-    """(A key at and above which there are `wanted` of a sample at least, one where there are fewer, how many there are
+def around(least, largest, at_forced, wanted, count):
+    """(A key at and above which there are `wanted` of `count` at least, one where there are fewer, how many there are
     at either), by its least and largest keys and how many there are that are forced.
     """
     top = at_forced >= wanted
-    low = tl.where(top, largest + 1, tl.where(wanted > SAMPLE, 0, least))
-    return low, tl.where(top, low | TOP, largest + 1), tl.where(top, at_forced, SAMPLE), tl.where(top, 0, at_forced)
+    low = tl.where(top, largest + 1, tl.where(wanted > count, 0, least))
+    return low, tl.where(top, low | TOP, largest + 1), tl.where(top, at_forced, count), tl.where(top, 0, at_forced)
 
 
 @triton.jit
@@ -146,26 +148,29 @@ def key_between(low, end, at_low, at_end, aim, turn):
 
 
 @triton.jit
-def bracket(TOTAL, length, width, local, SAMPLE: tl.constexpr):
+def bracket(SAMPLE, length, width, local, MOST: tl.constexpr):
     """Two keys, the second not included, between which the least that is read is likely to lie."""
-    # keys at steps that are not even, since scores may be periodic
-    i = tl.arange(0, SAMPLE)
-    step = tl.maximum(length // SAMPLE, 1)
-    n = i * (length // SAMPLE) + i * (length % SAMPLE) // SAMPLE + (((i * 40503) & 0xFFFF) * step >> 16)
-    key = keys_at(TOTAL, n, length, length, local)
+    runs = length // EACH
+    count = tl.minimum(runs, MOST)
+    i = tl.arange(0, MOST)
+    run = tl.where(i < count, i, 0)
+    if runs > MOST:
+        run = i * (runs // MOST) + i * (runs % MOST) // MOST
+    n = run * EACH + run * STEP % EACH
+    key = tl.where(i < count, keys_of(tl.load(SAMPLE + run), n, length, local), 0)
 
     # keys at and above which there are `more` and `fewer` of them, or few more and few fewer, both at once
-    rank = width.to(tl.float32) * SAMPLE / length
-    off = 4.0 * tl.sqrt(rank * (1.0 - rank / SAMPLE)) + 4.0
+    rank = width.to(tl.float32) * count / length
+    off = 4.0 * tl.sqrt(rank * (1.0 - rank / count)) + 4.0
     more = (rank + off).to(tl.int32)
     fewer = (rank - off).to(tl.int32)
     slack = (more - fewer) // 16
-    least = tl.min(key, 0)
+    least = tl.min(tl.where(i < count, key, TOP), 0)
     forced = key >= key_of(tl.full([], LARGE, tl.float32))
     largest = tl.max(tl.where(forced, least, key), 0)
     at_forced = tl.sum(forced.to(tl.int32), 0)
-    low, low_end, at_low, at_low_end = around(least, largest, at_forced, more, SAMPLE)
-    high, high_end, at_high, at_high_end = around(least, largest, at_forced, fewer, SAMPLE)
+    low, low_end, at_low, at_low_end = around(least, largest, at_forced, more, count)
+    high, high_end, at_high, at_high_end = around(least, largest, at_forced, fewer, count)
     turn = 0
     while ((at_low - more > slack) & (low_end - low > 1)) | ((fewer - at_high_end > slack) & (high_end - high > 1)):
         turn += 1
@@ -179,14 +184,14 @@ def bracket(TOTAL, length, width, local, SAMPLE: tl.constexpr):
 
 @triton.jit
 def guess_least(
-    TOTAL, LENGTHS, ENDS, at, tokens, width, local, HEADS: tl.constexpr, SAMPLE: tl.constexpr, BETWEEN: tl.constexpr
+    SAMPLE, LENGTHS, ENDS, at, samples, width, local, HEADS: tl.constexpr, MOST: tl.constexpr, BETWEEN: tl.constexpr
 ):
     """Writes between which two keys the least lies, and that none of what lies there is collected yet."""
     length = tl.load(LENGTHS + at // HEADS)
     low = tl.full([], 1, tl.uint32)
     high = tl.where(length <= width, low, low | TOP)  # without a choice to make all are above
-    if (length > width) & (length > BETWEEN):
-        low, high = bracket(TOTAL + at * tokens, length, width, local, SAMPLE)
+    if (length > width) & (length > BETWEEN) & (length >= EACH):
+        low, high = bracket(SAMPLE + at * samples, length, width, local, MOST)
     tl.store(ENDS + 3 * at, low.to(tl.int32, bitcast=True))
     tl.store(ENDS + 3 * at + 1, high.to(tl.int32, bitcast=True))
     tl.store(ENDS + 3 * at + 2, 0)
@@ -227,11 +232,11 @@ def add_pages(
     tl.store(WHOLE + (at * GROUP + g) * parts + part, log_sum(of_runs, 1), mask=g < GROUP)
 
 
-@triton.jit(do_not_specialize=["tokens", "width", "local", "runs", "parts"])
+@triton.jit(do_not_specialize=["samples", "width", "local", "runs", "parts"])
 def guess_and_add(
-    TOTAL, LENGTHS, ENDS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, WHOLE, MEANS, table_row, of_page, of_head, tokens,
+    SAMPLE, LENGTHS, ENDS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, WHOLE, MEANS, table_row, of_page, of_head, samples,
     width, local, runs, parts,
-    HEADS: tl.constexpr, SAMPLE: tl.constexpr, BETWEEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, MOST: tl.constexpr, BETWEEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     PAGE: tl.constexpr, RUN: tl.constexpr, DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -242,7 +247,7 @@ def guess_and_add(
     at = (tl.program_id(0) % rows).to(tl.int64)
     part = tl.program_id(0) // rows - 1
     if part < 0:
-        guess_least(TOTAL, LENGTHS, ENDS, at, tokens, width, local, HEADS, SAMPLE, BETWEEN)
+        guess_least(SAMPLE, LENGTHS, ENDS, at, samples, width, local, HEADS, MOST, BETWEEN)
     elif V_MEAN is not None:
         add_pages(
             LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, WHOLE, MEANS, at, part, table_row, of_page, of_head, runs,
@@ -489,11 +494,12 @@ class _Sizes:
 def _sizes(call: Call) -> _Sizes:
     tokens = call.total.shape[2]
     tile = min(_TILE, triton.next_power_of_2(max(16, tokens)))
-    sample = _within(_SAMPLE, tokens // 32)
+    sample = _within((1, _SAMPLE), call.sample.shape[2])
+    count = max(1, min(sample, tokens // OF_SAMPLE))
     share = min(1.0, call.width / max(1, tokens))
-    off = 4.0 * math.sqrt(sample * share * (1.0 - share)) + 4.0  # as `bracket` has it, and up to an eighth more
+    off = 4.0 * math.sqrt(count * share * (1.0 - share)) + 4.0  # as `bracket` has it, and up to an eighth more
     left = 2.125 * off
-    between = _within(_BETWEEN, math.ceil((left + 4.0 * math.sqrt(left)) / sample * tokens))
+    between = _within(_BETWEEN, math.ceil((left + 4.0 * math.sqrt(left)) / count * tokens))
     pages, dim = call.table.shape[1], 0 if call.v_mean is None else call.v_mean.shape[2]
     some = _within((1, max(1, _VALUES // triton.next_power_of_2(max(16, dim)))), pages)
     parts = 0 if call.v_mean is None else max(1, -(-pages // some))
@@ -515,7 +521,7 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         whole = torch.empty((rows, heads, group, sizes.parts), device=device)
         means = torch.empty((rows, heads, sizes.parts, call.v_mean.shape[2]), device=device)
     tensors = (
-        (call.total, call.lengths, ends, call.counted, call.lse, call.table, call.request, call.v_mean, whole, means),
+        (call.sample, call.lengths, ends, call.counted, call.lse, call.table, call.request, call.v_mean, whole, means),
         (call.total, call.lengths, ends, counts, found),
         (call.total, call.lengths, ends, counts, found, least, parts),
         (call.total, call.lengths, least, parts, call.table, call.request, results["tables"],
@@ -549,7 +555,7 @@ def _plans(call: Call, sizes: _Sizes) -> tuple[Plan, ...]:
     constants: tuple[int, ...] = (heads, sizes.sample, between, group, groups, call.page_size, run, dim)
     early = early_for(call.total.device)
     constants += (sizes.some, block_d, early)
-    numbers: tuple[int, ...] = (tokens, width, local, call.lse.shape[3], sizes.parts)
+    numbers: tuple[int, ...] = (call.sample.shape[2], width, local, call.lse.shape[3], sizes.parts)
     strides = (call.table.stride(0), *strides)
     guess = Plan(guess_and_add, programs * (sizes.parts + 1), strides, numbers, constants, 4, 1, early=early > 0)
     constants = (heads, tile, between)

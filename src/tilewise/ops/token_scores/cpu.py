@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.ops.token_scores.problem import Call
+from tilewise.ops.token_scores.problem import Call, sample_of, total_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,3 +29,4 @@ def forward(call: Call, results: Tensors) -> None:
     scores = results["scores"]
     runs = scores.view(*scores.shape[:-1], call.runs, call.columns.shape[-1])
     results["lse"].copy_(runs.logsumexp(-1))
+    results["sample"].copy_(sample_of(total_of(scores, results["total"])))

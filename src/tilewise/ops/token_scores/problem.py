@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 Tensors = dict[str, torch.Tensor]
+OF_SAMPLE = 32  # tokens one of which a sample has
+PLACE = 13  # an odd number: of run m the sample has token m * PLACE % OF_SAMPLE
 
 
 @dataclass(eq=False, slots=True)
@@ -45,8 +47,9 @@ class Call:
 def results(call: Call) -> Tensors:
     """Empty ones: scores float32 (rows, num_heads_kv, group, tokens), tokens those of max_pages pages; total, their
     sums over a group, likewise (rows, num_heads_kv, tokens), without tokens where a group is one query, whose score it
-    is (`total_of`); and lse, float32 (rows, num_heads_kv, group, runs), the log-sum-exp of the scores of each run.
-    Nothing is said of what a row does not see.
+    is (`total_of`); lse, float32 (rows, num_heads_kv, group, runs), the log-sum-exp of the scores of each run; and
+    sample, float32 (rows, num_heads_kv, samples), which is `sample_of` the sums. Nothing is said of what a row does not
+    see, nor of the sample of less than OF_SAMPLE tokens.
     """
     rows, heads, group, _ = call.q.shape
     tokens, device = call.table.shape[1] * call.page_size, call.q.device
@@ -54,12 +57,20 @@ def results(call: Call) -> Tensors:
         "scores": torch.empty((rows, heads, group, tokens), dtype=torch.float32, device=device),
         "total": torch.empty((rows, heads, tokens if group > 1 else 0), dtype=torch.float32, device=device),
         "lse": torch.empty((rows, heads, group, call.runs), dtype=torch.float32, device=device),
+        "sample": torch.empty((rows, heads, -(-tokens // OF_SAMPLE)), dtype=torch.float32, device=device),
     }
 
 
 def total_of(scores: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """The sums of scores over a group."""
     return total if scores.shape[2] > 1 else scores[:, :, 0]
+
+
+def sample_of(total: torch.Tensor) -> torch.Tensor:
+    """One of each OF_SAMPLE tokens, at places that are not even, since scores may be periodic."""
+    tokens = total.shape[-1]
+    run = torch.arange(-(-tokens // OF_SAMPLE), device=total.device)
+    return total[..., (run * OF_SAMPLE + run * PLACE % OF_SAMPLE).clamp(max=tokens - 1)]
 
 
 def gradients(call: Call, kept: Tensors, wanted: Sequence[str]) -> Tensors:

@@ -19,4 +19,4 @@ _ROWS = rows_of(
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)
 
-SCORE_TOKENS: Operation[Call] = Operation("score_tokens", Call, ROWS, results, gradients, keeps=(), outputs=3)
+SCORE_TOKENS: Operation[Call] = Operation("score_tokens", Call, ROWS, results, gradients, keeps=(), outputs=4)

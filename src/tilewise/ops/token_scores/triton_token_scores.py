@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops.token_scores.problem import Call
+from tilewise.ops.token_scores.problem import OF_SAMPLE, PLACE, Call
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.early import early_for
 from tilewise.tiles.log_sum import log_sum
@@ -20,6 +20,7 @@ _AT_ONCE = 4  # queries
 _PLANS = Plans()
 _ONE = 0x3F800000  # the bits of 1.0, which kernels are told: an instruction takes one number that is written down
 AT_ONCE = tl.constexpr(_AT_ONCE)
+EACH, STEP = tl.constexpr(OF_SAMPLE), tl.constexpr(PLACE)
 FEW = tl.constexpr(4)  # pages of a program whose ends in all dimensions are loaded at once
 
 
@@ -55,8 +56,8 @@ def as_number(words, one, t: tl.constexpr, BITS: tl.constexpr, OF_WORD: tl.const
 
 @triton.jit(do_not_specialize=["pages", "parts", "one"])
 def score_tokens(
-    Q, DIMS, COLUMNS, LEAST, LARGEST, TABLE, REQUEST, LENGTHS, SCORES, TOTAL, LSE, of_page, of_head, table_row, pages,
-    parts, one,
+    Q, DIMS, COLUMNS, LEAST, LARGEST, TABLE, REQUEST, LENGTHS, SCORES, TOTAL, LSE, SAMPLE, of_page, of_head,
+    table_row, pages, parts, one,
     HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, BITS: tl.constexpr, PAGES: tl.constexpr, WORDS: tl.constexpr, OF_WORD: tl.constexpr,
     EARLY: tl.constexpr,
@@ -85,6 +86,7 @@ def score_tokens(
     columns = COLUMNS.to(tl.pointer_type(tl.int32)) + columns if OF_WORD == 4 else COLUMNS + columns
     tokens = pages.to(tl.int64) * PAGE
     runs = pages.to(tl.int64) * (8 // BITS)
+    samples = tl.cdiv(tokens, EACH)
     totals = times(8 // BITS, tl.zeros([PAGES, WORDS * OF_WORD], tl.float32))
     for first in tl.static_range(0, GROUP, AT_ONCE):
         q = Q + (of_row * GROUP + first) * RANK
@@ -116,6 +118,17 @@ def score_tokens(
                 totals = with_part(totals, half, more)
                 if first + AT_ONCE >= GROUP:
                     tl.store(TOTAL + of_row * tokens + token, totals[half], mask=written)
+                    leave_sample(SAMPLE + of_row * samples, token, totals[half], written)
+            else:
+                leave_sample(SAMPLE + of_row * samples, token, more, written)
+
+
+@triton.jit
+def leave_sample(SAMPLE, token, total, written):
+    """Writes one of EACH tokens, `problem.sample_of`."""
+    token = token.to(tl.uint32)
+    run = token // EACH
+    tl.store(SAMPLE + run, total, mask=written & (((token ^ (run * STEP)) % EACH) == 0))
 
 
 @triton.jit
@@ -223,7 +236,7 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     q, dims = call.q.contiguous(), call.dims.contiguous()
     tensors = (
         q, dims, call.columns, call.least, call.largest, call.table, call.request, call.lengths, results["scores"],
-        results["total"], results["lse"],
+        results["total"], results["lse"], results["sample"],
     )  # fmt: skip
     key = tensors_key(*(x for x in tensors if x is not None))
     key = None if key is None else (key, call.page_size)
