@@ -153,6 +153,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         _ATTENTION + "selected_pages.py",
     ),
     "token_choice": _OF_TOKENS,
+    "token_rest": _OF_TOKENS,
     "token_scores": _OF_TOKENS,
     "quantize": (
         "src/tilewise/layouts.py",
@@ -167,7 +168,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
 }
 
 
-_OF_PAGES = ("page_choice", "query_parts", "token_choice", "token_scores")
+_OF_PAGES = ("page_choice", "query_parts", "token_choice", "token_rest", "token_scores")
 _FUSED = ("norm", "cross_entropy", "glu", "rope")  # what a fused model of transformers runs
 
 

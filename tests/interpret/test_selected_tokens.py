@@ -11,12 +11,13 @@ import torch
 from tests.interpret.test_twins import fails_when_broken
 from tilewise.ops import triton_launch
 from tilewise.ops.query_parts import triton_query_parts
-from tilewise.ops.token_choice import triton_token_choice
+from tilewise.ops.token_choice import problem, triton_token_choice
 from tilewise.ops.token_choice.problem import Call
 from tilewise.ops.token_choice.table import CHOOSE_TOKENS
+from tilewise.ops.token_rest import triton_token_rest
 from tilewise.ops.token_scores import triton_token_scores
 from tilewise.ops.token_scores.problem import sample_of
-from tilewise.testing import page_selection, query_parts, token_choice, token_scores
+from tilewise.testing import page_selection, query_parts, token_choice, token_rest, token_scores
 from tilewise.testing.page_selection import BY_NAME, SPARQ, PagesCase
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where numbers are NaN
@@ -42,9 +43,10 @@ SIZES = {  # tokens of a tile, keys of a sample, keys that are searched
 
 def use_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tile, sample, between = SIZES[name]
-    sizes = {"_TILE": tile, "_SAMPLE": sample, "_BETWEEN": (between, between), "_BLOCK": 2 * tile}
-    for constant, size in (sizes | {"_VALUES": tile}).items():
-        monkeypatch.setattr(triton_token_choice, constant, size)
+    for constant, size in (("_TILE", tile), ("_VALUES", tile)):
+        monkeypatch.setattr(problem, constant, size)
+    for constant, bounds in (("_SAMPLE", sample), ("_BETWEEN", (between, between)), ("_BLOCK", 2 * tile)):
+        monkeypatch.setattr(triton_token_choice, constant, bounds)
 
 
 @pytest.mark.parametrize("case", SPARQ, ids=repr)
@@ -91,10 +93,27 @@ def test_a_sample_does(width: int, length: int, scores: str, monkeypatch: pytest
     lengths = torch.tensor([length], dtype=torch.int32)
     total = x[:, :, 0]
     call = Call(x, total, runs, sample_of(total), numbers, None, lengths, None, 8, width, 0, 8, 1, 1)
-    tables, tokens, _, _ = CHOOSE_TOKENS(call, "triton")
+    tables, tokens, *_ = CHOOSE_TOKENS(call, "triton")
     read = torch.argsort(x[0, 0, 0, :length], descending=True, stable=True)[:width].sort().values
     assert tokens.item() == width
     assert torch.equal(tables[0, 0], read.int())
+
+
+def use_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs have few numbers at once."""
+    for constant, size in (("_LOGS", 8), ("_NUMBERS", 128), ("_VALUES", 32)):
+        monkeypatch.setattr(triton_token_rest, constant, size)
+
+
+@pytest.mark.parametrize("case", SPARQ, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("few", [False, True], ids=["at_once", "some_at_a_time"])
+def test_what_stands_for_the_rest(
+    case: PagesCase, dtype: torch.dtype, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if few:
+        use_few(monkeypatch)
+    token_rest.check(token_rest.make_call(case, dtype), "triton")
 
 
 @pytest.mark.parametrize("name", ["sparq", "sparq_multi_query"])
@@ -108,6 +127,7 @@ def test_calls_of_other_kinds_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatc
         for case in SPARQ[:3]:
             token_scores.check(token_scores.make_call(case, torch.float32), "triton")
             token_choice.check(token_choice.make_call(case, torch.float32), "triton")
+            token_rest.check(token_rest.make_call(case, torch.float32), "triton")
 
 
 TWINS = [
@@ -142,9 +162,16 @@ TWINS = [
     (triton_token_choice, "guess_and_add", "tl.minimum(counted - p * PAGE, PAGE)", "PAGE + 0 * p", "sparq"),
     (triton_token_choice, "guess_and_add", "run = part * (", "run = 0 * part * (", "sparq"),
     (triton_token_choice, "take_tokens", "(n >= read) & (n < width)", "(n > read) & (n < width)", "sparq_all"),
-    (triton_token_choice, "join_tiles", "total += tl.load(", "total = tl.load(", "sparq"),
-    (triton_token_choice, "join_tiles", "tl.maximum(length, 1)", "tl.maximum(width, 1)", "sparq"),
-    (triton_token_choice, "join_tiles", "length <= width", "length < 0", "sparq_all"),
+    (triton_token_choice, "guess_and_add", "log_sum(of_runs, 1)", "tl.max(of_runs, 1)", "sparq_drafts"),
+    (triton_token_rest, "add_rest", "total += tl.load(of_parts", "total = tl.load(of_parts", "sparq"),
+    (triton_token_rest, "add_rest", "tl.maximum(length, 1)", "tl.maximum(width, 1)", "sparq"),
+    (triton_token_rest, "add_rest", "& (length > width)", "", "sparq_all"),
+    (triton_token_rest, "add_rest", "(more > 0.0) &", "(length > 0) &", "sparq"),
+    (triton_token_rest, "add_rest", "log_sum(tl.join(total, more), 1)", "more", "sparq"),
+    (triton_token_rest, "add_rest", "start + n < count", "start < count", "sparq"),
+    (triton_token_rest, "add_rest", "% OF_HEAD * QUERIES", "% OF_HEAD", "sparq_multi_query"),
+    (triton_token_rest, "add_rest", "at % HEADS * GROUP + g", "at % HEADS + g", "sparq"),
+    (triton_token_rest, "add_rest", "LAST is not None", "LAST is None", "sparq_drafts"),
 ]  # fmt: skip
 
 
@@ -155,6 +182,9 @@ def test_a_broken_twin_is_caught(
     def check() -> None:
         if module is triton_query_parts:
             query_parts.check(query_parts.make_call(BY_NAME[name], torch.float32), "triton")
+        elif module is triton_token_rest:
+            use_few(monkeypatch)
+            token_rest.check(token_rest.make_call(BY_NAME[name], torch.float32), "triton")
         elif module is triton_token_choice:
             call = token_choice.make_call(BY_NAME[name], torch.float32)
             call.total.copy_((call.total * 2.0).round())  # equal ones, too

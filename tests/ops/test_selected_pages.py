@@ -196,12 +196,13 @@ def test_one_head_may_have_any_stride() -> None:
     )
 
 
-def test_what_stands_for_pages_compiles_whole() -> None:
+@pytest.mark.parametrize("select", [tw.TopPages(2, far="summary"), tw.SparQ(4, 5)], ids=repr)
+def test_what_stands_for_the_rest_compiles_whole(select: tw.TopPages | tw.SparQ) -> None:
     (k, v, table, lengths), q = _pool(16), torch.randn(1, 1, 4, 8)
     layout = _summarized(k, v, table, lengths)
 
     def attend(q: torch.Tensor) -> torch.Tensor:
-        return tw.attention(q, k, v, layout=layout, select=tw.TopPages(2, far="summary"))
+        return tw.attention(q, k, v, layout=layout, select=select)
 
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="eager")(q), attend(q))

@@ -3,7 +3,8 @@
 A selection for each query and head of keys is attention over pages that exists: one head of a pool in pages is itself a
 pool of pages of one head, whose pages lie where a page and a head of the pool do (`one_head`), and so is each token of
 one. Each query and head of keys becomes a request of its own, with a table of what is read. What stands for the rest is
-a second state, which is merged: over the means of pages as pages of one token.
+added to the result: of pages a second state, over their means as pages of one token, which is merged; of tokens the
+mean of all values, by the share of weights that was not read.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from tilewise.ops.query_parts.problem import Call as Queries
 from tilewise.ops.query_parts.table import PART_QUERIES
 from tilewise.ops.token_choice.problem import Call as TokenChoice
 from tilewise.ops.token_choice.table import CHOOSE_TOKENS
+from tilewise.ops.token_rest.problem import Call as TokenRest
+from tilewise.ops.token_rest.table import ADD_REST
 from tilewise.ops.token_scores.problem import Call as Prediction
 from tilewise.ops.token_scores.problem import total_of
 from tilewise.ops.token_scores.table import SCORE_TOKENS
@@ -80,7 +83,7 @@ class _Step:
         return make_call(q, *pools, layout=layout, scale=self.scale, score=self.score)
 
 
-Rest = Callable[[Run, torch.Tensor], State]  # of lse (rows, heads) of what is read
+Rest = Callable[[Run, State], State]  # the state (rows, heads) of what is read, and what stands for the rest added
 
 
 def attend_pages(
@@ -92,9 +95,7 @@ def attend_pages(
     o, lse = run(near, impl)
     o, lse = o.reshape(rows, heads, o.shape[-1]), lse.reshape(rows, heads)
     if rest is not None:
-        states = ((o, lse), rest(run, lse))
-        o, lse = merge(*((o[:, None], lse[..., None]) for o, lse in states), dtype=o.dtype)
-        o, lse = o[:, 0], lse[..., 0]
+        o, lse = rest(run, (o, lse))
     sink = arguments.get("sink")
     if sink is not None:
         more = torch.logaddexp(lse, sink.detach().to(lse.dtype))
@@ -111,7 +112,7 @@ def narrowed_to_pages(q: torch.Tensor, k: Any, v: Any, select: OfPages, argument
 
 
 def _calls(q: torch.Tensor, k: Any, v: Any, select: OfPages, arguments: dict[str, Any]) -> tuple[Call, Rest | None]:
-    """The call over what is read, and who gives the state of what stands for the rest."""
+    """The call over what is read, and who adds what stands for the rest."""
     layout, scored = _checked(q, k, v, select, arguments)
     given: dict[str, Any] = {name: arguments.get(name) for name in ("mask", "scale", "sink")}
     call = make_call(q, k, v, layout=layout, **given)
@@ -143,9 +144,10 @@ def _pages(step: _Step, select: TopPages) -> tuple[Call, Rest | None]:
     if select.far == "drop":
         return near, None
 
-    def rest(run: Run, lse: torch.Tensor) -> State:
-        o, of_rest = run(_of_means(step, kept), None)
-        return o[:, 0], of_rest[..., 0]
+    def rest(run: Run, state: State) -> State:
+        o, lse = state
+        o, lse = merge((o[:, None], lse[..., None]), run(_of_means(step, kept), None), dtype=o.dtype)
+        return o[:, 0], lse[..., 0]
 
     return near, rest
 
@@ -178,24 +180,20 @@ def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
     scores, total, lse_of_runs, sample = SCORE_TOKENS(prediction)
     total = total_of(scores, total)
     stands = select.compensate and step.whole is not None
-    counted, values = _last_page(step) if stands else (None, None)
+    counted, last = _last_page(step) if stands else (None, None)
     choice = TokenChoice(
         scores, total, lse_of_runs, sample, step.table, step.request, step.lengths,
         step.summaries.v_mean if select.compensate else None, step.size, min(select.keys, total.shape[-1]),
         select.newest, by_page, by_token, by_head, counted,
     )  # fmt: skip
-    tables, tokens, others, mean = CHOOSE_TOKENS(choice)
-    if values is not None:
-        mean = mean + values / step.lengths.clamp(min=1)[:, None, None]
+    tables, tokens, read, seen, values = CHOOSE_TOKENS(choice)
     near = step.over(pools, tables, tokens)
     if not select.compensate:
         return near, None
 
-    def rest(run: Run, lse: torch.Tensor) -> State:
-        values = mean.to(torch.promote_types(mean.dtype, rows.dtype))
-        if step.group > 1:
-            values = values.repeat_interleave(step.group, 1)
-        return values, lse + others.flatten(1)
+    def rest(run: Run, state: State) -> State:
+        o, lse = ADD_REST(TokenRest(*state, read, seen, values, step.lengths, choice.width, last))
+        return o, lse
 
     return near, rest
 

@@ -11,8 +11,8 @@ Tensors = dict[str, torch.Tensor]
 
 def forward(call: Call, results: Tensors) -> None:
     """Fills the results."""
-    for name, nothing in (("tables", 0), ("tokens", 0), ("rest", -torch.inf), ("mean", 0.0)):
-        results[name].fill_(nothing)
+    for name, x in results.items():
+        x.fill_(-torch.inf if name in ("read", "seen") else 0)
     size = call.page_size
     requests = range(call.total.shape[0]) if call.request is None else call.request.tolist()
     heads = torch.arange(call.heads)[:, None]
@@ -30,8 +30,12 @@ def forward(call: Call, results: Tensors) -> None:
             continue
         scores = call.scores[row, :, :, :length]
         where = read[:, None].expand(-1, scores.shape[1], -1)
-        others = scores.scatter(2, where, -torch.inf).logsumexp(-1)
-        results["rest"][row] = others - scores.gather(2, where).logsumexp(-1)
+        kept = torch.full_like(scores, -torch.inf).scatter(2, where, scores.gather(2, where))
+        for name, x, each in (("read", kept, call.tile), ("seen", scores, call.some * size)):
+            sums = torch.stack([some.logsumexp(-1) for some in torch.split(x, each, -1)], -1)
+            results[name][row, :, :, : sums.shape[-1]] = sums
         pages = pages[: -(-counted[row] // size)]
         counts = (counted[row] - size * torch.arange(len(pages))).clamp(max=size).float()
-        results["mean"][row] = torch.einsum("n,nhd->hd", counts, call.v_mean[pages].float()) / length
+        values = counts[:, None, None] * call.v_mean[pages].float()
+        for part, some in enumerate(torch.split(values, call.some)):
+            results["values"][row, :, part] = some.sum(0)

@@ -13,6 +13,9 @@ __all__ = ["FORCED", "Call", "gradients", "results"]
 
 Tensors = dict[str, torch.Tensor]
 
+_TILE = 512  # tokens of a program: of one warp, which waits for no other
+_VALUES = 8192  # of means of pages that a program adds
+
 
 @dataclass(eq=False, slots=True)
 class Call:
@@ -59,13 +62,43 @@ class Call:
         """Tokens of a run."""
         return self.total.shape[2] // self.lse.shape[3] if self.lse.shape[3] else 1
 
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile, a power of two."""
+        return within((min(16, _TILE), _TILE), self.total.shape[2])
+
+    @property
+    def tiles(self) -> int:
+        return max(1, -(-self.total.shape[2] // self.tile))
+
+    @property
+    def some(self) -> int:
+        """Pages of a part, a power of two."""
+        dim = 0 if self.v_mean is None else self.v_mean.shape[2]
+        return within((1, max(1, _VALUES // within((16, 2**20), dim))), self.table.shape[1])
+
+    @property
+    def parts(self) -> int:
+        """None where nothing stands for the rest."""
+        return 0 if self.v_mean is None else max(1, -(-self.table.shape[1] // self.some))
+
+
+def within(bounds: tuple[int, int], size: int) -> int:
+    """The power of two at or above a size, within bounds that are powers of two."""
+    found, most = bounds
+    while found < min(size, most):
+        found *= 2
+    return found
+
 
 def results(call: Call) -> Tensors:
     """Empty ones: tables int32 (rows, num_heads_kv, width) of what is read, in the order of tokens, token n of page p
-    of head h as p * by_page + n * by_token + h * by_head, then 0; how many these are, int32 (rows, num_heads_kv); the
-    logarithm of the weights that are not read, by their scores, over those that are, float32 (rows, num_heads_kv,
-    group), -inf where all are; and the sum of the values that are counted over how many tokens a row sees, float32
-    (rows, num_heads_kv, dim_v), 0 where there are none. The last two are empty without `v_mean`.
+    of head h as p * by_page + n * by_token + h * by_head, then 0; and how many these are, int32 (rows, num_heads_kv).
+
+    For what stands for the others, in float32, and without `v_mean` empty: the log-sum-exp of the scores that are read
+    of each tile of tokens, (rows, num_heads_kv, group, tiles); that of all scores of each part, of some pages, (rows,
+    num_heads_kv, group, parts); and the sum of the values that are counted there, (rows, num_heads_kv, parts, dim_v).
+    Of nothing these are -inf, -inf and 0.
     """
     rows, heads, group, _ = call.scores.shape
     device, stands = call.total.device, call.v_mean is not None
@@ -73,8 +106,9 @@ def results(call: Call) -> Tensors:
     return {
         "tables": torch.empty((rows, heads, call.width), dtype=torch.int32, device=device),
         "tokens": torch.empty((rows, heads), dtype=torch.int32, device=device),
-        "rest": torch.empty((rows, heads, group if stands else 0), dtype=torch.float32, device=device),
-        "mean": torch.empty((rows, heads, dim), dtype=torch.float32, device=device),
+        "read": torch.empty((rows, heads, group, call.tiles if stands else 0), dtype=torch.float32, device=device),
+        "seen": torch.empty((rows, heads, group, call.parts), dtype=torch.float32, device=device),
+        "values": torch.empty((rows, heads, call.parts, dim), dtype=torch.float32, device=device),
     }
 
 

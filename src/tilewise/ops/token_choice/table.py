@@ -19,4 +19,4 @@ _ROWS = rows_of(
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)
 
-CHOOSE_TOKENS: Operation[Call] = Operation("choose_tokens", Call, ROWS, results, gradients, keeps=(), outputs=4)
+CHOOSE_TOKENS: Operation[Call] = Operation("choose_tokens", Call, ROWS, results, gradients, keeps=(), outputs=5)

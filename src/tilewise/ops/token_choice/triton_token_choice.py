@@ -18,18 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.ops.token_choice.problem import FORCED, Call
+from tilewise.ops.token_choice.problem import FORCED, Call, within
 from tilewise.ops.token_scores.problem import OF_SAMPLE, PLACE
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
-from tilewise.tiles.early import early_for
 from tilewise.tiles.log_sum import log_sum
 
-_TILE = 512  # tokens of a program: of one warp, which waits for no other
 _BETWEEN = (4096, 32768)  # keys that are searched: room for what a sample is expected to leave, within these bounds
 _SAMPLE = 16384  # keys of a row, at most
 _BLOCK = 8192  # tokens at a time where one program goes through all
-_VALUES = 8192  # of means of pages that a program adds
-_REGISTERS = {"maxnreg": 64}  # of a thread, so that a multiprocessor has 32 programs of a tile
+_REGISTERS = {"maxnreg": 64}  # of a thread, so that a multiprocessor has 32 programs of a tile, which is all it takes
+_FEWER = {"maxnreg": 48}  # with which it still spills nothing, and is faster (benchmarks/NOTES.md)
 _PLANS = Plans()
 TOP = tl.constexpr(0xFFFFFFFF)  # above the key of any score
 LARGE = tl.constexpr(FORCED)
@@ -206,7 +204,7 @@ def who(at, REQUEST, HEADS: tl.constexpr):
 
 @triton.jit
 def add_pages(
-    LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, WHOLE, MEANS, at, part, table_row, of_page, of_head, runs, parts,
+    LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, at, part, table_row, of_page, of_head, runs, parts,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr,
     DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -228,21 +226,18 @@ def add_pages(
     v = tl.load(v, mask=there[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
     count = tl.minimum(counted - p * PAGE, PAGE).to(tl.float32)
     total = tl.sum(tl.where(there[:, None], v * count[:, None], 0.0), 0)
-    tl.store(MEANS + (at * parts + part) * DIM + d, total, mask=d < DIM)
-    tl.store(WHOLE + (at * GROUP + g) * parts + part, log_sum(of_runs, 1), mask=g < GROUP)
+    tl.store(VALUES + (at * parts + part) * DIM + d, total, mask=d < DIM)
+    tl.store(SEEN + (at * GROUP + g) * parts + part, log_sum(of_runs, 1), mask=g < GROUP)
 
 
 @triton.jit(do_not_specialize=["samples", "width", "local", "runs", "parts"])
 def guess_and_add(
-    SAMPLE, LENGTHS, ENDS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, WHOLE, MEANS, table_row, of_page, of_head, samples,
+    SAMPLE, LENGTHS, ENDS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, table_row, of_page, of_head, samples,
     width, local, runs, parts,
     HEADS: tl.constexpr, MOST: tl.constexpr, BETWEEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     PAGE: tl.constexpr, RUN: tl.constexpr, DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """`guess_least`, and beside it, since few programs do that, `add_pages` where something stands for the rest."""
-    if EARLY > 0:
-        tl.extra.cuda.gdc_wait()  # for scores
     rows = tl.num_programs(0) // (parts + 1)
     at = (tl.program_id(0) % rows).to(tl.int64)
     part = tl.program_id(0) // rows - 1
@@ -250,7 +245,7 @@ def guess_and_add(
         guess_least(SAMPLE, LENGTHS, ENDS, at, samples, width, local, HEADS, MOST, BETWEEN)
     elif V_MEAN is not None:
         add_pages(
-            LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, WHOLE, MEANS, at, part, table_row, of_page, of_head, runs,
+            LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, at, part, table_row, of_page, of_head, runs,
             parts, HEADS, GROUP, GROUPS, PAGE, RUN, DIM, SOME, BLOCK_D,
         )  # fmt: skip
 
@@ -338,13 +333,10 @@ def least_found(off, between, missing, size):
 def find_least(
     TOTAL, LENGTHS, ENDS, COUNTS, FOUND, LEAST, PARTS, tokens, tiles, width, local,
     HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes the least key that is read, and of each tile, where in the table what is read of it begins, how many of
     these have that key, and how many have it at all.
     """
-    if EARLY > 0:
-        tl.extra.cuda.gdc_wait()  # for what programs of a tile collect
     at = tl.program_id(0).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
     low = tl.load(ENDS + 3 * at).to(tl.uint32, bitcast=True)
@@ -400,7 +392,7 @@ def find_least(
 
 @triton.jit(do_not_specialize=["tiles", "width", "local", "by_page", "by_token", "by_head"])
 def take_tokens(
-    TOTAL, LENGTHS, LEAST, PARTS, TABLE, REQUEST, TABLES, TOKENS, SCORES, SUMS, table_row, tokens, tiles, width, local,
+    TOTAL, LENGTHS, LEAST, PARTS, TABLE, REQUEST, TABLES, TOKENS, SCORES, READ, table_row, tokens, tiles, width, local,
     by_page, by_token, by_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -442,41 +434,13 @@ def take_tokens(
     if tile == 0:
         tl.store(TOKENS + at, read)
 
-    if SUMS is not None:
-        for g in range(GROUP):  # the sum of the weights that are read
+    if READ is not None:
+        for g in range(GROUP):  # the log-sum-exp of what is read
             weights = x  # of one query alone, whose score is the sum
             if GROUP > 1:
                 weights = tl.load(SCORES + (at * GROUP + g) * tokens + n, mask=kept > 0, other=0.0)
             weights = tl.where(kept > 0, weights, float("-inf"))
-            tl.store(SUMS + (at * GROUP + g) * tiles + tile, log_sum(weights.reshape(TILE), 0))
-
-
-@triton.jit(do_not_specialize=["tiles", "parts", "width"])
-def join_tiles(
-    SUMS, WHOLE, MEANS, LENGTHS, REST, MEAN, tiles, parts, width,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr,
-    PARTS: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Puts together what tiles of tokens and parts of pages have, of a row and head."""
-    at = tl.program_id(0).to(tl.int64)
-    length = tl.load(LENGTHS + at // HEADS)
-    g = tl.arange(0, GROUPS)
-    n = tl.arange(0, PARTS)
-    to = (at * GROUP + g)[:, None] * parts + n[None, :]
-    whole = tl.load(WHOLE + to, mask=(g < GROUP)[:, None] & (n < parts)[None, :], other=float("-inf"))
-    d = tl.arange(0, BLOCK_D)
-    total = tl.zeros([SOME, BLOCK_D], tl.float32)
-    for start in range(0, parts, SOME):
-        some = start + tl.arange(0, SOME)
-        inside = (some < parts)[:, None] & (d < DIM)[None, :]
-        total += tl.load(MEANS + (at * parts + some)[:, None] * DIM + d[None, :], mask=inside, other=0.0)
-    tl.store(MEAN + at * DIM + d, tl.sum(total, 0) / tl.maximum(length, 1), mask=d < DIM)
-    i = tl.arange(0, TILES)
-    to = (at * GROUP + g)[:, None] * tiles + i[None, :]
-    mine = tl.load(SUMS + to, mask=(g < GROUP)[:, None] & (i < tiles)[None, :], other=float("-inf"))
-    more = tl.maximum(log_sum(whole, 1) - log_sum(mine, 1), 0.0)
-    rest = tl.where(more < 1e-3, tl.log(more + 0.5 * more * more), more + tl.log(1.0 - tl.exp(-more)))
-    tl.store(REST + at * GROUP + g, tl.where(length <= width, float("-inf"), rest), mask=g < GROUP)
+            tl.store(READ + (at * GROUP + g) * tiles + tile, log_sum(weights.reshape(TILE), 0))
 
 
 @dataclass(frozen=True)
@@ -487,46 +451,39 @@ class _Sizes:
     tiles: int
     sample: int
     between: int
-    some: int  # pages whose values a program adds
-    parts: int  # of so many, none where nothing stands for the rest
+    some: int
+    parts: int
 
 
 def _sizes(call: Call) -> _Sizes:
     tokens = call.total.shape[2]
-    tile = min(_TILE, triton.next_power_of_2(max(16, tokens)))
-    sample = _within((1, _SAMPLE), call.sample.shape[2])
+    sample = within((1, _SAMPLE), call.sample.shape[2])
     count = max(1, min(sample, tokens // OF_SAMPLE))
     share = min(1.0, call.width / max(1, tokens))
     off = 4.0 * math.sqrt(count * share * (1.0 - share)) + 4.0  # as `bracket` has it, and up to an eighth more
     left = 2.125 * off
-    between = _within(_BETWEEN, math.ceil((left + 4.0 * math.sqrt(left)) / count * tokens))
-    pages, dim = call.table.shape[1], 0 if call.v_mean is None else call.v_mean.shape[2]
-    some = _within((1, max(1, _VALUES // triton.next_power_of_2(max(16, dim)))), pages)
-    parts = 0 if call.v_mean is None else max(1, -(-pages // some))
-    return _Sizes(tile, max(1, -(-tokens // tile)), sample, between, some, parts)
+    between = within(_BETWEEN, math.ceil((left + 4.0 * math.sqrt(left)) / count * tokens))
+    return _Sizes(call.tile, call.tiles, sample, between, call.some, call.parts)
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     """Fills the results."""
-    rows, heads, group, _ = call.scores.shape
+    rows, heads = call.total.shape[:2]
     device, sizes = call.total.device, _sizes(call)
     tiles = (rows, heads, sizes.tiles)
     numbers = {"dtype": torch.int32, "device": device}
     ends, counts = torch.empty((rows, heads, 3), **numbers), torch.empty((*tiles, 3), **numbers)
     least, parts = torch.empty((rows, heads), **numbers), torch.empty((*tiles, 3), **numbers)
     found = torch.empty((rows, heads, sizes.between), device=device)
-    sums = whole = means = None
+    read = seen = values = None
     if call.v_mean is not None:
-        sums = torch.empty((rows, heads, group, sizes.tiles), device=device)
-        whole = torch.empty((rows, heads, group, sizes.parts), device=device)
-        means = torch.empty((rows, heads, sizes.parts, call.v_mean.shape[2]), device=device)
+        read, seen, values = results["read"], results["seen"], results["values"]
     tensors = (
-        (call.sample, call.lengths, ends, call.counted, call.lse, call.table, call.request, call.v_mean, whole, means),
+        (call.sample, call.lengths, ends, call.counted, call.lse, call.table, call.request, call.v_mean, seen, values),
         (call.total, call.lengths, ends, counts, found),
         (call.total, call.lengths, ends, counts, found, least, parts),
         (call.total, call.lengths, least, parts, call.table, call.request, results["tables"],
-         results["tokens"], call.scores, sums),
-        (sums, whole, means, call.lengths, results["rest"], results["mean"]),
+         results["tokens"], call.scores, read),
     )  # fmt: skip
     key = tensors_key(*(x for some in tensors for x in some if x is not None))
     if key is not None:
@@ -536,13 +493,8 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     if plans is None:
         plans = _PLANS.put(key, _plans(call, sizes))
     with on_device(call.total):
-        for plan, pointers in zip(plans, tensors, strict=False):
+        for plan, pointers in zip(plans, tensors, strict=True):
             plan.launch(pointers, ())
-
-
-def _within(bounds: tuple[int, int], size: int) -> int:
-    """The power of two at or above a size, within bounds."""
-    return min(bounds[1], max(bounds[0], triton.next_power_of_2(max(1, size))))
 
 
 def _plans(call: Call, sizes: _Sizes) -> tuple[Plan, ...]:
@@ -553,26 +505,20 @@ def _plans(call: Call, sizes: _Sizes) -> tuple[Plan, ...]:
     dim, strides = (0, (0, 0)) if v_mean is None else (v_mean.shape[2], v_mean.stride()[:2])
     block_d, groups, programs = triton.next_power_of_2(max(16, dim)), triton.next_power_of_2(group), rows * heads
     constants: tuple[int, ...] = (heads, sizes.sample, between, group, groups, call.page_size, run, dim)
-    early = early_for(call.total.device)
-    constants += (sizes.some, block_d, early)
+    constants += (sizes.some, block_d)
     numbers: tuple[int, ...] = (call.sample.shape[2], width, local, call.lse.shape[3], sizes.parts)
     strides = (call.table.stride(0), *strides)
-    guess = Plan(guess_and_add, programs * (sizes.parts + 1), strides, numbers, constants, 4, 1, early=early > 0)
+    guess = Plan(guess_and_add, programs * (sizes.parts + 1), strides, numbers, constants, 4, 1)
     constants = (heads, tile, between)
-    collect = Plan(collect_keys, programs * tiles, (), (tokens, tiles, local), constants, warps, 1, options=_REGISTERS)
-    constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)), early)
+    collect = Plan(collect_keys, programs * tiles, (), (tokens, tiles, local), constants, warps, 1, options=_FEWER)
+    constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)))
     numbers = (tokens, tiles, width, local)
-    find = Plan(find_least, programs, (), numbers, constants, _warps(between, 1024), 1, early=early > 0)
+    find = Plan(find_least, programs, (), numbers, constants, _warps(between, 1024), 1)
     numbers = (tokens, tiles, width, local, call.by_page, call.by_token, call.by_head)
     constants = (heads, group, call.page_size, tile)
     capped = {} if call.page_size % 4 else _REGISTERS  # a page for each token is more than there is room for
     take = Plan(take_tokens, programs * tiles, (call.table.stride(0),), numbers, constants, warps, 1, options=capped)
-    if v_mean is None:
-        return guess, collect, find, take
-    parts = triton.next_power_of_2(sizes.parts)
-    constants = (heads, group, groups, dim, many, parts, min(parts, max(1, _VALUES // block_d)), block_d)
-    join = Plan(join_tiles, programs, (), (tiles, sizes.parts, width), constants, 4, 1)
-    return guess, collect, find, take, join
+    return guess, collect, find, take
 
 
 def _warps(numbers: int, each: int) -> int:
