@@ -146,16 +146,19 @@ def key_between(low, end, at_low, at_end, aim, turn):
 
 
 @triton.jit
-def bracket(SAMPLE, length, width, local, MOST: tl.constexpr):
-    """Two keys, the second not included, between which the least that is read is likely to lie."""
+def bracket(SAMPLE, x, length, width, local, MOST: tl.constexpr):
+    """Two keys, the second not included, between which the least that is read is likely to lie: by the first numbers of
+    a sample, x, or by as many from all of it.
+    """
     runs = length // EACH
     count = tl.minimum(runs, MOST)
     i = tl.arange(0, MOST)
-    run = tl.where(i < count, i, 0)
+    run = i
     if runs > MOST:
         run = i * (runs // MOST) + i * (runs % MOST) // MOST
+        x = tl.load(SAMPLE + run)
     n = run * EACH + run * STEP % EACH
-    key = tl.where(i < count, keys_of(tl.load(SAMPLE + run), n, length, local), 0)
+    key = tl.where(i < count, keys_of(x, n, length, local), 0)
 
     # keys at and above which there are `more` and `fewer` of them, or few more and few fewer, both at once
     rank = width.to(tl.float32) * count / length
@@ -163,7 +166,7 @@ def bracket(SAMPLE, length, width, local, MOST: tl.constexpr):
     more = (rank + off).to(tl.int32)
     fewer = (rank - off).to(tl.int32)
     slack = (more - fewer) // 16
-    least = tl.min(tl.where(i < count, key, TOP), 0)
+    least = tl.min(tl.where(key > 0, key, TOP), 0)
     forced = key >= key_of(tl.full([], LARGE, tl.float32))
     largest = tl.max(tl.where(forced, least, key), 0)
     at_forced = tl.sum(forced.to(tl.int32), 0)
@@ -185,11 +188,14 @@ def guess_least(
     SAMPLE, LENGTHS, ENDS, at, samples, width, local, HEADS: tl.constexpr, MOST: tl.constexpr, BETWEEN: tl.constexpr
 ):
     """Writes between which two keys the least lies, and that none of what lies there is collected yet."""
+    i = tl.arange(0, MOST)
+    SAMPLE += at * samples
+    x = tl.load(SAMPLE + i, mask=i < samples, other=0.0)  # before it is known how many there are
     length = tl.load(LENGTHS + at // HEADS)
     low = tl.full([], 1, tl.uint32)
     high = tl.where(length <= width, low, low | TOP)  # without a choice to make all are above
     if (length > width) & (length > BETWEEN) & (length >= EACH):
-        low, high = bracket(SAMPLE + at * samples, length, width, local, MOST)
+        low, high = bracket(SAMPLE, x, length, width, local, MOST)
     tl.store(ENDS + 3 * at, low.to(tl.int32, bitcast=True))
     tl.store(ENDS + 3 * at + 1, high.to(tl.int32, bitcast=True))
     tl.store(ENDS + 3 * at + 2, 0)
@@ -204,8 +210,8 @@ def who(at, REQUEST, HEADS: tl.constexpr):
 
 @triton.jit
 def add_pages(
-    LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, at, part, table_row, of_page, of_head, runs, parts,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr,
+    LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, at, part, table_row, of_page, of_head, pages, runs,
+    parts, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr,
     DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes the sum of the values of some pages, and the log-sum-exp of each query's scores of their tokens."""
@@ -216,7 +222,8 @@ def add_pages(
         counted = tl.load(COUNTED + row)
     p = part * SOME + tl.arange(0, SOME)
     there = p * PAGE < counted
-    page = tl.load(TABLE + request * table_row + p, mask=there, other=0).to(tl.int64)
+    page = tl.load(TABLE + request * table_row + p, mask=p < pages, other=0)  # before it is known how many there are
+    page = tl.where(there, page, 0).to(tl.int64)
     g = tl.arange(0, GROUPS)
     run = part * (SOME * PAGE // RUN) + tl.arange(0, SOME * PAGE // RUN)
     of_runs = LSE + (at * GROUP + g)[:, None] * runs + run[None, :]
@@ -230,10 +237,10 @@ def add_pages(
     tl.store(SEEN + (at * GROUP + g) * parts + part, log_sum(of_runs, 1), mask=g < GROUP)
 
 
-@triton.jit(do_not_specialize=["samples", "width", "local", "runs", "parts"])
+@triton.jit(do_not_specialize=["width", "local", "pages", "runs", "parts"])
 def guess_and_add(
     SAMPLE, LENGTHS, ENDS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, table_row, of_page, of_head, samples,
-    width, local, runs, parts,
+    width, local, pages, runs, parts,
     HEADS: tl.constexpr, MOST: tl.constexpr, BETWEEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     PAGE: tl.constexpr, RUN: tl.constexpr, DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -245,8 +252,8 @@ def guess_and_add(
         guess_least(SAMPLE, LENGTHS, ENDS, at, samples, width, local, HEADS, MOST, BETWEEN)
     elif V_MEAN is not None:
         add_pages(
-            LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, at, part, table_row, of_page, of_head, runs,
-            parts, HEADS, GROUP, GROUPS, PAGE, RUN, DIM, SOME, BLOCK_D,
+            LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, at, part, table_row, of_page, of_head, pages,
+            runs, parts, HEADS, GROUP, GROUPS, PAGE, RUN, DIM, SOME, BLOCK_D,
         )  # fmt: skip
 
 
@@ -353,7 +360,7 @@ def find_least(
     right = (above < width) & (above + between >= width)
     if (length > width) & ((high - low != 1) | (right == 0)):
         if right & (between <= BETWEEN):
-            off = tl.where(i < between, keys_of(y, i, between, 0) - low, 0)
+            off = tl.where(i < between, key_of(y + 0.0) - low, 0)  # both zeros are equal
             least = least_found(off, between, width - above, high - low)
             last = low + least
             # of the keys of a tile, which stand side by side, how many are above, and how many it is
@@ -420,7 +427,8 @@ def take_tokens(
     TABLES += at * width + first - 1
     AT_ONCE: tl.constexpr = 4 if PAGE % 4 == 0 else 1  # tokens of a thread that are of one page
     m = (n if AT_ONCE == 1 else tl.min(n, 2)[:, :, None]).to(tl.uint32)
-    page = tl.load(TABLE + request * table_row + m // PAGE, mask=m < length, other=0)
+    # pages of all tokens, without a wait for how many there are
+    page = tl.load(TABLE + request * table_row + m // PAGE, mask=m < tokens, other=0)
     place = page * by_page + (m % PAGE).to(tl.int32) * by_token + h.to(tl.int32) * by_head
     if AT_ONCE > 1:
         place += tl.arange(0, AT_ONCE)[None, None, :] * by_token
@@ -506,7 +514,7 @@ def _plans(call: Call, sizes: _Sizes) -> tuple[Plan, ...]:
     block_d, groups, programs = triton.next_power_of_2(max(16, dim)), triton.next_power_of_2(group), rows * heads
     constants: tuple[int, ...] = (heads, sizes.sample, between, group, groups, call.page_size, run, dim)
     constants += (sizes.some, block_d)
-    numbers: tuple[int, ...] = (call.sample.shape[2], width, local, call.lse.shape[3], sizes.parts)
+    numbers: tuple[int, ...] = (call.sample.shape[2], width, local, call.table.shape[1], call.lse.shape[3], sizes.parts)
     strides = (call.table.stride(0), *strides)
     guess = Plan(guess_and_add, programs * (sizes.parts + 1), strides, numbers, constants, 4, 1)
     constants = (heads, tile, between)
