@@ -322,6 +322,18 @@ FAMILIES: dict[str, Family] = {
             operation="kv_write",
         ),
         *itertools.chain.from_iterable(map(_neighbour, NEIGHBOURS)),
+        Family(
+            name="token_scores_hopper",
+            sources=(
+                *_neighbour("token_scores")[0].sources,
+                "src/tilewise/ops/token_scores/gluon_*.py",
+                "src/tilewise/tiles/gluon_api.py",
+            ),
+            tests=_neighbour("token_scores")[0].tests,
+            rows=("hopper",),
+            ci="compiled for sm_90",
+            operation="token_scores",
+        ),
         _layer("layer_cuda", (*_PORTABLE, *_HOPPER, *_HOPPER_TILED), 0),
         _layer("layer_cpu", (*_FORMULA, *_SHARED, _ATTENTION + "cpu.py"), 1),
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),

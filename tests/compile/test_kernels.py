@@ -31,6 +31,7 @@ MATMUL = (
     "attention_bwd_keys",
     "attention_bwd_queries",
     "attention_split",
+    "score_tokens_sm90",
 )
 REGISTERS, SPILL, SHARED = 16, 32, 1024  # slack: how much more than the table an unrelated change may cost
 UNSTEADY = 128  # bytes by which the assembler's spills of a kernel full to the last register differ from run to run

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from tilewise.core.dispatch import Row
 from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.rows.needs import HOPPER
 from tilewise.ops.attention.table import named
 from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.ops.merge.problem import Call as MergeCall
@@ -141,19 +143,29 @@ def compile_operation(
     incoming: Sequence[Any] = (),
 ) -> list[Resources]:
     """As `compile_call`, the kernels that a call of an operation launches, forward and backward for every gradient, or
-    for the gradients `wanted` where these come in.
+    for the gradients `wanted` where these come in; of each row that such a GPU runs.
     """
     import torch
 
-    row = next(row for row in operation.rows if row.name == "triton")
     with compiling_for(sm) as kernels, torch.no_grad():
-        results = operation.run_forward(row, call)
-        wanted = wanted or operation.sources(name for name, x in fields_of(call).items() if x.requires_grad)
-        if wanted:
-            kept = operation.kept(call, results)
-            incoming = incoming or [torch.empty_like(x) for x in list(results.values())[: operation.count(call)]]
-            operation.run_backward(row, operation.without(call, kept), kept, incoming, wanted)
+        for row in _rows_on(sm, operation, call):
+            results = operation.run_forward(row, call)
+            wanted = wanted or operation.sources(name for name, x in fields_of(call).items() if x.requires_grad)
+            if wanted:
+                kept = operation.kept(call, results)
+                incoming = incoming or [torch.empty_like(x) for x in list(results.values())[: operation.count(call)]]
+                operation.run_backward(row, operation.without(call, kept), kept, incoming, wanted)
     return [resources(kernel) for kernel in kernels]
+
+
+def _rows_on(sm: int, operation: Operation[Any], call: Any) -> list[Row[Any]]:
+    """The Triton row, and on Hopper the one for Hopper, where nothing but the GPU is missing."""
+    rows = [row for row in operation.rows if row.name == "triton" or (row.name == "hopper" and sm == 90)]
+    return [
+        row
+        for row in rows
+        if row.name == "triton" or all(need.unmet(call) is None for need in row.needs if need.says != HOPPER.says)
+    ]
 
 
 def resources(kernel: Any) -> Resources:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from tilewise.core.dispatch import Row
+import torch
+
+from tilewise.core import dispatch
+from tilewise.core.dispatch import TRITON, Need, Row
 from tilewise.ops.operation import Operation, rows_of
 from tilewise.ops.token_scores.problem import Call, gradients, results
 
-_ROWS = rows_of(
+_CPU, _TRITON, _REFERENCE = rows_of(
     "tilewise.ops.token_scores",
     "triton_token_scores",
     lambda call: call.q.device,
@@ -17,6 +20,33 @@ _ROWS = rows_of(
     triton="a program for some pages of a head",
     reference="float64, token by token: the specification",
 )
-ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)
+
+
+def _no_hopper(call: Call) -> str | None:
+    device = call.q.device
+    if device.type != "cuda":
+        return device.type
+    sm = dispatch.capability(device)
+    return None if sm == 90 else f"sm_{sm}"
+
+
+HOPPER: Need[Call] = Need("a Hopper GPU (sm_90)", lambda call: _no_hopper(call))  # found when called: tests replace it
+_HOPPER: Row[Call] = Row(
+    "hopper",
+    "tilewise.ops.token_scores.gluon_token_scores",
+    (
+        TRITON,
+        HOPPER,
+        dispatch.dtypes(lambda call: call.least.dtype, torch.float16, torch.bfloat16, torch.float32),
+        Need("codes of 4 bits", lambda call: None if call.bits == 4 else f"{call.bits}"),
+        Need("pages of 256 tokens", lambda call: None if call.page_size == 256 else f"{call.page_size}"),
+        Need("one query for a head of keys", lambda call: None if call.q.shape[2] == 1 else f"{call.q.shape[2]}"),
+        Need("at most 32 dimensions", lambda call: None if call.q.shape[3] <= 32 else f"{call.q.shape[3]}"),
+    ),
+    "a warp for a page of a head, by tensor cores",
+)
+ROWS: tuple[Row[Call], ...] = tuple(
+    dataclasses.replace(row, backward=None) for row in (_CPU, _HOPPER, _TRITON, _REFERENCE)
+)
 
 SCORE_TOKENS: Operation[Call] = Operation("score_tokens", Call, ROWS, results, gradients, keeps=(), outputs=4)
