@@ -74,11 +74,19 @@ def test_long_pages_on_hopper(case: PagesCase, dtype: torch.dtype) -> None:
     checks.check(checks.make_call(case, dtype, DEVICE), "hopper")
 
 
-def test_a_page_that_holds_nan_on_hopper() -> None:
-    call = checks.make_call(LONG, torch.float32, DEVICE)
-    call.least[int(call.table[0, 2]), 1, int(call.dims[0, 1, 0])] = torch.nan
+@pytest.mark.parametrize("case", LONG_PAGES[:3], ids=repr)
+def test_a_page_that_holds_nan_on_hopper(case: PagesCase) -> None:
+    """It shows where its dimension is looked at, and nowhere else."""
+    call = checks.make_call(case, torch.float32, DEVICE)
+    page = int(call.table[0, 0])
+    call.least[page, 1, int(call.dims[0, 1, 0])] = torch.nan
+    assert call.request is not None
+    chosen = call.dims[call.request == 0, 0].flatten().tolist()
+    call.least[page, 0, [d for d in range(case.dim) if d not in chosen]] = torch.nan
     checks.check(call, "hopper")
-    assert bool(SCORE_TOKENS(call, "hopper")[0][0, 1, 0, 512:768].isnan().all())
+    scores = SCORE_TOKENS(call, "hopper")[0]
+    assert bool(scores[0, 1, 0, :129].isnan().all())
+    assert not scores[0, 0, 0, :129].isnan().any()
 
 
 def test_tables_may_say_anything_beyond_a_length() -> None:

@@ -205,6 +205,14 @@ def leave_scores(SCORES, LSE, SAMPLE, x, base, inverse, first, length):
 # the kernel ----------------------------------------------------------------------------------------------------------
 
 
+@gluon.jit
+def dims_of(DIMS, k, RANK: gl.constexpr):
+    """The k-th dimensions, behind the last that one again: ends of others may be NaN, which 0 times is NaN, too."""
+    if k.shape[0] > RANK:
+        k = gl.minimum(k, RANK - 1)
+    return gl.load(DIMS + k)
+
+
 @gluon.jit(do_not_specialize=["pages", "parts"])
 def score_tokens_sm90(
     Q, DIMS, COLUMNS, LEAST, LARGEST, TABLE, REQUEST, LENGTHS, SCORES, LSE, SAMPLE, of_page, of_head, table_row, pages,
@@ -231,9 +239,9 @@ def score_tokens_sm90(
     page = gl.load(TABLE + r * table_row + n, mask=n < pages, other=0)  # beside the length, not after it
     of_row = row * HEADS + h
     k = gl.arange(0, RANKS, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
-    dims = gl.load(DIMS + of_row * RANK + k, mask=k < RANK, other=0)
+    dims = dims_of(DIMS + of_row * RANK, k, RANK)
     k = gl.arange(0, RANKS, gl.SliceLayout(0, ENDS))
-    own_dims = gl.load(DIMS + of_row * RANK + k, mask=k < RANK, other=0)
+    own_dims = dims_of(DIMS + of_row * RANK, k, RANK)
     q = gl.load(Q + of_row * RANK + k, mask=k < RANK, other=0.0)
 
     barrier()  # the compiler would put loads behind what depends on the length
