@@ -152,7 +152,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         "src/tilewise/tiles/largest.py",
         _ATTENTION + "selected_pages.py",
     ),
-    "token_choice": ("src/tilewise/tiles/prefetch.py", *_OF_TOKENS),
+    "token_choice": _OF_TOKENS,
     "token_rest": _OF_TOKENS,
     "token_scores": _OF_TOKENS,
     "quantize": (

@@ -55,7 +55,7 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
     from tilewise.ops import triton_launch
     from tilewise.ops.attention import triton_codes, triton_plans
     from tilewise.ops.quantize import triton_quantize
-    from tilewise.tiles import early, prefetch
+    from tilewise.tiles import early
 
     class OfflineDriver:
         def get_current_target(self) -> GPUTarget:
@@ -84,7 +84,6 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
         with (
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(early, "capability", return_value=sm),
-            mock.patch.object(prefetch, "capability", return_value=sm),
             mock.patch.object(triton_plans, "capability", return_value=sm),
             mock.patch.object(triton_quantize, "capability", return_value=sm),
             mock.patch.object(triton_codes, "capability", return_value=sm),

@@ -66,11 +66,9 @@ def _variant(
         v_mean = torch.zeros(10, 2, dim, dtype=dtype) if stands else None
         request = None if stands else numbers.clone()
         total = scores[:, :, 0].contiguous()
-        counted = numbers.clone() if drafts else None
-        pool = torch.zeros(2, size, 2, dim, dtype=dtype) if drafts else None
         return CHOOSE_TOKENS, Call(
-            scores, total, runs, sample_of(total), table, request, numbers, v_mean, size, 1024, 512, 1, 1, 1, counted,
-            pool, pool,
+            scores, total, runs, sample_of(total), table, request, numbers, v_mean, size, 8, 2, 1, 1, 1,
+            numbers.clone() if drafts else None,
         )  # fmt: skip
 
     return make

@@ -184,7 +184,7 @@ def _tokens(step: _Step, select: SparQ) -> tuple[Call, Rest | None]:
     choice = TokenChoice(
         scores, total, lse_of_runs, sample, step.table, step.request, step.lengths,
         step.summaries.v_mean if select.compensate else None, step.size, min(select.keys, total.shape[-1]),
-        select.newest, by_page, by_token, by_head, counted, step.k, step.v,
+        select.newest, by_page, by_token, by_head, counted,
     )  # fmt: skip
     tables, tokens, read, seen, values = CHOOSE_TOKENS(choice)
     near = step.over(pools, tables, tokens)

@@ -28,8 +28,7 @@ class Call:
     t is of request `request[t]`, int32, or t where that is None, and sees its first `lengths[t]` tokens, int32; `table`
     is int32 (batch, max_pages). `v_mean`, (num_pages, num_heads_kv, dim_v), are means of pages' values, or None where
     nothing stands for tokens that are not read; they count for the first `counted[t]` tokens of a row, int32, or for
-    all that it sees where that is None. `k` and `v`, (num_pages, page_size, num_heads_kv, dim or dim_v), are what will
-    be read, if it is known: nothing depends on them, but they may be fetched.
+    all that it sees where that is None.
     """
 
     scores: torch.Tensor
@@ -47,8 +46,6 @@ class Call:
     by_token: int
     by_head: int
     counted: torch.Tensor | None = None
-    k: torch.Tensor | None = None
-    v: torch.Tensor | None = None
 
     @property
     def heads(self) -> int:

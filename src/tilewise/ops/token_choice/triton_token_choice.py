@@ -1,8 +1,7 @@
 """Tokens chosen on a GPU. Of each row and head the sample says between which two keys the least that is read is likely
-to lie; programs of a tile of tokens each count what is above these and collect what lies between, which is little; one
-program searches that, while others add the values of pages, which stand for what is not read, and have the newest
-tokens fetched, which are read in any case; it knows then how much of each tile is read, so that again programs of a
-tile each write it. Where the sample was wrong, or too much
+to lie, while other programs add the values of pages, which stand for what is not read; programs of a tile of tokens
+each count what is above these and collect what lies between, which is little; one program searches that, and knows then
+how much of each tile is read, so that again programs of a tile each write it. Where the sample was wrong, or too much
 lies between, the one that searches goes through all tokens itself, bit by bit.
 
 Keys are integers in the order of scores, for who searches; who only compares does so with scores, which is
@@ -23,15 +22,12 @@ from tilewise.ops.token_choice.problem import FORCED, Call, within
 from tilewise.ops.token_scores.problem import OF_SAMPLE, PLACE
 from tilewise.ops.triton_launch import Plan, Plans, on_device, tensors_key
 from tilewise.tiles.log_sum import log_sum
-from tilewise.tiles.prefetch import can_fetch, fetch, lines_of
 
 _BETWEEN = (4096, 32768)  # keys that are searched: room for what a sample is expected to leave, within these bounds
 _SAMPLE = 16384  # keys of a row, at most
 _BLOCK = 8192  # tokens at a time where one program goes through all
 _REGISTERS = {"maxnreg": 64}  # of a thread, so that a multiprocessor has 32 programs of a tile, which is all it takes
 _FEWER = {"maxnreg": 48}  # with which it still spills nothing, and is faster (benchmarks/NOTES.md)
-_AHEAD = 16 * 2**20  # bytes of keys and values that are fetched ahead: beside scores there is room for so much in L2
-_NEWEST = 256  # tokens of a program that fetches
 _PLANS = Plans()
 TOP = tl.constexpr(0xFFFFFFFF)  # above the key of any score
 LARGE = tl.constexpr(FORCED)
@@ -187,12 +183,11 @@ def bracket(SAMPLE, x, length, width, local, MOST: tl.constexpr):
     return tl.maximum(low, 1), high_end
 
 
-@triton.jit(do_not_specialize=["width", "local"])
+@triton.jit
 def guess_least(
-    SAMPLE, LENGTHS, ENDS, samples, width, local, HEADS: tl.constexpr, MOST: tl.constexpr, BETWEEN: tl.constexpr
+    SAMPLE, LENGTHS, ENDS, at, samples, width, local, HEADS: tl.constexpr, MOST: tl.constexpr, BETWEEN: tl.constexpr
 ):
     """Writes between which two keys the least lies, and that none of what lies there is collected yet."""
-    at = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, MOST)
     SAMPLE += at * samples
     x = tl.load(SAMPLE + i, mask=i < samples, other=0.0)  # before it is known how many there are
@@ -211,6 +206,55 @@ def who(at, REQUEST, HEADS: tl.constexpr):
     """(head of keys, row of queries, request)"""
     row = at // HEADS
     return at % HEADS, row, row if REQUEST is None else tl.load(REQUEST + row).to(tl.int64)
+
+
+@triton.jit
+def add_pages(
+    LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, at, part, table_row, of_page, of_head, pages, runs,
+    parts, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr,
+    DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes the sum of the values of some pages, and the log-sum-exp of each query's scores of their tokens."""
+    h, row, request = who(at, REQUEST, HEADS)
+    length = tl.load(LENGTHS + row)
+    counted = length
+    if COUNTED is not None:
+        counted = tl.load(COUNTED + row)
+    p = part * SOME + tl.arange(0, SOME)
+    there = p * PAGE < counted
+    page = tl.load(TABLE + request * table_row + p, mask=p < pages, other=0)  # before it is known how many there are
+    page = tl.where(there, page, 0).to(tl.int64)
+    g = tl.arange(0, GROUPS)
+    run = part * (SOME * PAGE // RUN) + tl.arange(0, SOME * PAGE // RUN)
+    of_runs = LSE + (at * GROUP + g)[:, None] * runs + run[None, :]
+    of_runs = tl.load(of_runs, mask=(g < GROUP)[:, None] & (run * RUN < length)[None, :], other=float("-inf"))
+    d = tl.arange(0, BLOCK_D)
+    v = V_MEAN + (page * of_page + h * of_head)[:, None] + d[None, :]
+    v = tl.load(v, mask=there[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+    count = tl.minimum(counted - p * PAGE, PAGE).to(tl.float32)
+    total = tl.sum(tl.where(there[:, None], v * count[:, None], 0.0), 0)
+    tl.store(VALUES + (at * parts + part) * DIM + d, total, mask=d < DIM)
+    tl.store(SEEN + (at * GROUP + g) * parts + part, log_sum(of_runs, 1), mask=g < GROUP)
+
+
+@triton.jit(do_not_specialize=["width", "local", "pages", "runs", "parts"])
+def guess_and_add(
+    SAMPLE, LENGTHS, ENDS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, table_row, of_page, of_head, samples,
+    width, local, pages, runs, parts,
+    HEADS: tl.constexpr, MOST: tl.constexpr, BETWEEN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    PAGE: tl.constexpr, RUN: tl.constexpr, DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`guess_least`, and beside it, since few programs do that, `add_pages` where something stands for the rest."""
+    rows = tl.num_programs(0) // (parts + 1)
+    at = (tl.program_id(0) % rows).to(tl.int64)
+    part = tl.program_id(0) // rows - 1
+    if part < 0:
+        guess_least(SAMPLE, LENGTHS, ENDS, at, samples, width, local, HEADS, MOST, BETWEEN)
+    elif V_MEAN is not None:
+        add_pages(
+            LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, at, part, table_row, of_page, of_head, pages,
+            runs, parts, HEADS, GROUP, GROUPS, PAGE, RUN, DIM, SOME, BLOCK_D,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles", "local"])
@@ -292,14 +336,15 @@ def least_found(off, between, missing, size):
     return tl.min(tl.where(off >= least, off, TOP), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "width", "local"])
 def find_least(
-    TOTAL, LENGTHS, ENDS, COUNTS, FOUND, LEAST, PARTS, at, tokens, tiles, width, local,
+    TOTAL, LENGTHS, ENDS, COUNTS, FOUND, LEAST, PARTS, tokens, tiles, width, local,
     HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the least key that is read, and of each tile, where in the table what is read of it begins, how many of
     these have that key, and how many have it at all.
     """
+    at = tl.program_id(0).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
     low = tl.load(ENDS + 3 * at).to(tl.uint32, bitcast=True)
     high = tl.load(ENDS + 3 * at + 1).to(tl.uint32, bitcast=True)
@@ -350,85 +395,6 @@ def find_least(
     tl.store(to + 1, tl.minimum(same_upto, left) - ties_before, mask=tile < tiles)
     tl.store(to + 2, same, mask=tile < tiles)
     tl.store(LEAST + at, last.to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def add_pages(
-    LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, at, part, table_row, of_page, of_head, pages, runs,
-    parts, HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr,
-    DIM: tl.constexpr, SOME: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Writes the sum of the values of some pages, and the log-sum-exp of each query's scores of their tokens."""
-    h, row, request = who(at, REQUEST, HEADS)
-    length = tl.load(LENGTHS + row)
-    counted = length
-    if COUNTED is not None:
-        counted = tl.load(COUNTED + row)
-    p = part * SOME + tl.arange(0, SOME)
-    there = p * PAGE < counted
-    page = tl.load(TABLE + request * table_row + p, mask=p < pages, other=0)  # before it is known how many there are
-    page = tl.where(there, page, 0).to(tl.int64)
-    g = tl.arange(0, GROUPS)
-    run = part * (SOME * PAGE // RUN) + tl.arange(0, SOME * PAGE // RUN)
-    of_runs = LSE + (at * GROUP + g)[:, None] * runs + run[None, :]
-    of_runs = tl.load(of_runs, mask=(g < GROUP)[:, None] & (run * RUN < length)[None, :], other=float("-inf"))
-    d = tl.arange(0, BLOCK_D)
-    v = V_MEAN + (page * of_page + h * of_head)[:, None] + d[None, :]
-    v = tl.load(v, mask=there[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
-    count = tl.minimum(counted - p * PAGE, PAGE).to(tl.float32)
-    total = tl.sum(tl.where(there[:, None], v * count[:, None], 0.0), 0)
-    tl.store(VALUES + (at * parts + part) * DIM + d, total, mask=d < DIM)
-    tl.store(SEEN + (at * GROUP + g) * parts + part, log_sum(of_runs, 1), mask=g < GROUP)
-
-
-@triton.jit
-def fetch_newest(
-    K, V, LENGTHS, TABLE, REQUEST, at, part, table_row, k_page, k_token, k_head, v_page, v_token, v_head, local,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, NEWEST: tl.constexpr, LINES: tl.constexpr, LINES_V: tl.constexpr,
-):  # fmt: skip
-    """Has keys and values of some of the newest tokens, which are read whatever their scores are, brought into a cache
-    while memory has nothing else to do.
-    """
-    h, row, request = who(at, REQUEST, HEADS)
-    length = tl.load(LENGTHS + row)
-    back = part * NEWEST + tl.arange(0, NEWEST)
-    n = tl.maximum(length - 1 - tl.minimum(back, local - 1), 0)
-    page = tl.load(TABLE + request * table_row + n // PAGE).to(tl.int64)
-    fetch(K + page * k_page + (n % PAGE) * k_token + h * k_head, LINES)
-    fetch(V + page * v_page + (n % PAGE) * v_token + h * v_head, LINES_V)
-
-
-@triton.jit(do_not_specialize=["tiles", "width", "local", "pages", "runs", "parts", "newest"])
-def find_and_add(
-    TOTAL, LENGTHS, ENDS, COUNTS, FOUND, LEAST, PARTS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, K, V,
-    table_row, of_page, of_head, k_page, k_token, k_head, v_page, v_token, v_head, tokens, tiles, width, local, pages,
-    runs, parts, newest,
-    HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr, DIM: tl.constexpr,
-    SOME: tl.constexpr, BLOCK_D: tl.constexpr, NEWEST: tl.constexpr, LINES: tl.constexpr, LINES_V: tl.constexpr,
-):  # fmt: skip
-    """`find_least`, and beside it, since few programs do that, `parts` that do `add_pages`, where something stands for
-    the rest, and `newest` that do `fetch_newest`.
-    """
-    rows = tl.num_programs(0) // (1 + parts + newest)
-    at = (tl.program_id(0) % rows).to(tl.int64)
-    part = tl.program_id(0) // rows - 1
-    if part < 0:
-        find_least(
-            TOTAL, LENGTHS, ENDS, COUNTS, FOUND, LEAST, PARTS, at, tokens, tiles, width, local,
-            HEADS, TILE, TILES, BETWEEN, BLOCK,
-        )  # fmt: skip
-    elif part < newest:
-        if K is not None:
-            fetch_newest(
-                K, V, LENGTHS, TABLE, REQUEST, at, part, table_row, k_page, k_token, k_head, v_page, v_token, v_head,
-                local, HEADS, PAGE, NEWEST, LINES, LINES_V,
-            )  # fmt: skip
-    elif V_MEAN is not None:
-        add_pages(
-            LENGTHS, COUNTED, LSE, TABLE, REQUEST, V_MEAN, SEEN, VALUES, at, part - newest, table_row, of_page, of_head,
-            pages, runs, parts, HEADS, GROUP, GROUPS, PAGE, RUN, DIM, SOME, BLOCK_D,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles", "width", "local", "by_page", "by_token", "by_head"])
@@ -495,7 +461,6 @@ class _Sizes:
     between: int
     some: int
     parts: int
-    newest: int  # programs of a row and head that fetch newest tokens
 
 
 def _sizes(call: Call) -> _Sizes:
@@ -506,16 +471,7 @@ def _sizes(call: Call) -> _Sizes:
     off = 4.0 * math.sqrt(count * share * (1.0 - share)) + 4.0  # as `bracket` has it, and up to an eighth more
     left = 2.125 * off
     between = within(_BETWEEN, math.ceil((left + 4.0 * math.sqrt(left)) / count * tokens))
-    return _Sizes(call.tile, call.tiles, sample, between, call.some, call.parts, _fetching(call))
-
-
-def _fetching(call: Call) -> int:
-    """Programs of a row and head that fetch some of the newest tokens each."""
-    if call.k is None or call.v is None or not can_fetch(call.total.device):
-        return 0
-    heads = call.total.shape[0] * call.heads
-    of_token = sum(x.shape[3] * x.element_size() for x in (call.k, call.v))
-    return min(call.local, _AHEAD // max(1, heads * of_token)) // _NEWEST
+    return _Sizes(call.tile, call.tiles, sample, between, call.some, call.parts)
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
@@ -530,12 +486,10 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     read = seen = values = None
     if call.v_mean is not None:
         read, seen, values = results["read"], results["seen"], results["values"]
-    k, v = (call.k, call.v) if sizes.newest else (None, None)
     tensors = (
-        (call.sample, call.lengths, ends),
+        (call.sample, call.lengths, ends, call.counted, call.lse, call.table, call.request, call.v_mean, seen, values),
         (call.total, call.lengths, ends, counts, found),
-        (call.total, call.lengths, ends, counts, found, least, parts, call.counted, call.lse, call.table, call.request,
-         call.v_mean, seen, values, k, v),
+        (call.total, call.lengths, ends, counts, found, least, parts),
         (call.total, call.lengths, least, parts, call.table, call.request, results["tables"],
          results["tokens"], call.scores, read),
     )  # fmt: skip
@@ -558,16 +512,16 @@ def _plans(call: Call, sizes: _Sizes) -> tuple[Plan, ...]:
     v_mean, run = call.v_mean, call.run
     dim, strides = (0, (0, 0)) if v_mean is None else (v_mean.shape[2], v_mean.stride()[:2])
     block_d, groups, programs = triton.next_power_of_2(max(16, dim)), triton.next_power_of_2(group), rows * heads
-    guess = Plan(guess_least, programs, (), (call.sample.shape[2], width, local), (heads, sizes.sample, between), 4, 1)
-    constants: tuple[int, ...] = (heads, tile, between)
+    constants: tuple[int, ...] = (heads, sizes.sample, between, group, groups, call.page_size, run, dim)
+    constants += (sizes.some, block_d)
+    numbers: tuple[int, ...] = (call.sample.shape[2], width, local, call.table.shape[1], call.lse.shape[3], sizes.parts)
+    strides = (call.table.stride(0), *strides)
+    guess = Plan(guess_and_add, programs * (sizes.parts + 1), strides, numbers, constants, 4, 1)
+    constants = (heads, tile, between)
     collect = Plan(collect_keys, programs * tiles, (), (tokens, tiles, local), constants, warps, 1, options=_FEWER)
-    pools = [x.stride()[:3] if sizes.newest else (0, 0, 0) for x in (call.k, call.v)]
-    lines = [lines_of(x) if sizes.newest else 0 for x in (call.k, call.v)]
-    constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)), group, groups, call.page_size, run)
-    constants += (dim, sizes.some, block_d, _NEWEST, *lines)
-    numbers: tuple[int, ...] = (tokens, tiles, width, local, call.table.shape[1], call.lse.shape[3], sizes.parts)
-    grid, strides = programs * (1 + sizes.parts + sizes.newest), (call.table.stride(0), *strides, *pools[0], *pools[1])
-    find = Plan(find_and_add, grid, strides, (*numbers, sizes.newest), constants, _warps(between, 1024), 1)
+    constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)))
+    numbers = (tokens, tiles, width, local)
+    find = Plan(find_least, programs, (), numbers, constants, _warps(between, 1024), 1)
     numbers = (tokens, tiles, width, local, call.by_page, call.by_token, call.by_head)
     constants = (heads, group, call.page_size, tile)
     capped = {} if call.page_size % 4 else _REGISTERS  # a page for each token is more than there is room for
