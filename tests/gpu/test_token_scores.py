@@ -23,18 +23,12 @@ LONG_PAGES = [
     LONG,
     replace(LONG, name="rank_16", select=tw.SparQ(16, 200), lengths=(2047, 1, 256, 0), heads=(3, 3)),
     replace(
-        LONG,
-        name="rank_13",
-        select=tw.SparQ(13, 200),
-        lengths=(129, 1024, 1025),
-        heads=(2, 2),
-        dim=64,
-        dim_v=64,
+        LONG, name="rank_13", select=tw.SparQ(13, 200), lengths=(129, 1024, 1025), heads=(2, 2), dim=64, dim_v=64,
         order="HND",
     ),
     replace(LONG, name="rank_1", select=tw.SparQ(1, 200), queries=4, lengths=(700, 255), heads=(1, 1)),
     replace(LONG, name="rank_17", select=tw.SparQ(17, 200), packed=True, lengths=(1600, 31), heads=(2, 2), dim=80),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*SPARQ, LARGE, LONG], ids=repr)

@@ -147,7 +147,9 @@ def compile_operation(
     import torch
 
     with compiling_for(sm) as kernels, torch.no_grad():
-        for row in _rows_on(sm, operation, call):
+        for row in operation.rows:
+            if not _runs_on(sm, row, call):
+                continue
             results = operation.run_forward(row, call)
             wanted = wanted or operation.sources(name for name, x in fields_of(call).items() if x.requires_grad)
             if wanted:
@@ -157,14 +159,11 @@ def compile_operation(
     return [resources(kernel) for kernel in kernels]
 
 
-def _rows_on(sm: int, operation: Operation[Any], call: Any) -> list[Row[Any]]:
-    """The Triton row, and on Hopper the one for Hopper, where nothing but the GPU is missing."""
-    rows = [row for row in operation.rows if row.name == "triton" or (row.name == "hopper" and sm == 90)]
-    return [
-        row
-        for row in rows
-        if row.name == "triton" or all(need.unmet(call) is None for need in row.needs if need.says != HOPPER.says)
-    ]
+def _runs_on(sm: int, row: Row[Any], call: Any) -> bool:
+    """Of the Triton row, and on Hopper of the one for Hopper, where nothing but the GPU is missing."""
+    if row.name == "hopper" and sm == 90:
+        return all(need.unmet(call) is None for need in row.needs if need.says != HOPPER.says)
+    return row.name == "triton"
 
 
 def resources(kernel: Any) -> Resources:
