@@ -150,7 +150,8 @@ TWINS = [
     # of these those that read too few, or others: with too many, numbers of tokens would be read that nobody wrote
     (triton_token_choice, "find_least", "digit < 256)", "digit >= 0)", "sparq"),
     (triton_token_choice, "find_least", "width - above, 0))", "width, 0))", "sparq"),
-    (triton_token_choice, "find_least", "enough = count >= missing", "enough = count > 0", "sparq"),
+    (triton_token_choice, "find_least", "least = tl.where(at_b >= missing", "least = tl.where(at_b > 0", "sparq"),
+    (triton_token_choice, "collect_keys", "first + found[2]", "first", "sparq"),
     (triton_token_choice, "take_tokens", "(places > ties)", "(places <= same - ties)", "sparq"),
     (triton_token_choice, "find_least", "(n < length - local)", "(n < length)", "sparq"),
     (triton_token_choice, "take_tokens", "tl.where(kept > 0, weights, ", "tl.where(kept >= 0, weights, ", "sparq"),

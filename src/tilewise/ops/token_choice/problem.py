@@ -13,8 +13,8 @@ __all__ = ["FORCED", "Call", "gradients", "results"]
 
 Tensors = dict[str, torch.Tensor]
 
-_TILE = 512  # tokens of a program: of one warp, which waits for no other
-_VALUES = 8192  # of means of pages that a program adds
+_TILE = 512  # tokens whose log-sum-exp is one number: what one warp has at once
+_VALUES = 8192  # of means of pages whose sum is one of a part
 
 
 @dataclass(eq=False, slots=True)

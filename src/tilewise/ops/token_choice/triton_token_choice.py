@@ -1,11 +1,12 @@
 """Tokens chosen on a GPU. Of each row and head the sample says between which two keys the least that is read is likely
-to lie, while other programs add the values of pages, which stand for what is not read; programs of a tile of tokens
-each count what is above these and collect what lies between, which is little; one program searches that, and knows then
-how much of each tile is read, so that again programs of a tile each write it. Where the sample was wrong, or too much
-lies between, the one that searches goes through all tokens itself, bit by bit.
+to lie, while other programs add the values of pages, which stand for what is not read; programs of two tiles of
+tokens each count what is above these and collect what lies between, which is little; one program searches that, and
+knows then how much of each tile is read, so that programs of a tile each write it. Where the sample was wrong, or too
+much lies between, the one that searches goes through all tokens itself, bit by bit.
 
-Keys are integers in the order of scores, for who searches; who only compares does so with scores, which is
-fewer instructions. These bound the programs of a tile, and so does how many of them a multiprocessor has.
+Keys are integers in the order of scores, for who searches; who only compares does so with scores, which is fewer
+instructions. These bound all programs here: those of tiles, of which a multiprocessor has many, and those that search,
+which are alone on theirs, and of whose comparisons and choices a multiprocessor begins two warps' in a cycle.
 
 Histograms of all keys would need no sample, but Triton counts bins by ballots: 2048 of them take 64 population counts
 of a warp for every 32 keys.
@@ -26,8 +27,7 @@ from tilewise.tiles.log_sum import log_sum
 _BETWEEN = (4096, 32768)  # keys that are searched: room for what a sample is expected to leave, within these bounds
 _SAMPLE = 16384  # keys of a row, at most
 _BLOCK = 8192  # tokens at a time where one program goes through all
-_REGISTERS = {"maxnreg": 64}  # of a thread, so that a multiprocessor has 32 programs of a tile, which is all it takes
-_FEWER = {"maxnreg": 48}  # with which it still spills nothing, and is faster (benchmarks/NOTES.md)
+_REGISTERS = {"maxnreg": 64}  # of a thread, so that a multiprocessor has 32 programs of a warp, which is all it takes
 _PLANS = Plans()
 TOP = tl.constexpr(0xFFFFFFFF)  # above the key of any score
 LARGE = tl.constexpr(FORCED)
@@ -126,23 +126,44 @@ def around(least, largest, at_forced, wanted, count):
 
 @triton.jit
 def nearer(low, end, at_low, at_end, key, at, wanted):
-    """`around` once it is known how many there are at a key between."""
-    enough = at >= wanted
-    low, end = tl.where(enough, key, low), tl.where(enough, end, key)
-    return low, end, tl.where(enough, at, at_low), tl.where(enough, at_end, at)
+    """`around` once it is known how many there are at a key, if that lies between."""
+    inside = (key > low) & (key < end)
+    above = inside & (at >= wanted)
+    below = inside & (at < wanted)
+    low, end = tl.where(above, key, low), tl.where(below, key, end)
+    return low, end, tl.where(above, at, at_low), tl.where(below, at, at_end)
 
 
 @triton.jit
 def key_between(low, end, at_low, at_end, aim, turn):
     """A key above `low` and below `end` where there may be `aim` keys at and above it, if there are so many at these:
-    the logarithm of how many there are falls evenly with a score, more or less. Each second time it is the one in the
+    the logarithm of how many there are falls evenly with a score, more or less. Each third time it is the one in the
     middle, which does for all scores.
     """
-    share = tl.log2(at_low / aim) / tl.log2(at_low / tl.maximum(at_end, 0.5))
+    share = octaves(at_low.to(tl.float32), aim) / octaves(at_low.to(tl.float32), tl.maximum(at_end.to(tl.float32), 0.5))
     x = least_number(low)
     x += (least_number(end) - x) * share
-    key = tl.where(turn % 2 == 0, low + ((end - low) >> 1), key_of(x))
+    key = tl.where(turn % 3 == 0, low + ((end - low) >> 1), key_of(x))
     return tl.minimum(tl.maximum(key, low + 1), end - 1)
+
+
+@triton.jit
+def not_below(key, a, b):
+    """1 where a key is not below a, and 65536 more where it is not below b, which is a or above: two counts in one."""
+    return tl.where(key >= b, 0x10001, tl.where(key >= a, 1, 0)).to(tl.uint32)
+
+
+@triton.jit
+def counts_of(both):
+    """How many keys are not below a, and how many not below b, by `not_below`."""
+    total = tl.sum(both, 0)
+    return (total & 0xFFFF).to(tl.int32), (total >> 16).to(tl.int32)
+
+
+@triton.jit
+def octaves(a, b):
+    """The logarithm of a / b, times a constant; between powers of two it is taken for a straight line, as bits are."""
+    return (a.to(tl.int32, bitcast=True) - b.to(tl.int32, bitcast=True)).to(tl.float32)
 
 
 @triton.jit
@@ -177,9 +198,12 @@ def bracket(SAMPLE, x, length, width, local, MOST: tl.constexpr):
         turn += 1
         a = key_between(low, low_end, at_low, at_low_end, more + 0.5 * slack, turn)
         b = key_between(high, high_end, at_high, at_high_end, tl.maximum(fewer - 0.5 * slack, 0.5), turn)
-        counts = tl.sum((key >= a).to(tl.int32) + ((key >= b).to(tl.int32) << 16), 0)
-        low, low_end, at_low, at_low_end = nearer(low, low_end, at_low, at_low_end, a, counts & 0xFFFF, more)
-        high, high_end, at_high, at_high_end = nearer(high, high_end, at_high, at_high_end, b, counts >> 16, fewer)
+        a, b = tl.minimum(a, b), tl.maximum(a, b)
+        at_a, at_b = counts_of(not_below(key, a, b))
+        low, low_end, at_low, at_low_end = nearer(low, low_end, at_low, at_low_end, a, at_a, more)
+        low, low_end, at_low, at_low_end = nearer(low, low_end, at_low, at_low_end, b, at_b, more)
+        high, high_end, at_high, at_high_end = nearer(high, high_end, at_high, at_high_end, a, at_a, fewer)
+        high, high_end, at_high, at_high_end = nearer(high, high_end, at_high, at_high_end, b, at_b, fewer)
     return tl.maximum(low, 1), high_end
 
 
@@ -257,35 +281,55 @@ def guess_and_add(
         )  # fmt: skip
 
 
+@triton.jit
+def between_ends(x, n, start, low, high, length, local):
+    """(What tokens n from `start` on are compared by, which lie between both ends, how many do, how many are above)"""
+    y = compared(x, n, start, length, local)
+    inside = (y >= low) & (y < high)
+    few = tl.sum(inside.to(tl.int32).reshape(x.numel), 0)
+    return y, inside, few, tl.sum((y >= high).to(tl.int32).reshape(x.numel), 0)
+
+
+@triton.jit
+def leave_found(FOUND, COUNTS, found, first, there, BETWEEN: tl.constexpr):
+    """Writes what `between_ends` found of a tile, what lies between from `first` on."""
+    y, inside, few, more = found
+    places, _ = places_of(inside.to(tl.int32))
+    room = first + few <= BETWEEN
+    tl.store(FOUND + first - 1 + places, y, mask=inside & room)
+    tl.store(COUNTS, more, mask=there)
+    tl.store(COUNTS + 1, few, mask=there)
+    tl.store(COUNTS + 2, first, mask=there)
+
+
 @triton.jit(do_not_specialize=["tiles", "local"])
 def collect_keys(
     TOTAL, LENGTHS, ENDS, COUNTS, FOUND, tokens, tiles, local,
     HEADS: tl.constexpr, TILE: tl.constexpr, BETWEEN: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: how many keys are above both, how many lie between, and, side by side, what these are of."""
-    tile = tl.program_id(0) % tiles
-    at = (tl.program_id(0) // tiles).to(tl.int64)
+    """Of two tiles: how many keys are above both ends, how many lie between, and, side by side, what these are of."""
+    pairs = (tiles + 1) // 2
+    tile = tl.program_id(0) % pairs * 2
+    at = (tl.program_id(0) // pairs).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
     n = tokens_of_tile(tile, TILE)
     x = tl.load(TOTAL + at * tokens + n, mask=n < tokens, other=0.0)
+    n_next = n + TILE
+    x_next = tl.load(TOTAL + at * tokens + n_next, mask=n_next < tokens, other=0.0)
     low = least_number(tl.load(ENDS + 3 * at).to(tl.uint32, bitcast=True))
     high = least_number(tl.load(ENDS + 3 * at + 1).to(tl.uint32, bitcast=True))
-    y = compared(x, n, tile * TILE, length, local)
-    more = tl.sum((y >= high).to(tl.int32).reshape(TILE), 0)
-    inside = (y >= low) & (y < high)
-    within = tl.sum(inside.to(tl.int32).reshape(TILE), 0)
-    # which tile comes first changes between runs, and changes nothing: keys are counted, never taken in this order.
+    found = between_ends(x, n, tile * TILE, low, high, length, local)
+    found_next = between_ends(x_next, n_next, tile * TILE + TILE, low, high, length, local)
+    # which tiles come first changes between runs, and changes nothing: keys are counted, never taken in this order.
     # One thread of 32 asks, and what it is told is summed where it is used, so that nothing waits for it before
     lane = tl.arange(0, 32)
-    told = tl.atomic_add(ENDS + 3 * at + 2 + 0 * lane, within + 0 * lane, mask=lane == 0, sem="relaxed")
-    places, _ = places_of(inside.to(tl.int32))
+    few = found[2] + found_next[2]
+    told = tl.atomic_add(ENDS + 3 * at + 2 + 0 * lane, few + 0 * lane, mask=lane == 0, sem="relaxed")
     first = tl.sum(tl.where(lane == 0, told, 0), 0)
-    room = first + within <= BETWEEN
-    tl.store(FOUND + at * BETWEEN + first - 1 + places, y, mask=inside & room)
-    to = COUNTS + (at * tiles + tile) * 3
-    tl.store(to, more)
-    tl.store(to + 1, within)
-    tl.store(to + 2, first)
+    FOUND += at * BETWEEN
+    COUNTS += (at * tiles + tile) * 3
+    leave_found(FOUND, COUNTS, found, first, True, BETWEEN)
+    leave_found(FOUND, COUNTS + 3, found_next, first + found[2], tile + 1 < tiles, BETWEEN)
 
 
 @triton.jit
@@ -312,28 +356,53 @@ def least_of_all(TOTAL, tokens, length, width, local, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def key_within(least, end, share):
+    """A number above `least` and below `end`, at a share of what lies between if there is one."""
+    span = end - least
+    far = tl.minimum(tl.maximum(share, 0.0), 0.999) * span.to(tl.float32)
+    return least + tl.minimum(tl.maximum(far.to(tl.uint32), 1), span - 1)
+
+
+@triton.jit
+def halves(x):
+    """The former and the latter numbers of [n]; no number moves, where threads have some of each."""
+    return x.reshape(2, x.numel // 2).trans().split()
+
+
+@triton.jit
 def least_found(off, between, missing, size):
     """The largest number below `size` that at least `missing` of all are not below, `between` of which are not zero.
-    The search goes where it would lie if all were spread evenly, and each third time into the middle; it ends where
-    just as many are not below.
+    Each turn looks on both sides of where it would lie if all were spread evenly, as far as it is likely to be off,
+    further where it was not between them, and each eighth at thirds; it ends where just as many are not below.
     """
+    former, latter = halves(off)
+    quarters = halves(former) + halves(latter)  # of which some have nothing
     least = tl.full([], 0, tl.uint32)
     end = size
     found = between  # not below `least`
     after = 0 * between  # not below `end`
+    near = tl.full([], 0.7, tl.float32)
+    times = near
     turn = 0
     while (end - least > 1) & (found != missing):
         turn += 1
-        share = (found - missing + 0.5) / (found - after)
-        far = tl.where(turn % 3 == 0, 0.5, share) * (end - least).to(tl.float32)
-        middle = least + tl.minimum(tl.maximum(far.to(tl.uint32), 1), end - least - 1)
-        count = tl.sum((off >= middle).to(tl.int32), 0)
-        enough = count >= missing
-        least = tl.where(enough, middle, least)
-        found = tl.where(enough, count, found)
-        end = tl.where(enough, end, middle)
-        after = tl.where(enough, after, count)
-    return tl.min(tl.where(off >= least, off, TOP), 0)
+        count = (found - after).to(tl.float32)
+        share = (found - missing + 0.5) / count
+        off_by = times * tl.sqrt(share * (1.0 - share) / count)
+        thirds = turn % 8 == 0
+        a = key_within(least, end, tl.where(thirds, 0.33, share - off_by))
+        b = key_within(least, end, tl.where(thirds, 0.67, share + off_by))
+        counts = tl.zeros([quarters[0].numel], tl.uint32)
+        for n in tl.static_range(4):
+            if n * quarters[0].numel < between:
+                counts += not_below(quarters[n], a, b)
+        at_a, at_b = counts_of(counts)
+        times = tl.where((at_a >= missing) & (at_b < missing), near, 1.5 * times)
+        end = tl.where(at_a < missing, a, tl.where(at_b < missing, b, end))
+        after = tl.where(at_a < missing, at_a, tl.where(at_b < missing, at_b, after))
+        least = tl.where(at_b >= missing, b, tl.where(at_a >= missing, a, least))
+        found = tl.where(at_b >= missing, at_b, tl.where(at_a >= missing, at_a, found))
+    return least
 
 
 @triton.jit(do_not_specialize=["tiles", "width", "local"])
@@ -366,8 +435,8 @@ def find_least(
             # of the keys of a tile, which stand side by side, how many are above, and how many it is
             sums = tl.cumsum((off > least).to(tl.int32) + ((off == least).to(tl.int32) << 16), 0)
             ends = tl.join(start, start + same).reshape(2 * TILES)
-            upto = tl.where(ends > 0, tl.gather(sums, tl.maximum(ends - 1, 0), 0), 0)
-            before, after = tl.split(upto.reshape(TILES, 2))
+            at_ends = tl.where(ends > 0, tl.gather(sums, tl.maximum(ends - 1, 0), 0), 0)
+            before, after = tl.split(at_ends.reshape(TILES, 2))
             here = tl.where(same > 0, after - before, 0)
             more += here & 0xFFFF
             same = (here >> 16) & 0xFFFF
@@ -453,14 +522,10 @@ def take_tokens(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the shapes of a call decide."""
+    """How many numbers of a sample are looked at, and keys between two of them searched, by the shapes of a call."""
 
-    tile: int
-    tiles: int
     sample: int
     between: int
-    some: int
-    parts: int
 
 
 def _sizes(call: Call) -> _Sizes:
@@ -471,14 +536,14 @@ def _sizes(call: Call) -> _Sizes:
     off = 4.0 * math.sqrt(count * share * (1.0 - share)) + 4.0  # as `bracket` has it, and up to an eighth more
     left = 2.125 * off
     between = within(_BETWEEN, math.ceil((left + 4.0 * math.sqrt(left)) / count * tokens))
-    return _Sizes(call.tile, call.tiles, sample, between, call.some, call.parts)
+    return _Sizes(sample, between)
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     """Fills the results."""
     rows, heads = call.total.shape[:2]
     device, sizes = call.total.device, _sizes(call)
-    tiles = (rows, heads, sizes.tiles)
+    tiles = (rows, heads, call.tiles)
     numbers = {"dtype": torch.int32, "device": device}
     ends, counts = torch.empty((rows, heads, 3), **numbers), torch.empty((*tiles, 3), **numbers)
     least, parts = torch.empty((rows, heads), **numbers), torch.empty((*tiles, 3), **numbers)
@@ -507,18 +572,19 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
 
 def _plans(call: Call, sizes: _Sizes) -> tuple[Plan, ...]:
     rows, heads, group, tokens = call.scores.shape
-    tile, tiles, between, width, local = sizes.tile, sizes.tiles, sizes.between, call.width, call.local
+    tile, tiles, between, width, local = call.tile, call.tiles, sizes.between, call.width, call.local
     many, warps = triton.next_power_of_2(tiles), _warps(tile, 512)
     v_mean, run = call.v_mean, call.run
     dim, strides = (0, (0, 0)) if v_mean is None else (v_mean.shape[2], v_mean.stride()[:2])
     block_d, groups, programs = triton.next_power_of_2(max(16, dim)), triton.next_power_of_2(group), rows * heads
     constants: tuple[int, ...] = (heads, sizes.sample, between, group, groups, call.page_size, run, dim)
-    constants += (sizes.some, block_d)
-    numbers: tuple[int, ...] = (call.sample.shape[2], width, local, call.table.shape[1], call.lse.shape[3], sizes.parts)
+    constants += (call.some, block_d)
+    numbers: tuple[int, ...] = (call.sample.shape[2], width, local, call.table.shape[1], call.lse.shape[3], call.parts)
     strides = (call.table.stride(0), *strides)
-    guess = Plan(guess_and_add, programs * (sizes.parts + 1), strides, numbers, constants, 4, 1)
-    constants = (heads, tile, between)
-    collect = Plan(collect_keys, programs * tiles, (), (tokens, tiles, local), constants, warps, 1, options=_FEWER)
+    guess = Plan(guess_and_add, programs * (call.parts + 1), strides, numbers, constants, 4, 1)
+    constants, pairs = (heads, tile, between), -(-tiles // 2)
+    numbers = (tokens, tiles, local)
+    collect = Plan(collect_keys, programs * pairs, (), numbers, constants, warps, 1, options=_REGISTERS)
     constants = (heads, tile, many, between, max(tile, min(_BLOCK, tile * many)))
     numbers = (tokens, tiles, width, local)
     find = Plan(find_least, programs, (), numbers, constants, _warps(between, 1024), 1)
