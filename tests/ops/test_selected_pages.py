@@ -196,8 +196,9 @@ def test_one_head_may_have_any_stride() -> None:
     )
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("select", [tw.TopPages(2, far="summary"), tw.SparQ(4, 5)], ids=repr)
-def test_what_stands_for_the_rest_compiles_whole(select: tw.TopPages | tw.SparQ) -> None:
+def test_what_stands_for_the_rest_compiles_whole(select: tw.TopPages | tw.SparQ, dynamic: bool) -> None:
     (k, v, table, lengths), q = _pool(16), torch.randn(1, 1, 4, 8)
     layout = _summarized(k, v, table, lengths)
 
@@ -205,7 +206,8 @@ def test_what_stands_for_the_rest_compiles_whole(select: tw.TopPages | tw.SparQ)
         return tw.attention(q, k, v, layout=layout, select=select)
 
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(attend, fullgraph=True, backend="eager")(q), attend(q))
+        compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=dynamic)
+        torch.testing.assert_close(compiled(q), attend(q))
 
 
 def test_more_new_tokens_than_a_request_has_touch_no_other_page() -> None:

@@ -228,7 +228,7 @@ def one_head(*pools: torch.Tensor, of_tokens: bool = False) -> tuple[tuple[torch
         pages, size, heads, dim = x.shape
         # what there is one of may have any stride
         of_page, of_token, of_head, _ = (step if n > 1 else 0 for n, step in zip(x.shape, x.stride(), strict=True))
-        unit = math.gcd(of_page, of_head, of_token if of_tokens else 0) or 1
+        unit = _divisor(_divisor(of_page, of_head), of_token if of_tokens else 0) or 1
         by_page, by_token, by_head = of_page // unit, of_token // unit if of_tokens else 0, of_head // unit
         steps.add((by_page, by_token, by_head))
         last = (pages - 1) * by_page + (size - 1) * by_token + (heads - 1) * by_head
@@ -249,6 +249,13 @@ def one_head(*pools: torch.Tensor, of_tokens: bool = False) -> tuple[tuple[torch
             hint="a pool of PagePool, or dense tensors of one order",
         )
     return tuple(views), *steps.pop()
+
+
+def _divisor(a: int, b: int) -> int:
+    """`math.gcd`, also of a compiler's symbols."""
+    while b:
+        a, b = b, a % b
+    return a
 
 
 def _requests(layout: Paged, q: torch.Tensor, of_tokens: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
