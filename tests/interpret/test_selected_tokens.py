@@ -77,7 +77,7 @@ def test_choices_that_a_sample_misleads(kind: str, sizes: str, told: bool, monke
 
 @pytest.mark.parametrize("length", [16_384, 9_000])
 @pytest.mark.parametrize("width", [5, 600, 2500, 8_990])
-@pytest.mark.parametrize("scores", ["normal", "far_from_zero", "small_steps", "few_large"])
+@pytest.mark.parametrize("scores", ["normal", "far_from_zero", "small_steps", "few_large", "clusters"])
 def test_a_sample_does(width: int, length: int, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ordinary scores it says where the least lies that is read: no program goes through all tokens."""
 
@@ -86,9 +86,13 @@ def test_a_sample_does(width: int, length: int, scores: str, monkeypatch: pytest
 
     monkeypatch.setattr(triton_token_choice, "least_of_all", never)
     x = torch.randn(1, 1, 1, 16_384, generator=torch.Generator().manual_seed(width))
-    x = {"normal": x, "far_from_zero": 300.0 + x, "small_steps": (x * 1000).round()}.get(
-        scores, torch.where(x > 2.0, 1e30 * x, x)
-    )
+    x = {
+        "normal": x,
+        "far_from_zero": 300.0 + x,
+        "small_steps": (x * 1000).round(),
+        "few_large": torch.where(x > 2.0, 1e30 * x, x),
+        "clusters": (x * 4).round() + x * 1e-4,
+    }[scores]
     runs, numbers = x.view(1, 1, 1, 2048, 8).logsumexp(-1), torch.arange(2048, dtype=torch.int32)[None]
     lengths = torch.tensor([length], dtype=torch.int32)
     total = x[:, :, 0]
