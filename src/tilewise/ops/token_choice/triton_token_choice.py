@@ -13,7 +13,6 @@ of a warp for every 32 keys.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -371,9 +370,11 @@ def halves(x):
 
 @triton.jit
 def least_found(off, between, missing, size):
-    """The largest number below `size` that at least `missing` of all are not below, `between` of which are not zero.
+    """A number below `size` that `missing` of all are not below, or, where equal ones make that impossible, the largest
+    that more are not below; `between` of all are not zero.
+
     Each turn looks on both sides of where it would lie if all were spread evenly, as far as it is likely to be off,
-    further where it was not between them, and each eighth at thirds; it ends where just as many are not below.
+    further where it was not between them, and each eighth at thirds.
     """
     former, latter = halves(off)
     quarters = halves(former) + halves(latter)  # of which some have nothing
@@ -410,8 +411,8 @@ def find_least(
     TOTAL, LENGTHS, ENDS, COUNTS, FOUND, LEAST, PARTS, tokens, tiles, width, local,
     HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the least key that is read, and of each tile, where in the table what is read of it begins, how many of
-    these have that key, and how many have it at all.
+    """Writes down to which key is read, which a token may have or not, and of each tile, where in the table what is
+    read of it begins, how many of these have that key, and how many have it at all.
     """
     at = tl.program_id(0).to(tl.int64)
     length = tl.load(LENGTHS + at // HEADS)
@@ -520,15 +521,8 @@ def take_tokens(
             tl.store(READ + (at * GROUP + g) * tiles + tile, log_sum(weights.reshape(TILE), 0))
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """How many numbers of a sample are looked at, and keys between two of them searched, by the shapes of a call."""
-
-    sample: int
-    between: int
-
-
-def _sizes(call: Call) -> _Sizes:
+def _sizes(call: Call) -> tuple[int, int]:
+    """How many numbers of a sample are looked at, and how many keys between two of them there is room for."""
     tokens = call.total.shape[2]
     sample = within((1, _SAMPLE), call.sample.shape[2])
     count = max(1, min(sample, tokens // OF_SAMPLE))
@@ -536,18 +530,18 @@ def _sizes(call: Call) -> _Sizes:
     off = 4.0 * math.sqrt(count * share * (1.0 - share)) + 4.0  # as `bracket` has it, and up to an eighth more
     left = 2.125 * off
     between = within(_BETWEEN, math.ceil((left + 4.0 * math.sqrt(left)) / count * tokens))
-    return _Sizes(sample, between)
+    return sample, between
 
 
 def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
     """Fills the results."""
     rows, heads = call.total.shape[:2]
-    device, sizes = call.total.device, _sizes(call)
+    device, (sample, between) = call.total.device, _sizes(call)
     tiles = (rows, heads, call.tiles)
     numbers = {"dtype": torch.int32, "device": device}
     ends, counts = torch.empty((rows, heads, 3), **numbers), torch.empty((*tiles, 3), **numbers)
     least, parts = torch.empty((rows, heads), **numbers), torch.empty((*tiles, 3), **numbers)
-    found = torch.empty((rows, heads, sizes.between), device=device)
+    found = torch.empty((rows, heads, between), device=device)
     read = seen = values = None
     if call.v_mean is not None:
         read, seen, values = results["read"], results["seen"], results["values"]
@@ -564,20 +558,20 @@ def forward(call: Call, results: dict[str, torch.Tensor]) -> None:
         key += (call.request is None, call.counted is None)
     plans = _PLANS.get(key)
     if plans is None:
-        plans = _PLANS.put(key, _plans(call, sizes))
+        plans = _PLANS.put(key, _plans(call, sample, between))
     with on_device(call.total):
         for plan, pointers in zip(plans, tensors, strict=True):
             plan.launch(pointers, ())
 
 
-def _plans(call: Call, sizes: _Sizes) -> tuple[Plan, ...]:
+def _plans(call: Call, sample: int, between: int) -> tuple[Plan, ...]:
     rows, heads, group, tokens = call.scores.shape
-    tile, tiles, between, width, local = call.tile, call.tiles, sizes.between, call.width, call.local
+    tile, tiles, width, local = call.tile, call.tiles, call.width, call.local
     many, warps = triton.next_power_of_2(tiles), _warps(tile, 512)
     v_mean, run = call.v_mean, call.run
     dim, strides = (0, (0, 0)) if v_mean is None else (v_mean.shape[2], v_mean.stride()[:2])
     block_d, groups, programs = triton.next_power_of_2(max(16, dim)), triton.next_power_of_2(group), rows * heads
-    constants: tuple[int, ...] = (heads, sizes.sample, between, group, groups, call.page_size, run, dim)
+    constants: tuple[int, ...] = (heads, sample, between, group, groups, call.page_size, run, dim)
     constants += (call.some, block_d)
     numbers: tuple[int, ...] = (call.sample.shape[2], width, local, call.table.shape[1], call.lse.shape[3], call.parts)
     strides = (call.table.stride(0), *strides)
