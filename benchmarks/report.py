@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import grid_report, serving_report
 from benchmarks.environment import ROOT
 from benchmarks.records import RESULTS, Record, read_all
-from tools.families import FAMILIES
+from tools.same_code import of_today
 
 REPORT = ROOT / "benchmarks" / "REPORT.md"
 PLOTS = ROOT / "benchmarks" / "plots"
@@ -165,15 +165,15 @@ def _caption(question: str, rows: Table) -> str:
         for record in records
     )
     if outdated(records):
-        sentences.append("These records were made with other sources than today's.")
+        sentences.append("These records were made with other instructions than today's.")
     sentences.append(f"Method: {'; '.join(_unique(record.method for record in records))}. Made by {'; '.join(made)}.")
     return "\n".join(sentence for sentence in sentences if sentence) + "\n"
 
 
 def outdated(records: Iterable[Record]) -> bool:
-    """Whether some were made with other sources of ours than today's."""
-    today = {family.hash() for family in FAMILIES.values()}
-    return any(record.sources is not None and record.sources not in today for record in records)
+    """Whether some were made with other code of ours than today's."""
+    found = {record.sources for record in records if record.sources is not None}
+    return not all(map(of_today, found))
 
 
 def _unique(texts: Iterable[str]) -> list[str]:

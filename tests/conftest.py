@@ -1,7 +1,10 @@
-"""The tiers: which tests run in this process, which start another one, and which need a GPU.
+"""The tiers: which tests run in this process, which start another one, and which need a GPU; and how many of them.
 
 `pytest` runs the cpu tier and the compile tier here and the interpret tier in processes of its own (test_tiers.py);
-the gpu tier runs where PyTorch sees a GPU and is counted in the summary where it does not.
+the gpu tier runs where PyTorch sees a GPU and is counted in the summary where it does not. Of products of parameters
+pairwise-covering sets run (covering.py); `--full` runs them all, `--shard 1/4` a quarter of what would run, and
+`--resume FILE` leaves out what has passed before with the same sources. Tests that are asked for by their parameters,
+or by `-k`, all run.
 """
 
 from __future__ import annotations
@@ -13,6 +16,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.covering import count_pairs, factors_of, of_files
+from tools import resumed
+from tools.families import ROOT
+from tools.syntax import FOLDERS, sources_hash
+
 TESTS = Path(__file__).parent
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -22,6 +30,13 @@ settings.register_profile("thorough", deadline=None, suppress_health_check=[Heal
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 not_run = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tilewise")
+    group.addoption("--full", action="store_true", help="whole products of parameters, not covering sets of pairs")
+    group.addoption("--shard", metavar="K/N", help="of what would run the K-th of N parts, from 1")
+    group.addoption("--resume", type=Path, metavar="FILE", help="note there what passes; leave out what has passed")
 
 
 def _tier(path: Path) -> str:
@@ -37,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # xdist would start the module with the most tests first; test_tiers.py has few tests and takes longest.
     config.option.loadscopereorder = False
     config.pluginmanager.register(_CountFromWorkers(config))
+    noted = config.getoption("--resume")
+    if noted is not None and not hasattr(config, "workerinput"):
+        files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+        passed = resumed.Passed(noted.absolute(), sources_hash(files, ROOT))
+        passed.leave_out()
+        config.pluginmanager.register(resumed.Noting(passed))
     if hasattr(config, "workerinput"):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(config.workerinput["workercount"])))
 
@@ -56,6 +77,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None if belongs_to_interpreter == INTERPRETING else True
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         tier = _tier(item.path)
@@ -67,7 +89,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=without)
             config.stash[not_run]["gpu"] = len(without)
             items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    if not (config.getoption("--full") or config.option.keyword or any("[" in name for name in config.args)):
+        tests = [(str(item.path), _factors(item)) for item in items]
+        chosen = of_files(tests)
+        config.stash[not_run] |= {"covering": len(tests) - len(chosen), "pairs": count_pairs(tests)}
+        assert count_pairs([tests[n] for n in chosen]) == config.stash[not_run]["pairs"]
+        _keep(config, items, set(chosen))
+    if config.getoption("--resume") is not None:
+        resumed.pytest_collection_modifyitems(config, items)
+    if config.getoption("--shard"):
+        part, parts = map(int, config.getoption("--shard").split("/"))
+        _keep(config, items, set(range((part - 1) * len(items) // parts, part * len(items) // parts)))
     items.sort(key=lambda item: item.path.name != "test_tiers.py")
+
+
+def _factors(item: pytest.Item) -> dict[str, str]:
+    """Of a test with parameters; where a value has no text of its own, its place among the parameters."""
+    found = getattr(item, "callspec", None)
+    function = item.nodeid.partition("[")[0].rpartition("::")[2]
+    factors = factors_of(function, found.params if found else {})
+    return {name: f"{function} {item.name}" if " at 0x" in value else value for name, value in factors.items()}
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], chosen: set[int]) -> None:
+    """Deselect all but these."""
+    config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n not in chosen])
+    items[:] = [item for n, item in enumerate(items) if n in chosen]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -76,7 +123,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    count = config.stash[not_run].get("gpu", 0)
+    found = config.stash[not_run]
+    if found.get("covering"):
+        left_out, pairs = found["covering"], found["pairs"]
+        terminalreporter.write_line(f"covering sets: {pairs:,} pairs, all met; {left_out:,} tests left for --full")
+    count = found.get("gpu", 0)
     if count:
         terminalreporter.write_line(f"gpu tier: {count} tests not run, PyTorch sees no GPU here", yellow=True)
 

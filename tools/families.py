@@ -1,15 +1,16 @@
 """Kernel families: which source files a receipt or a benchmark record vouches for, and which tests prove them.
 
-This is the one place that lists them. A family's hash changes with any byte of its sources, so "verified on H200" in
-the README and a record's `sources` key can never speak of code that has since changed.
+This is the one place that lists them. A family's hash changes with what its sources define, so "verified on H200" in
+the README and a record's `sources` key can never speak of code that has since changed (`tools.same_code` has the rule).
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools.syntax import sources_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,7 +20,8 @@ class Family:
     """One set of kernels.
 
     `sources` and `tests` are glob patterns relative to the root, `rows` names of the dispatch table of `operation`,
-    `ci` what continuous integration, which has no GPU, does with kernels for one.
+    `ci` what continuous integration, which has no GPU, does with kernels for one, `compiled` the rows of
+    `tools.variants` whose kernels it has.
     """
 
     name: str
@@ -28,18 +30,15 @@ class Family:
     rows: tuple[str, ...]
     ci: str = ""
     operation: str = "attention"
+    compiled: tuple[str, ...] = ()
 
     def files(self, root: Path = ROOT) -> list[Path]:
         """The family's source files, sorted."""
         return sorted({path for pattern in self.sources for path in root.glob(pattern) if path.is_file()})
 
     def hash(self, root: Path = ROOT) -> str:
-        """Twelve hexadecimal digits over the names and bytes of the sources; "none" where no file matches."""
-        files = self.files(root)
-        digest = hashlib.sha256()
-        for path in files:
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-        return digest.hexdigest()[:12] if files else "none"
+        """Twelve hexadecimal digits over what the sources define (`tools.syntax`); "none" where no file matches."""
+        return sources_hash(self.files(root), root)
 
 
 _SCHEDULE = "src/tilewise/schedule/"
@@ -188,7 +187,7 @@ def _neighbour(name: str) -> tuple[Family, Family]:
     more += ["tests/gpu/test_selected_pages.py"] if name in _OF_PAGES else []
     tests = (f"tests/gpu/test_{name}.py", *more)
     return (
-        Family(f"{name}_triton", kernels, tests, ("triton",), _CI, name),
+        Family(f"{name}_triton", kernels, tests, ("triton",), _CI, name, (name,)),
         Family(f"{name}_cpu", (*shared, folder + "cpu.py"), (f"tests/ops/{name}/*.py",), ("cpu",), "", name),
     )
 
@@ -197,7 +196,8 @@ def _layer(name: str, attention: tuple[str, ...], kind: int) -> Family:
     """What a layer of the demo's model runs: attention, and what stands beside it by the family of this `kind`."""
     beside = (source for other in ("norm", "glu", "rope") for source in _neighbour(other)[kind].sources)
     model = tuple(f"src/tilewise/demo/{part}.py" for part in ("model", "operators"))
-    return Family(name, (*attention, *beside, *model), ("tests/demo/test_model.py",), ())
+    compiled = () if kind else ("triton", "hopper", "norm", "glu", "rope")
+    return Family(name, (*attention, *beside, *model), ("tests/demo/test_model.py",), (), compiled=compiled)
 
 
 _IN_FEW_BITS = (
@@ -221,6 +221,7 @@ FAMILIES: dict[str, Family] = {
             tests=_GPU_TESTS,
             rows=("triton", "triton_decode"),
             ci=_CI,
+            compiled=("triton", "triton_decode"),
         ),
         Family(
             name="attention_paged",
@@ -228,6 +229,7 @@ FAMILIES: dict[str, Family] = {
             tests=_PAGED_TESTS,
             rows=("triton_paged",),
             ci=_CI,
+            compiled=("triton_paged",),
         ),
         Family(
             name="attention_decode_hopper",
@@ -235,6 +237,7 @@ FAMILIES: dict[str, Family] = {
             tests=(*_PAGED_TESTS, "tests/gpu/test_paged_decode.py"),
             rows=("hopper_decode",),
             ci="compiled for sm_90",
+            compiled=("hopper_decode",),
         ),
         Family(
             name="attention_hopper",
@@ -242,6 +245,7 @@ FAMILIES: dict[str, Family] = {
             tests=(*_GPU_TESTS, "tests/gpu/test_attention_meetings.py", "tests/gpu/test_paged_prefill.py"),
             rows=("hopper",),
             ci="compiled for sm_90",
+            compiled=("hopper",),
         ),
         Family(
             name="attention_mixed_hopper",
@@ -259,6 +263,7 @@ FAMILIES: dict[str, Family] = {
             tests=("tests/gpu/test_mixed.py",),
             rows=("hopper_mixed",),
             ci="compiled for sm_90",
+            compiled=("hopper_mixed",),
         ),
         Family(
             name="attention_codes_hopper",
@@ -266,6 +271,7 @@ FAMILIES: dict[str, Family] = {
             tests=("tests/gpu/test_attention_quantize.py", "tests/gpu/test_attention_meetings.py"),
             rows=("hopper_codes",),
             ci="compiled for sm_90",
+            compiled=("hopper_codes",),
         ),
         Family(
             name="attention_codes_triton",
@@ -273,6 +279,7 @@ FAMILIES: dict[str, Family] = {
             tests=("tests/gpu/test_attention_quantize.py",),
             rows=("triton_codes",),
             ci=_CI,
+            compiled=("triton_codes",),
         ),
         Family(
             name="attention_codes_cpu",
@@ -298,6 +305,7 @@ FAMILIES: dict[str, Family] = {
             rows=("triton",),
             ci=_CI,
             operation="merge",
+            compiled=("merge",),
         ),
         Family(
             name="merge_cpu",
@@ -313,6 +321,7 @@ FAMILIES: dict[str, Family] = {
             rows=("triton",),
             ci=_CI,
             operation="kv_write",
+            compiled=("kv_write",),
         ),
         Family(
             name="kv_write_cpu",
@@ -333,6 +342,7 @@ FAMILIES: dict[str, Family] = {
             rows=("hopper",),
             ci="compiled for sm_90",
             operation="token_scores",
+            compiled=("token_scores",),
         ),
         _layer("layer_cuda", (*_PORTABLE, *_HOPPER, *_HOPPER_TILED), 0),
         _layer("layer_cpu", (*_FORMULA, *_SHARED, _ATTENTION + "cpu.py"), 1),

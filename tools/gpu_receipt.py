@@ -16,7 +16,7 @@ from benchmarks.records import RESULTS
 from tools import gpus_in_turns, longest_first
 from tools.families import FAMILIES, ROOT, Family
 from tools.receipts import Receipt, append
-from tools.resumed import Passed, name_of, state_of
+from tools.resumed import Noting, Passed, state_of
 
 PATIENCE = "900"  # seconds of a test: the assembler takes minutes over the longest formula, more beside others
 
@@ -27,8 +27,7 @@ class Outcomes:
     """
 
     def __init__(self, passed: Passed | None = None) -> None:
-        self.passed = passed
-        self.ran: set[str] = set()
+        self._noting = Noting(passed) if passed else None
         self.by_file: dict[Path, Counter[str]] = {}
         self.collection_errors = 0
         for name in passed.names if passed else ():
@@ -41,12 +40,8 @@ class Outcomes:
         if report.when == "call" or report.outcome != "passed":
             counts = self._of_file(report.location[0])
             counts["skipped" if report.skipped else "passed" if report.passed else "failed"] += 1
-        if self.passed is not None and report.passed:
-            name = name_of(report.location)
-            if report.when == "call":
-                self.ran.add(name)
-            elif report.when == "teardown" and name in self.ran:
-                self.passed.add(name)
+        if self._noting is not None:
+            self._noting.pytest_runtest_logreport(report)
         if report.failed:  # now: a run that is cut short prints no summary
             print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
 
@@ -88,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         "--resume", type=Path, metavar="FILE",
         help="write there which tests have passed, and leave out those that have, of the same code on the same GPU",
     )  # fmt: skip
+    parser.add_argument("--full", action="store_true", help="whole products of parameters, not covering sets of pairs")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no GPU: a receipt can only be written on a machine where PyTorch sees one", file=sys.stderr)
@@ -100,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     options = ["-n", given.workers, "--dist", "loadgroup", "-q", "--timeout", PATIENCE]
     options += ["-p", gpus_in_turns.__name__, "-p", longest_first.__name__]
     options += passed.leave_out() if passed else []
+    options += ["--full"] if given.full else []
     status = pytest.main([*tests_of(chosen), *options], plugins=[outcomes])
     if passed is not None and status == pytest.ExitCode.NO_TESTS_COLLECTED and passed.names:
         status = pytest.ExitCode.OK  # none was left

@@ -1,7 +1,7 @@
 """Receipts: lines that say on which GPU, with which sources, a kernel family's tests passed.
 
 benchmarks/results/<device>/receipts.jsonl is only ever appended to. A receipt speaks for the code of today as long as
-its hash equals the family's (tools/families.py).
+that is the same code (tools/same_code.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 
 from benchmarks.records import RESULTS, device_slug
 from tools.families import FAMILIES, ROOT
+from tools.same_code import of_today
 
 FILE = "receipts.jsonl"
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """One family's test run on one device. `sources` is the hash of the family's files; `tests` counts outcomes."""
+    """One family's test run on one device. `sources` is the hash of the family's sources; `tests` counts outcomes."""
 
     family: str
     sources: str
@@ -37,9 +38,9 @@ class Receipt:
         return self.tests.get("failed", 0) == 0 and self.tests.get("passed", 0) > 0
 
     def current(self, root: Path = ROOT) -> bool:
-        """Whether the family's sources are still those that were tested."""
+        """Whether the family's code is still what was tested."""
         family = FAMILIES.get(self.family)
-        return family is not None and family.hash(root) == self.sources
+        return family is not None and of_today(self.sources, family, root)
 
 
 def append(receipt: Receipt, results: Path = RESULTS) -> Path:
@@ -64,9 +65,9 @@ def read_all(results: Path = RESULTS) -> list[Receipt]:
 
 
 def verified(family: str, results: Path = RESULTS, root: Path = ROOT) -> dict[str, Receipt]:
-    """By device name: the latest receipt of `family` that passed and whose hash equals today's sources.
+    """By device name: the latest receipt of `family` that passed and speaks for today's code.
 
-    A later run of the same sources that failed takes the word back.
+    A later run of the same code that failed takes the word back.
     """
     latest = {r.device: r for r in read_all(results) if r.family == family and r.current(root)}
     return {device: receipt for device, receipt in latest.items() if receipt.passed}

@@ -56,6 +56,21 @@ class Passed:
         return ["-p", __name__]
 
 
+class Noting:
+    """A pytest plugin that notes which tests pass, tear-down included."""
+
+    def __init__(self, passed: Passed) -> None:
+        self.passed = passed
+        self._ran: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = name_of(report.location)
+        if report.passed and report.when == "call":
+            self._ran.add(name)
+        elif report.passed and report.when == "teardown" and name in self._ran:
+            self.passed.add(name)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests that the file names."""
     names = set(Path(os.environ[LEFT_OUT]).read_text(encoding="utf-8").splitlines())

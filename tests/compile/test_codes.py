@@ -10,7 +10,8 @@ from tilewise.ops.attention import gluon_sm90_half_codes as halves
 from tilewise.ops.attention import gluon_sm90_weight_codes as weights
 from tilewise.testing import weight_codes as model
 from tilewise.testing.offline import compiling_for, exponentials_in_flight, spilled_in_loops
-from tools.kernel_resources import Variant, read_table, variants
+from tools.kernel_resources import read_table
+from tools.variants import Variant, variants
 
 VARIANTS = [variant for variant in variants() if variant.row == "hopper_codes"]
 # which looks at all scores of a tile before it takes one exponential

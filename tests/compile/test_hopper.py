@@ -19,7 +19,8 @@ from tilewise.testing.offline import (
     spilled_before_roles,
     spilled_in_loops,
 )
-from tools.kernel_resources import FORMULAS, Variant, read_table, variants
+from tools.kernel_resources import read_table
+from tools.variants import FORMULAS, Variant, variants
 
 VARIANTS = [variant for variant in variants() if variant.row == "hopper" and variant.quick]
 BACKWARD = [

@@ -18,7 +18,8 @@ from tilewise.ops.kv_write import triton_kv_write
 from tilewise.ops.kv_write.problem import write_call
 from tilewise.testing.offline import SHARED_LIMIT, Resources, compiling_for
 from tools.families import NEIGHBOURS
-from tools.kernel_resources import DTYPES, Variant, as_entry, read_table, variants
+from tools.kernel_resources import as_entry, read_table
+from tools.variants import DTYPES, Variant, variants
 
 TABLE = read_table()
 SAME_TRITON = TABLE["triton"] == triton.__version__

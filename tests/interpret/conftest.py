@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.interpret.quick import quick_interpreter
 from tests.interpret.small_tiles import use_tiles
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
-    """Patch triton.language once instead of at every call of a device function, and skip overflow checks.
-
-    Neither changes a result: the patch is the same each time, and the checks only raise (compiled kernels have none).
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    done: set[int] = set()
-    patch_lang = interpreter._patch_lang
-
-    class Nothing:
-        def restore(self) -> None:
-            pass
-
-    def patch_once(fn: Any) -> Any:
-        languages = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
-        if not languages <= done:
-            patch_lang(fn)
-            done.update(languages)
-        return Nothing()
-
-    builder = interpreter.interpreter_builder
-    options = builder.options
-    interpreter._patch_lang = patch_once
-    builder.options = replace(options, sanitize_overflow=False)
     torch.set_num_threads(1)
-    yield
-    interpreter._patch_lang = patch_lang
-    builder.options = options
+    with quick_interpreter():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -104,7 +104,10 @@ def test_records_of_other_sources_are_marked(tmp_path: Path) -> None:
     append(sample(), tmp_path / "old")
     append(sample(sources=FAMILIES["attention_triton"].hash()), tmp_path / "new")
     texts = {name: report.generate(tmp_path / name, tmp_path / "plots") for name in ("old", "new")}
-    assert {name: "other sources than today's" in text for name, text in texts.items()} == {"old": True, "new": False}
+    assert {name: "other instructions than today's" in text for name, text in texts.items()} == {
+        "old": True,
+        "new": False,
+    }
 
 
 def test_no_ratio_without_a_peer(tmp_path: Path) -> None:

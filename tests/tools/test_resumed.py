@@ -83,14 +83,14 @@ def test_a_state_is_of_kernels_tests_and_device(tmp_path: Path, changed: str) ->
     files = {"kernel": tmp_path / "src" / "kernel.py", "test": tmp_path / "tests" / "gpu" / "test_some.py"}
     for path in files.values():
         path.parent.mkdir(parents=True)
-        path.write_text("1\n")
+        path.write_text("x = 1\n")
     family = Family("some", ("src/*.py",), ("tests/gpu/*.py",), ())
     first = resumed.state_of([family], ENVIRONMENT, tmp_path)
     assert resumed.state_of([family], replace(ENVIRONMENT, date="later", commit="def"), tmp_path) == first
     if changed == "device":
         assert resumed.state_of([family], replace(ENVIRONMENT, device="NVIDIA H100"), tmp_path) != first
     else:
-        files[changed].write_text("2\n")
+        files[changed].write_text("x = 2\n")
         assert resumed.state_of([family], ENVIRONMENT, tmp_path) != first
 
 

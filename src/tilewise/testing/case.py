@@ -26,17 +26,23 @@ class Maker:
         device: where tensors are made.
         dtype: dtype of the problem.
         exact: give the problem's values in float64 (for oracles).
+        blank: draw zeros, where only shapes, strides and dtypes matter.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0, *, exact: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, seed: int = 0, *, exact: bool = False, blank: bool = False
+    ) -> None:
         self.device = device
         self.dtype = dtype
         self.exact = exact
+        self.blank = blank
         self.captured: list[torch.Tensor] = []
         self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Standard normal values, rounded to `dtype` (default the problem's)."""
+        if self.blank:
+            return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
         values = torch.randn(shape, generator=self._generator, dtype=torch.float64)
         rounded = values.to(dtype or self.dtype)
         return (rounded.double() if self.exact else rounded).to(self.device)

@@ -58,10 +58,12 @@ def cumulative(lengths: list[int], device: torch.device | str) -> torch.Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32).to(device)
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", *, exact: bool = False) -> Inputs:
-    """Seeded tensors of a case; with `exact`, the values of a `dtype` problem held in float64."""
+def make_inputs(
+    case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", *, exact: bool = False, blank: bool = False
+) -> Inputs:
+    """Seeded tensors of a case; with `exact`, the values of a `dtype` problem held in float64; with `blank`, zeros."""
     device = torch.device(device)
-    make = Maker(device, dtype, seed=sum(map(ord, case.name)), exact=exact)
+    make = Maker(device, dtype, seed=sum(map(ord, case.name)), exact=exact, blank=blank)
     rows_q: tuple[int, ...]
     rows_k: tuple[int, ...]
     if case.packed is None:

@@ -5,6 +5,8 @@ The real host code runs, and each launch compiles instead of running.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import re
 import subprocess
@@ -23,6 +25,7 @@ from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.operation import Operation, fields_of
 from tilewise.testing.barriers import reused_barriers
+from tilewise.testing.instructions import instructions, launch
 from tilewise.testing.uniform_registers import read_unset
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -40,10 +43,24 @@ class Resources:
     spill_bytes: int  # stack frame of a thread: registers that did not fit
     shared_bytes: int
     tensor_core: int  # matrix instructions in the PTX
+    code: str = ""  # what the kernel does (`instructions.instructions`)
+    launch: str = ""  # how the host launched it (`instructions.launch`)
+
+
+class Launches(list[Any]):
+    """Compiled kernels in the order of their launches; `how` describes each launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.how: list[str] = []
+
+    def resources(self) -> list[Resources]:
+        """What the assembler gave each, and its launch."""
+        return [dataclasses.replace(resources(kernel), launch=how) for kernel, how in zip(self, self.how, strict=True)]
 
 
 @contextmanager
-def compiling_for(sm: int) -> Iterator[list[Any]]:
+def compiling_for(sm: int) -> Iterator[Launches]:
     """Inside, every Triton launch with CPU tensors compiles for compute capability `sm`.
 
     Yields the list of compiled kernels, which grows with each launch.
@@ -70,12 +87,13 @@ def compiling_for(sm: int) -> Iterator[list[Any]]:
         def get_current_stream(self, device: int) -> int:
             return 0
 
-    compiled: list[Any] = []
+    compiled = Launches()
     real_run = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = real_run(self, *args, grid=grid, warmup=True, **kwargs)
         compiled.append(kernel)
+        compiled.how.append(launch(grid, args, kwargs))
         return kernel
 
     before = getattr(triton.runtime.driver, "_active", None)
@@ -112,7 +130,7 @@ def compile_call(call: Call, sm: int, row: str = "triton") -> list[Resources]:
         o, lse = found.function(found.forward)(call)
         if found.backward is not None and call.pages is None and call.scheme is None:  # which has exact rows' backward
             found.function(found.backward)(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
-    return [resources(kernel) for kernel in kernels]
+    return kernels.resources()
 
 
 def compile_merge(call: MergeCall, sm: int) -> list[Resources]:
@@ -122,7 +140,7 @@ def compile_merge(call: MergeCall, sm: int) -> list[Resources]:
     with compiling_for(sm) as kernels:
         o, lse = triton_merge.forward(call)
         triton_merge.backward(call, o, lse)
-    return [resources(kernel) for kernel in kernels]
+    return kernels.resources()
 
 
 def compile_kv_write(call: Write | Copy, sm: int) -> list[Resources]:
@@ -131,7 +149,7 @@ def compile_kv_write(call: Write | Copy, sm: int) -> list[Resources]:
 
     with compiling_for(sm) as kernels:
         triton_kv_write.write(call) if isinstance(call, Write) else triton_kv_write.copy(call)
-    return [resources(kernel) for kernel in kernels]
+    return kernels.resources()
 
 
 def compile_operation(
@@ -156,7 +174,7 @@ def compile_operation(
                 kept = operation.kept(call, results)
                 incoming = incoming or [torch.empty_like(x) for x in list(results.values())[: operation.count(call)]]
                 operation.run_backward(row, operation.without(call, kept), kept, incoming, wanted)
-    return [resources(kernel) for kernel in kernels]
+    return kernels.resources()
 
 
 def _runs_on(sm: int, row: Row[Any], call: Any) -> bool:
@@ -182,18 +200,24 @@ def resources(kernel: Any) -> Resources:
         unset = read_unset(_inspected(kernel, "nvdisasm", "-c"))
         assert not unset, f"{kernel.metadata.name} multiplies what lies at addresses that are not set: {unset[:3]}"
     spilled = usage["STACK"] + usage["LOCAL"]
-    return Resources(kernel.metadata.name, usage["REG"], spilled, kernel.metadata.shared, matrix)
+    code = instructions(kernel)
+    return Resources(kernel.metadata.name, usage["REG"], spilled, kernel.metadata.shared, matrix, code)
 
 
 def _inspected(kernel: Any, tool: str, option: str) -> str:
     """What one of the binary tools that come with Triton prints about a compiled kernel."""
+    return _inspected_binary(kernel.asm["cubin"], tool, option)
+
+
+@functools.lru_cache(maxsize=64)
+def _inspected_binary(cubin: bytes, tool: str, option: str) -> str:
     import triton
 
     path = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin", tool)
     with tempfile.TemporaryDirectory() as folder:
         binary = os.path.join(folder, "kernel.cubin")
         with open(binary, "wb") as handle:
-            handle.write(kernel.asm["cubin"])
+            handle.write(cubin)
         return subprocess.run([path, option, binary], capture_output=True, text=True, check=True).stdout
 
 

@@ -45,7 +45,7 @@ class Setting:
 
 def can_run(setting: Setting, case: Case, **arguments: Any) -> bool:
     """Whether the dispatch table lets `setting.impl` run the case, with `arguments` changed."""
-    inputs = make_inputs(case, setting.dtype, setting.device)
+    inputs = make_inputs(case, setting.dtype, setting.device, blank=True)
     with torch.set_grad_enabled(setting.has_backward):
         try:
             choose(make_call(inputs.q, inputs.k, inputs.v, **{**inputs.arguments(), **arguments}), setting.impl)
