@@ -202,6 +202,9 @@ class _Writer:
             return self._constant(value.value)
         if isinstance(value, ast.Attribute):
             return self._attribute(value, scopes)
+        if isinstance(value, ast.JoinedStr):  # Python 3.12 has empty texts in it
+            parts = [x for x in value.values if not (isinstance(x, ast.Constant) and x.value == "")]
+            return f"JoinedStr(values={self.text(parts, scopes)})"
         if isinstance(value, _FUNCTIONS):
             return self._function(value, scopes)
         if isinstance(value, _COMPREHENSIONS):

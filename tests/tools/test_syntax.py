@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tools.families import FAMILIES, ROOT
-from tools.syntax import sources_hash
+from tools.syntax import _Tree, _Writer, sources_hash
 
 KERNEL = '''
 """Rows added."""
@@ -120,6 +121,18 @@ def test_strings_that_name_a_module_of_the_set_stand_for_what_it_holds(tmp_path:
         "import sums", "import adding").replace("sums.add", "adding.add") for name, text in named.items()}  # fmt: skip
     other = named | {row: 'MODULE = "tilewise.kernel"\n'}
     assert hash_of(tmp_path, moved) == hash_of(tmp_path, named) != hash_of(tmp_path, other)
+
+
+def test_an_empty_text_within_a_text_changes_nothing_and_elsewhere_it_does() -> None:
+    """Python 3.12 has one at the end of a nested format, 3.11 has none."""
+    writer = _Writer(_Tree(ROOT), "src/tilewise/__init__.py")
+    one, other = (ast.parse('f"{x:<{n}}"').body[0] for _ in range(2))
+    spec = next(node for node in ast.walk(other) if isinstance(node, ast.FormattedValue)).format_spec
+    assert isinstance(spec, ast.JoinedStr)
+    spec.values.append(ast.Constant(""))
+    assert writer.text(one, ()) == writer.text(other, ())
+    calls = [ast.parse(text).body[0] for text in ("f()", "f('')")]
+    assert writer.text(calls[0], ()) != writer.text(calls[1], ())
 
 
 def test_no_file_has_no_hash(tmp_path: Path) -> None:
