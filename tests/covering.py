@@ -11,7 +11,7 @@ import heapq
 import itertools
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 Factors = Mapping[str, str]
@@ -25,14 +25,19 @@ def pairs(factors: Factors) -> list[Pair]:
 
 
 def covering(tests: Sequence[Factors]) -> list[int]:
-    """Indices of tests in which all pairs of the sequence meet: of the tests that cover most new ones the first."""
-    missing = set(itertools.chain.from_iterable(map(pairs, tests)))
-    heap = [(-len(pairs(test)), index) for index, test in enumerate(tests)]
+    """Indices of tests in which all pairs of the sequence meet."""
+    return covering_all([pairs(test) for test in tests])
+
+
+def covering_all(sets: Sequence[Collection[Hashable]]) -> list[int]:
+    """Indices of sets that hold all that any holds: of those that hold most that is new the first."""
+    missing = set(itertools.chain.from_iterable(sets))
+    heap = [(-len(held), index) for index, held in enumerate(sets)]
     heapq.heapify(heap)
     chosen = []
     while missing:
         bound, index = heapq.heappop(heap)
-        new = missing.intersection(pairs(tests[index]))
+        new = missing.intersection(sets[index])
         if not new:
             continue
         if -len(new) > bound:  # it covers fewer than when it was put there; another may cover more

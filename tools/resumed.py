@@ -7,11 +7,14 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.environment import Environment
 from tools.families import ROOT, Family
+
+if TYPE_CHECKING:  # which imports PyTorch
+    from benchmarks.environment import Environment
 
 LEFT_OUT = "TILEWISE_LEFT_OUT"  # the environment variable that tells pytest's processes where the names are
 TESTS = ("tests/gpu/*.py", "tests/*.py", "src/tilewise/testing/*.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -33,6 +34,15 @@ SPILLED_EARLY = {("dropout", FORWARD), ("causal", OF_QUERIES)}  # the latter the
 NOT_CURED = {("dropout", FORWARD), *((name, OF_KEYS) for name in ("slopes", "softcap", "document"))}
 
 
+@functools.cache
+def _forward(variant: Variant) -> Any:
+    """The kernel of its forward."""
+    with torch.no_grad(), compiling_for(90) as kernels:
+        gluon_attention.forward(variant.call())
+    return kernels[-1]
+
+
+@functools.cache
 def _backward(variant: Variant) -> dict[str, Any]:
     """The kernels of its backward by name."""
     call = variant.call()
@@ -44,9 +54,7 @@ def _backward(variant: Variant) -> dict[str, Any]:
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.formula != "left out"], ids=str)
 def test_exponentials_run_beside_products(variant: Variant) -> None:
-    with torch.no_grad(), compiling_for(90) as kernels:
-        gluon_attention.forward(variant.call())
-    kernel = kernels[-1]
+    kernel = _forward(variant)
     columns = COLUMNS if variant.head_dim <= 128 else COLUMNS // 2
     beside = [count for count in exponentials_in_flight(kernel) if count >= 64 * columns // 128]
     assert len(beside) >= 2, "two warpgroups compute at least"
@@ -95,9 +103,7 @@ def test_short_sequences_keep_no_sums(head_dim: int, lengths: list[int], adds: b
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_loops_over_tiles_spill_nothing(variant: Variant) -> None:
     """Shared memory leaves next to no cache, so an access to a spilled register goes as far as the L2 cache."""
-    with torch.no_grad(), compiling_for(90) as kernels:
-        gluon_attention.forward(variant.call())
-    of_tiles = {FORWARD: kernels[-1]}
+    of_tiles = {FORWARD: _forward(variant)}
     if variant in BACKWARD:
         of_tiles |= {name: kernel for name, kernel in _backward(variant).items() if name.startswith("attention")}
     for name, kernel in of_tiles.items():

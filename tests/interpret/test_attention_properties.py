@@ -21,7 +21,7 @@ from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
 from tilewise.testing.far_scores import least_scores_are_hidden
-from tilewise.testing.inputs import make_inputs
+from tilewise.testing.inputs import make_inputs, untouched
 from tilewise.testing.matrix import PROPERTIES, Check, name_of, property_matrix
 from tilewise.testing.properties import Setting
 from tilewise.testing.strategies import (
@@ -68,7 +68,7 @@ def test_rows_that_lie_far_apart(far: int) -> None:
     """Of q, k or v: 2**31 elements and more inside a tile; only what is named of their memory is touched."""
     given = [torch.randn(1, 128, 1, 16, dtype=torch.float16) for _ in range(3)]
     apart = 2**31 // 48 // 8 * 8  # rows of a tile of 64 reach beyond
-    held = torch.empty(128 * apart, dtype=torch.float16).as_strided((1, 128, 1, 16), (16, apart, 16, 1))
+    held = untouched(128 * apart, torch.float16).as_strided((1, 128, 1, 16), (16, apart, 16, 1))
     tensors = [held.copy_(x) if n == far else x for n, x in enumerate(given)]
     assert torch.equal(tw.attention(*tensors, impl="triton"), tw.attention(*given, impl="triton"))
     if far > 0:

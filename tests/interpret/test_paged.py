@@ -34,7 +34,7 @@ from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, INTERPRETER_CASES
 from tilewise.testing.cases import alibi as alibi_of
 from tilewise.testing.cases import causal as causal_of
-from tilewise.testing.inputs import make_inputs
+from tilewise.testing.inputs import make_inputs, untouched
 from tilewise.testing.paging import paged
 from tilewise.testing.properties import Setting
 
@@ -115,7 +115,7 @@ def test_offsets_beyond_32_bits(page_size: int, of_pool: tuple[int, ...] | None,
     """Pools whose heads, or places in a page, lie outermost, 2**30 elements from one to the next, and queries whose
     heads do; of their memory only what is named is touched.
     """
-    far = torch.empty(2**31 + 2**16, dtype=torch.float16)
+    far = untouched(2**31 + 2**16, torch.float16)
     pool, q = (torch.empty(shape, dtype=torch.float16) for shape in ((20, page_size, 3, 8), (2, 1, 3, 8)))
     pool = pool if of_pool is None else far.as_strided(pool.shape, of_pool)
     q = q if of_q is None else far.as_strided(q.shape, of_q)

@@ -13,6 +13,7 @@ from tilewise.ops import triton_launch
 from tilewise.ops.softmax import triton_softmax
 from tilewise.testing import operators
 from tilewise.testing import softmax as cases
+from tilewise.testing.inputs import untouched
 from tilewise.testing.softmax import BY_NAME, CASES, SoftmaxCase
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where numbers are NaN
@@ -56,7 +57,7 @@ def test_nan_stays_in_its_row(log: bool, chunks: bool, monkeypatch: pytest.Monke
 def test_a_mask_whose_columns_lie_far_apart() -> None:
     """2**31 elements and more from the first to the last; only what is named of its memory is touched."""
     width = 2**11
-    mask = torch.empty(2**31 + width, dtype=torch.bool).as_strided((1, width), (1, 2**31 // (width - 1) + 1))
+    mask = untouched(2**31 + width, torch.bool).as_strided((1, width), (1, 2**31 // (width - 1) + 1))
     mask.copy_(torch.rand(1, width) < 0.5)
     x = torch.randn(1, width)
     want = tw.softmax(x, mask=mask.contiguous(), impl="triton")

@@ -9,13 +9,14 @@ import tilewise as tw
 from tilewise.core.dispatch import Need, Row
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.rows import decode, hopper, needs
+from tilewise.testing.inputs import untouched
 
 FAR = 2**30  # elements, three of which 32 bits do not hold
 
 
 def call_over(strides: tuple[int, ...]) -> Call:
     """Over two pages of three tokens and three heads, of a pool of which nothing is touched."""
-    pool = torch.empty(2**31 + 2**12, dtype=torch.bfloat16).as_strided((2, 3, 3, 64), strides)
+    pool = untouched(2**31 + 2**12, torch.bfloat16).as_strided((2, 3, 3, 64), strides)
     layout = tw.Paged(torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32))
     return make_call(torch.randn(1, 1, 3, 64, dtype=torch.bfloat16), pool, pool, layout=layout)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tilewise.layouts import Packed
@@ -89,3 +90,8 @@ def make_inputs(
     for x in (q, k, v):
         x.requires_grad_()
     return Inputs(case, q, k, v, do, dlse, sink, mask, score, make.captured)
+
+
+def untouched(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """(count,) zeros on the CPU that take no memory before they are written, however many there are."""
+    return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype)
