@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _factors(item: pytest.Item) -> dict[str, str]:
-    """Of a test with parameters; where a value has no text of its own, its place among the parameters."""
+    """The factors of a test; a value that has no text of its own counts as one that no other test has."""
     found = getattr(item, "callspec", None)
     function = item.nodeid.partition("[")[0].rpartition("::")[2]
     factors = factors_of(function, found.params if found else {})

@@ -114,7 +114,7 @@ def _same_instructions(recorded: Recorded, table: dict[str, Any]) -> bool:
 
 
 def update(table: dict[str, Any], found: dict[str, str], before: dict[str, str], triton: str) -> dict[str, Any]:
-    """The table with newly compiled variants, and with the families all of whose variants are of today's sources.
+    """The table with newly compiled variants, and with the hash of each family whose variants were all compiled.
 
     Args:
         table: as it was read.
@@ -134,7 +134,7 @@ def update(table: dict[str, Any], found: dict[str, str], before: dict[str, str],
 
 
 def remember(table: dict[str, Any], commit: str, path: Path = LEDGER) -> list[Recorded]:
-    """Add a line to the ledger for each hash of today's sources that a receipt or record names for the first time."""
+    """Add a line to the ledger for each family whose current hash a receipt or record names for the first time."""
     from tools.receipts import read_all as read_receipts
 
     named = {record.sources for _, record in read_records()} | {receipt.sources for receipt in read_receipts()}

@@ -33,7 +33,7 @@ def _packed() -> tw.Packed:
 
 
 FP8 = tw.Sage("fp8", smooth=("k", "v"))
-CODED: dict[str, Callable[[], dict[str, Any]]] = {  # in few bits
+CODED: dict[str, Callable[[], dict[str, Any]]] = {  # quantized
     "sage2": lambda: {"quantize": tw.Sage2()},
     "sage1": lambda: {"mask": tw.causal, "quantize": tw.Sage1()},
     "sage2 int4": lambda: {"mask": tw.causal, "quantize": tw.Sage2("int4")},
@@ -141,8 +141,8 @@ def _neighbour(name: str) -> dict[str, Callable[[int, torch.dtype], tuple[Any, .
 @dataclass(frozen=True)
 class Variant:
     """One call to compile: `row` of attention with a formula, "merge" of states that lie so, "kv_write" of tokens or
-    pages, or another operation on rows as wide as `head_dim`. `quick` ones are compiled by the compile tier, all of
-    them by the tool.
+    pages, or another operation on rows as wide as `head_dim`. Of the `quick` ones the compile tier compiles a
+    part, the tool compiles all.
     """
 
     sm: int
@@ -208,10 +208,6 @@ class Variant:
             first = next(one for one in launches if one.kernel == launches[-1].kernel)
             found = {f"{first.kernel} of prefixes": first} | found
         return found
-
-    def compile(self) -> dict[str, Resources]:
-        """Resources by kernel name."""
-        return self.named(self.launches())
 
 
 _WIDTHS = (("bf16", 4096), ("bf16", 1000), ("fp32", 4096), ("bf16", 65536))
