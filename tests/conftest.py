@@ -4,7 +4,8 @@
 the gpu tier runs where PyTorch sees a GPU and is counted in the summary where it does not. Of products of parameters
 pairwise-covering sets run (covering.py); `--full` runs them all, `--shard 1/4` a quarter of what would run, and
 `--resume FILE` leaves out what has passed before with the same sources. Tests that are asked for by their parameters,
-or by `-k`, all run.
+or by `-k`, all run. Of kernels that have not changed since their tests passed, one test in eight is compiled
+(tools/compile_tier.py); `--all-kernels`, and `--full`, compile all.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.covering import count_pairs, factors_of, of_files
-from tools import resumed
+from tests.units import TESTS, compiled_rows, tier_of, unit_of
+from tools import compile_tier, resumed
 from tools.families import ROOT
 from tools.syntax import FOLDERS, sources_hash
 
-TESTS = Path(__file__).parent
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Compilation and the first call take seconds, so a deadline per example would only measure the machine.
@@ -35,20 +36,15 @@ not_run = pytest.StashKey[dict[str, int]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tilewise")
     group.addoption("--full", action="store_true", help="whole products of parameters, not covering sets of pairs")
+    group.addoption("--all-kernels", action="store_true", help="compile kernels that have not changed, too")
     group.addoption("--shard", metavar="K/N", help="of what would run the K-th of N parts, from 1")
     group.addoption("--resume", type=Path, metavar="FILE", help="note there what passes; leave out what has passed")
-
-
-def _tier(path: Path) -> str:
-    """The tier a test file belongs to: the name of its folder where that is a tier, else cpu."""
-    first = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
-    return first if first in ("interpret", "compile", "gpu") else "cpu"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[not_run] = {}
     # With it new tensors hold NaN: a kernel shows that reads what nobody wrote.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     # xdist would start the module with the most tests first; test_tiers.py has few tests and takes longest.
     config.option.loadscopereorder = False
     config.pluginmanager.register(_CountFromWorkers(config))
@@ -73,14 +69,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """The interpreter patches Triton for a whole process: its tests and all others never share one."""
     if collection_path == TESTS or not collection_path.is_relative_to(TESTS) or collection_path.name == "__init__.py":
         return None
-    belongs_to_interpreter = _tier(collection_path / "_") == "interpret"
+    belongs_to_interpreter = tier_of(collection_path / "_") == "interpret"
     return None if belongs_to_interpreter == INTERPRETING else True
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        tier = _tier(item.path)
+        tier = tier_of(item.path)
         if tier != "cpu" and item.get_closest_marker(tier) is None:
             item.add_marker(tier)
     if not torch.cuda.is_available():
@@ -89,12 +85,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=without)
             config.stash[not_run]["gpu"] = len(without)
             items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
-    if not (config.getoption("--full") or config.option.keyword or any("[" in name for name in config.args)):
+    chosen_by_name = config.option.keyword or any("[" in name for name in config.args)
+    if not (config.getoption("--full") or chosen_by_name):
         tests = [(str(item.path), _factors(item)) for item in items]
         chosen = of_files(tests)
         config.stash[not_run] |= {"covering": len(tests) - len(chosen), "pairs": count_pairs(tests)}
         assert count_pairs([tests[n] for n in chosen]) == config.stash[not_run]["pairs"]
         _keep(config, items, set(chosen))
+    if not (config.getoption("--full") or config.getoption("--all-kernels") or chosen_by_name):
+        compiled = [(unit_of(item.nodeid), compiled_rows(item)) for item in items]
+        waiting = set(compile_tier.waiting(compiled, _unchanged(compiled), compile_tier.commits()))
+        config.stash[not_run]["compile"] = len(waiting)
+        _keep(config, items, set(range(len(items))) - waiting)
     if config.getoption("--resume") is not None:
         resumed.pytest_collection_modifyitems(config, items)
     if config.getoption("--shard"):
@@ -109,6 +111,14 @@ def _factors(item: pytest.Item) -> dict[str, str]:
     function = item.nodeid.partition("[")[0].rpartition("::")[2]
     factors = factors_of(function, found.params if found else {})
     return {name: f"{function} {item.name}" if " at 0x" in value else value for name, value in factors.items()}
+
+
+def _unchanged(tests: list[compile_tier.Test]) -> set[str]:
+    if not any(rows for _, rows in tests):
+        return set()
+    import triton
+
+    return compile_tier.unchanged(compile_tier.read_table().get(triton.__version__, {}))
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], chosen: set[int]) -> None:
@@ -127,6 +137,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if found.get("covering"):
         left_out, pairs = found["covering"], found["pairs"]
         terminalreporter.write_line(f"covering sets: {pairs:,} pairs, all met; {left_out:,} tests left for --full")
+    if found.get("compile"):
+        text = f"compile tier: {found['compile']} tests of kernels that have not changed wait (--all-kernels)"
+        terminalreporter.write_line(text)
     count = found.get("gpu", 0)
     if count:
         terminalreporter.write_line(f"gpu tier: {count} tests not run, PyTorch sees no GPU here", yellow=True)

@@ -1,4 +1,4 @@
-"""A pytest plugin: what each test file, or class, takes, and which implementations it runs.
+"""A pytest plugin: what each test file, or class, takes, which implementations it runs, and whose kernels it compiles.
 
 With `-p tests.measuring` each process writes a file into the folder that the environment variable names; `python -m
 tools.shards --measure` makes tests/seconds.json of them.
@@ -16,18 +16,15 @@ from typing import Any
 
 import pytest
 
+from tests.units import compiled_rows, unit_of
 from tilewise.core.dispatch import Row
 
 FOLDER = "TILEWISE_MEASURED"
 
 _seconds: dict[str, float] = defaultdict(float)
 _modules: dict[str, set[str]] = defaultdict(set)
+_compiled: dict[str, set[str]] = defaultdict(set)
 _current = ""
-
-
-def unit_of(nodeid: str) -> str:
-    """A test's class where it has one, else its file: what is never cut between two shards."""
-    return nodeid.partition("[")[0].rpartition("::")[0]
 
 
 def pytest_configure() -> None:
@@ -46,12 +43,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _current, start = unit_of(item.nodeid), time.perf_counter()
     result = yield
     _seconds[_current] += time.perf_counter() - start
+    _compiled[_current].update(compiled_rows(item))
     _current = ""
     return result
 
 
 def pytest_sessionfinish() -> None:
-    found = {unit: {"seconds": _seconds[unit], "runs": sorted(_modules[unit])} for unit in _seconds}
+    found = {
+        unit: {"seconds": seconds, "runs": sorted(_modules[unit]), "compiles": sorted(_compiled[unit])}
+        for unit, seconds in _seconds.items()
+    }
     if found:
         path = Path(os.environ[FOLDER]) / f"{os.getpid()}.json"
         path.write_text(json.dumps(found))

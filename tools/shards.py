@@ -16,11 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.measuring import FOLDER
+from tools import compile_tier
 from tools.families import ROOT
 from tools.machine import slowness
 
@@ -29,7 +32,6 @@ LEFT_OUT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "til
 WORKERS = 2
 SHARD_S = 150.0  # that a shard takes at most, where no unit alone takes longer
 START_S = 12.0  # until the first test of a shard runs
-OF_NEWEST = ("test_kernels", "test_gluon", "test_barriers")  # files of the compile tier that run with it
 NEWEST_SHARE = 0.7  # of a unit's seconds: fewer variants, a slower compiler
 TIERS: dict[str, dict[str, str]] = {  # with what a tier's tests are started
     "cpu": {},
@@ -41,11 +43,12 @@ TIERS: dict[str, dict[str, str]] = {  # with what a tier's tests are started
 
 @dataclass(frozen=True)
 class Unit:
-    """A test file, or a class of one; `runs` are modules of implementations."""
+    """A test file, or a class of one; `runs` are modules of implementations, `compiles` rows of `tools.variants`."""
 
     name: str
     seconds: float
     runs: frozenset[str]
+    compiles: frozenset[str] = frozenset()
 
     @property
     def tier(self) -> str:
@@ -75,16 +78,23 @@ class Shard:
 def units(path: Path = MEASURED) -> list[Unit]:
     """All that was measured."""
     found = json.loads(path.read_text())
-    return [Unit(name, entry["seconds"], frozenset(entry["runs"])) for name, entry in found.items()]
+    return [
+        Unit(name, entry["seconds"], frozenset(entry["runs"]), frozenset(entry["compiles"]))
+        for name, entry in found.items()
+    ]
 
 
-def plan(found: Sequence[Unit], *, newest: bool) -> list[Shard]:
+def plan(
+    measured: Sequence[Unit], *, newest: bool, known: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> list[Shard]:
     """The shards: first those that run every implementation, then all other units.
 
     Args:
-        found: what was measured.
+        measured: all units.
         newest: whether the compile tier runs with the newest Triton, too.
+        known: of a tier that compiles, the rows whose kernels have not changed: their tests take turns.
     """
+    found = [_in_turns(unit, known.get(unit.tier, ())) for unit in measured]
     first = every_implementation(found)
     always = [
         Shard(tier, tuple(unit.name for unit in own), _seconds(own), True)
@@ -93,9 +103,21 @@ def plan(found: Sequence[Unit], *, newest: bool) -> list[Shard]:
     ]
     rest = [unit for unit in found if unit not in first]
     tiers = {tier: [unit for unit in rest if unit.tier == tier] for tier in TIERS}
-    of_newest = (unit for unit in found if unit.tier == "compile" and any(name in unit.name for name in OF_NEWEST))
-    tiers["newest"] = [replace(unit, seconds=unit.seconds * NEWEST_SHARE) for unit in of_newest] if newest else []
+    of_newest = [unit for unit in measured if unit.tier == "compile" and runs_with_newest(unit)] if newest else []
+    slower = (replace(unit, seconds=unit.seconds * NEWEST_SHARE) for unit in of_newest)
+    tiers["newest"] = [_in_turns(unit, known.get("newest", ())) for unit in slower]
     return [*always, *itertools.chain.from_iterable(_cut(tier, own) for tier, own in tiers.items())]
+
+
+def runs_with_newest(unit: Unit) -> bool:
+    """Whether the newest Triton runs this unit of the compile tier."""
+    return any(name in unit.name for name in compile_tier.OF_NEWEST)
+
+
+def _in_turns(unit: Unit, known: Collection[str]) -> Unit:
+    """With the seconds that it takes where one in so many of its tests runs."""
+    waits = unit.compiles and unit.compiles.issubset(known)
+    return replace(unit, seconds=unit.seconds / compile_tier.TURNS) if waits else unit
 
 
 def every_implementation(found: Iterable[Unit]) -> list[Unit]:
@@ -177,8 +199,7 @@ def command(shard: Shard) -> list[str]:
 
 def environment(tier: str, newest: str | None) -> dict[str, str]:
     """Of a shard's process; `newest` is the folder that holds the newest Triton."""
-    more = {"PYTHONPATH": newest} if tier == "newest" and newest else {}
-    return {**os.environ, **TIERS[tier], **more}
+    return {**compile_tier.environment(newest if tier == "newest" else None), **TIERS[tier]}
 
 
 def run(shards: Sequence[Shard], clock: Clock, newest: str | None) -> tuple[list[Shard], list[Shard]]:
@@ -206,18 +227,15 @@ def measure(chosen: Sequence[str] = ()) -> dict[str, dict[str, object]]:
             shard = Shard(tier, tuple(own), 0.0)
             env = environment(tier, None) | {FOLDER: folder}
             if own:
-                subprocess.run([*command(shard), "-p", "tests.measuring"], cwd=ROOT, env=env, check=False)
+                options = ["-p", "tests.measuring", "--all-kernels"]
+                subprocess.run([*command(shard), *options], cwd=ROOT, env=env, check=False)
             for path in Path(folder).iterdir():
                 for name, entry in json.loads(path.read_text()).items():
-                    before = found.setdefault(name, {"seconds": 0.0, "runs": []})
+                    before = found.setdefault(name, {"seconds": 0.0, "runs": [], "compiles": []})
                     before["seconds"] += entry["seconds"]
-                    before["runs"] = sorted({*before["runs"], *entry["runs"]})
+                    for key in ("runs", "compiles"):
+                        before[key] = sorted({*before[key], *entry[key]})
     return found
-
-
-def _commits() -> int:
-    done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return int(done.stdout) if done.returncode == 0 else 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -236,8 +254,12 @@ def main(argv: list[str] | None = None) -> int:
         lines = [f"  {json.dumps(name)}: {json.dumps(_rounded(entry))}" for name, entry in sorted(found.items())]
         MEASURED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         return 0
+    table, versions = compile_tier.read_table(), {"compile": metadata.version("triton")}
+    if given.newest:
+        versions["newest"] = next(iter(metadata.distributions(name="triton", path=[given.newest]))).version
     before = json.loads(LEFT_OUT.read_text()) if LEFT_OUT.exists() else []
-    shards = in_order(plan(units(), newest=given.newest is not None), _commits(), before)
+    known = {tier: compile_tier.unchanged(table.get(version, {})) for tier, version in versions.items()}
+    shards = in_order(plan(units(), newest=given.newest is not None, known=known), compile_tier.commits(), before)
     if given.list:
         for shard in shards:
             print(f"{shard.seconds:6.0f} s  {shard.name}")

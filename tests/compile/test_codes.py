@@ -13,6 +13,7 @@ from tilewise.testing.offline import compiling_for, exponentials_in_flight, spil
 from tools.kernel_resources import read_table
 from tools.variants import Variant, variants
 
+pytestmark = pytest.mark.rows("hopper_codes", "triton_codes")
 VARIANTS = [variant for variant in variants() if variant.row == "hopper_codes"]
 # which looks at all scores of a tile before it takes one exponential
 IN_TURNS = "sage2 left out"

@@ -17,6 +17,8 @@ from tilewise.testing.inputs import make_inputs
 from tilewise.testing.offline import compiling_for, resources
 from tilewise.tiles.hopper import with_columns
 
+pytestmark = pytest.mark.rows("hopper")
+
 
 @gluon.jit
 def apply(

@@ -23,6 +23,7 @@ from tilewise.testing.offline import (
 from tools.kernel_resources import read_table
 from tools.variants import FORMULAS, Variant, variants
 
+pytestmark = pytest.mark.rows("hopper")
 VARIANTS = [variant for variant in variants() if variant.row == "hopper" and variant.quick]
 BACKWARD = [
     v for v in VARIANTS if v.formula not in ("dropout", "left out", "pages", "small pages")

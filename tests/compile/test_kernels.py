@@ -7,6 +7,8 @@ compile, use tensor cores, fit, and spill no more than `NEWER_SPILL` bytes where
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import triton
@@ -61,8 +63,8 @@ def parts_of(variant: Variant) -> set[str]:
 
 def check(variant: Variant) -> None:
     launches = variant.launches()
-    if SAME_TRITON and str(variant) in CODE:
-        assert same_code.digests(launches) == CODE[str(variant)], (
+    if SAME_TRITON and str(variant) in (code := _of_todays_sources()):
+        assert same_code.digests(launches) == code[str(variant)], (
             f"{variant} compiles to other instructions, or is launched in another way, than code.json says: "
             "run `python -m tools.kernel_resources --changed --write`"
         )
@@ -85,14 +87,12 @@ def compare(where: str, found: Resources, known: dict[str, int]) -> None:
         assert got[key] <= known[key] + more, f"{where}: {key} {got[key]}, table {known[key]} (slack {more})"
 
 
+@functools.cache
 def _of_todays_sources() -> dict[str, str]:
     """Digests by variant in code.json, of families whose sources are those that it was made of."""
     table = same_code.read_table()
     stale = {str(variant) for family in same_code.stale(table) for variant in same_code.compiled_by(family)}
     return {name: digests for name, digests in table["variants"].items() if name not in stale}
-
-
-CODE = _of_todays_sources()
 
 
 # A class each, so that pytest-xdist may give them to different processes.
@@ -151,6 +151,7 @@ class TestTable:
 
 
 class TestInstructions:
+    @pytest.mark.rows("triton")
     def test_minimum_and_maximum_of_a_score_keep_nan(self) -> None:
         """PyTorch's do; the interpreter's NumPy does whatever the kernel says, so the code itself is looked at."""
         q = torch.zeros(1, 128, 1, 64, dtype=torch.bfloat16)
@@ -161,6 +162,7 @@ class TestInstructions:
         assert "min.NaN.f32" in ptx
         assert "max.NaN.f32" in ptx
 
+    @pytest.mark.rows("kv_write")
     @pytest.mark.parametrize("interleaved", [False, True])
     def test_products_of_a_rotation_are_rounded(self, interleaved: bool) -> None:
         """A GPU's keys are then those of a CPU, bit for bit; the interpreter never fuses a product and a sum."""

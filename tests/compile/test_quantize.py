@@ -15,6 +15,8 @@ from tilewise.ops.quantize.problem import Call, make_call, results
 from tilewise.testing.offline import compiling_for, resources
 from tilewise.testing.quantize import VARIANTS
 
+pytestmark = pytest.mark.rows("quantize")
+
 
 def compiled(call: Call, sm: int = 90) -> list[Any]:
     with compiling_for(sm) as kernels, torch.no_grad():

@@ -14,6 +14,8 @@ from tilewise.ops.rope.problem import Call, gradients, make_call, results
 from tilewise.testing.offline import compiling_for
 from tilewise.testing.rope import VARIANTS
 
+pytestmark = pytest.mark.rows("rope")
+
 
 def _ptx(call: Call, wanted: Sequence[str] = (), incoming: Sequence[torch.Tensor] = ()) -> str:
     with compiling_for(90) as kernels, torch.no_grad():

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tools import shards, support_matrix
+from tools import compile_tier, shards, support_matrix
 from tools.families import ROOT
 from tools.shards import Clock, Shard, Unit
 
 UNITS = shards.units()
+KNOWN = {tier: compile_tier.rows() for tier in ("compile", "newest")}  # no kernel has changed
 NO_KERNEL_HERE = {"tilewise.ops.attention.gluon_mixed"}  # which no test without a GPU launches through its row
 
 
@@ -29,9 +30,9 @@ def test_every_test_file_is_measured_and_no_other() -> None:
 
 
 def test_each_unit_is_in_one_shard_of_its_tier() -> None:
-    planned = [(shard.tier, unit) for shard in shards.plan(UNITS, newest=True) for unit in shard.units]
+    planned = [(shard.tier, unit) for shard in shards.plan(UNITS, newest=True, known=KNOWN) for unit in shard.units]
     own = [(unit.tier, unit.name) for unit in UNITS]
-    newest = [("newest", name) for tier, name in own if any(file in name for file in shards.OF_NEWEST)]
+    newest = [("newest", name) for tier, name in own if any(file in name for file in compile_tier.OF_NEWEST)]
     assert len(newest) >= 5
     assert sorted(planned) == sorted(own + newest)
     assert "newest" not in {shard.tier for shard in shards.plan(UNITS, newest=False)}
@@ -39,19 +40,29 @@ def test_each_unit_is_in_one_shard_of_its_tier() -> None:
 
 def test_the_first_shards_run_every_implementation() -> None:
     rows = [row for operation in support_matrix.OPERATIONS for row in support_matrix.rows(operation)]
-    first = [unit for shard in shards.plan(UNITS, newest=True) if shard.always for unit in shard.units]
+    first = [unit for shard in shards.plan(UNITS, newest=True, known=KNOWN) if shard.always for unit in shard.units]
     runs = set().union(*(unit.runs for unit in UNITS if unit.name in first))
     assert {row.module for row in rows} - runs <= NO_KERNEL_HERE
 
 
 def test_the_plan_keeps_the_budget_of_each_tier() -> None:
     planned = dict.fromkeys(shards.TIERS, 0.0)
-    for shard in shards.plan(UNITS, newest=True):
+    for shard in shards.plan(UNITS, newest=True, known=KNOWN):
         planned[shard.tier] += shard.seconds + shards.START_S
     allowed = budget()
     assert set(planned) <= set(allowed)
     assert {tier: seconds for tier, seconds in planned.items() if seconds > allowed[tier]} == {}
     assert sum(allowed.values()) <= 21 * 60, "of a quiet run, all of it"
+
+
+def test_tests_of_unchanged_kernels_take_turns() -> None:
+    units = [Unit("tests/compile/test_kernels.py", 80.0, frozenset(), frozenset({"merge", "norm"}))]
+    all_of_it, part, some = (
+        [shard.seconds for shard in shards.plan(units, newest=True, known={"compile": rows, "newest": rows})]
+        for rows in ((), ("merge", "norm", "rope"), ("merge",))
+    )
+    assert all_of_it == some == [40.0, 40.0 * shards.NEWEST_SHARE]
+    assert part == [seconds / compile_tier.TURNS for seconds in all_of_it]
 
 
 TOY = [Unit(f"tests/a/test_{n}.py", 60.0, frozenset({f"row{n % 2}"})) for n in range(6)]
@@ -93,10 +104,10 @@ def test_what_failed_and_what_was_left_out_is_named(
     for n, status in enumerate(("True", "False", "True")):
         (tmp_path / f"test_{n}.py").write_text(f"def test_it():\n    assert {status}\n")
     plan = [Shard("cpu", (str(tmp_path / f"test_{n}.py"),), 1.0, n == 0) for n in range(3)]
-    monkeypatch.setattr(shards, "plan", lambda found, newest: plan)
+    monkeypatch.setattr(shards, "plan", lambda found, newest, known: plan)
     monkeypatch.setattr(shards, "LEFT_OUT", tmp_path / "state" / "left_out.json")
     monkeypatch.setattr(shards, "slowness", lambda: 1.0)
-    monkeypatch.setattr(shards, "_commits", lambda: 0)
+    monkeypatch.setattr(compile_tier, "commits", lambda: 0)
     monkeypatch.setattr(
         shards, "command", lambda shard: ["python", "-c", f"exec(open({shard.units[0]!r}).read()); test_it()"]
     )
