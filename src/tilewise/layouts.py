@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import host_values, once_per_version, values_checked
+from tilewise.core.readback import host_range, host_values, values_checked
 
 
 @dataclass(frozen=True)
 class Dense:
     """Tensors of shape (batch, seqlen, heads, dim). The default."""
+
+
+class LengthBounds(NamedTuple):
+    """What a caller declares of the lengths of sequences, None where nothing; `same` where each has as many queries as
+    keys.
+    """
+
+    rows_q: int | None = None
+    rows_k: int | None = None
+    same: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,14 +35,28 @@ class Packed:
     Args:
         cu_seqlens_q: int32 (batch + 1,), cumulative query lengths: starts at 0, never falls, ends at the total.
         cu_seqlens_k: the same for keys; None where queries and keys share one.
+        max_seqlen_q, max_seqlen_k: bounds of the lengths of a sequence's queries and keys, as FlashAttention takes
+            them; None for the totals. With them lists of tiles on a GPU take less memory, and a formula that reads a
+            captured tensor by i or j is known to stay inside it. By name alone.
 
-    Both on the device of q and contiguous; `attention` raises InputError for others. Lengths of 0 and 1 are fine. The
-    values are checked once for each tensor, which reads it on the host, in a compiled region when it runs; while a CUDA
-    graph is captured they are taken as they are.
+    Both tensors on the device of q and contiguous; `attention` raises InputError for others. Lengths of 0 and 1 are
+    fine. Types and shapes are checked at every call; values (lengths that fit, bounds that hold) on a CPU, and on a GPU
+    with TILEWISE_DEBUG=1, since reading them there would wait for it.
     """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = field(default=None, kw_only=True)
+    max_seqlen_k: int | None = field(default=None, kw_only=True)
+
+    @property
+    def bounds(self) -> LengthBounds:
+        """What the caller declares of lengths."""
+        same = self.cu_seqlens_k is None or self.cu_seqlens_k is self.cu_seqlens_q
+        declared = [n for n in (self.max_seqlen_q, self.max_seqlen_k) if n is not None]
+        if same and declared:
+            return LengthBounds(min(declared), min(declared), True)
+        return LengthBounds(self.max_seqlen_q, self.max_seqlen_k, same)
 
     @property
     def keys(self) -> torch.Tensor:
@@ -117,6 +142,8 @@ class Paged:
             (`softcap`); `tilewise.why` says whether a call is one. Ignored elsewhere, and an error with
             `batch_invariant=True`. By name alone.
         summaries: of the pages, by which `attention(select=tilewise.TopPages(...))` selects them. By name alone.
+        max_seqlen_k: a bound of `seqlens_k`; None for what the pages hold. With it `quantize=` and a selection of tiles
+            need not wait for a GPU to learn how many rows there are. By name alone.
 
     All on the device of q and contiguous (rows of `block_table` may lie apart); the last query of a request stands at
     its last token. What unused slots hold does not matter. Shapes and types are checked at every call; values (pages
@@ -129,6 +156,12 @@ class Paged:
     cu_seqlens_q: torch.Tensor | None = None
     share_prefixes: bool = field(default=False, kw_only=True)
     summaries: PageSummaries | None = field(default=None, kw_only=True)
+    max_seqlen_k: int | None = field(default=None, kw_only=True)
+
+    @property
+    def bounds(self) -> LengthBounds:
+        """What the caller declares of lengths."""
+        return LengthBounds(None, self.max_seqlen_k)
 
     @property
     def pages(self) -> Pages:
@@ -207,38 +240,39 @@ def _check_index(
 
 def _check_page_values(pages: Pages, num_pages: int, page_size: int) -> None:
     """Raise InputError unless every request has pages enough for its length, and all of them exist."""
-    found = tables_of(pages, page_size, check=True)
-    for r, table in enumerate(found or ()):
-        wrong = next((page for page in table if not 0 <= page < num_pages), None)
-        if wrong is not None:
+    for r, table in enumerate(tables_of(pages, page_size, check=True) or ()):
+        low, high = host_range(table) or (0, 0)
+        if table.numel() and not 0 <= low <= high < num_pages:
             raise InputError(
                 "layout block_table",
-                got=f"page {wrong} in request {r}",
+                got=f"page {low if low < 0 else high} in request {r}",
                 expected=f"0 to {num_pages - 1}",
                 hint="k and v have one row for each page of the pool",
             )
 
 
-def tables_of(pages: Pages, page_size: int, *, check: bool = False) -> list[tuple[int, ...]] | None:
-    """The pages that hold each request's tokens, read on the host; None where they cannot be read now. With `check`,
-    raises InputError for lengths that are negative or beyond the pages.
+def tables_of(pages: Pages, page_size: int, *, check: bool = False) -> list[torch.Tensor] | None:
+    """The pages that hold each request's tokens, as parts of the table; None where lengths cannot be read now. With
+    `check`, raises InputError for lengths that are negative or beyond the pages.
     """
-    seqlens, table = host_values(pages.seqlens), _rows(pages.table)
+    seqlens = host_values(pages.seqlens)
     first = None if pages.first is None else host_values(pages.first)
-    if seqlens is None or table is None or (first is None and pages.first is not None):
+    if seqlens is None or (first is None and pages.first is not None):
         return None
+    total = pages.table.shape[0]
     if first is not None:
-        flat = table[0]
-        if check and (first[0] != 0 or first[-1] > len(flat) or any(b < a for a, b in itertools.pairwise(first))):
+        if check and (first[0] != 0 or first[-1] > total or any(b < a for a, b in itertools.pairwise(first))):
             raise InputError(
                 "layout block_table indptr",
                 got=f"{first[0]} to {first[-1]}",
-                expected=f"values that never fall, from 0 to at most {len(flat)}, the number of indices",
+                expected=f"values that never fall, from 0 to at most {total}, the number of indices",
                 hint=_HINT,
             )
-        table = [flat[a:b] for a, b in itertools.pairwise(first)]
+        rows = [pages.table[a:b] for a, b in itertools.pairwise(first)]
+    else:
+        rows = list(pages.table)
     found = []
-    for r, (row, length) in enumerate(zip(table, seqlens, strict=True)):
+    for r, (row, length) in enumerate(zip(rows, seqlens, strict=True)):
         if check and not 0 <= length <= len(row) * page_size:
             raise InputError(
                 "layout seqlens_k",
@@ -250,20 +284,15 @@ def tables_of(pages: Pages, page_size: int, *, check: bool = False) -> list[tupl
     return found
 
 
-@once_per_version
-def _rows(table: torch.Tensor) -> list[tuple[int, ...]]:
-    """The values of a matrix by rows, or of a vector as the only row."""
-    values = table.tolist()
-    return [tuple(row) for row in values] if table.ndim == 2 else [tuple(values)]
-
-
 _HINT = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)"
 
 
 def check_packing(cu_seqlens_q: Any, cu_seqlens_k: Any, q: torch.Tensor, k: torch.Tensor) -> None:
     """Raise InputError unless the cumulative lengths fit packed q and k, and each other."""
-    for what, cu_seqlens, x in (("q", cu_seqlens_q, q), ("k", cu_seqlens_k, k)):
-        _check_cu_seqlens(f"layout cu_seqlens_{what}", cu_seqlens, x.shape[0], q.device)
+    read = values_checked(q.device)
+    _check_cu_seqlens("layout cu_seqlens_q", cu_seqlens_q, q.shape[0], q.device, read)
+    if cu_seqlens_k is not cu_seqlens_q or k.shape[0] != q.shape[0]:
+        _check_cu_seqlens("layout cu_seqlens_k", cu_seqlens_k, k.shape[0], q.device, read)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise InputError(
             "layout cu_seqlens_k",
@@ -273,7 +302,39 @@ def check_packing(cu_seqlens_q: Any, cu_seqlens_k: Any, q: torch.Tensor, k: torc
         )
 
 
-def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.device, read: bool = True) -> None:
+def check_bounds(layout: Packed | Paged) -> None:
+    """Raise InputError for a declared bound that is no length or, where values are read, one that does not hold."""
+    bounds = layout.bounds
+    declared = {"max_seqlen_q": getattr(layout, "max_seqlen_q", None), "max_seqlen_k": layout.max_seqlen_k}
+    for name, bound in declared.items():
+        if bound is not None and (type(bound) is not int or bound < 0):
+            expected, hint = "an int, 0 or more, or None", "a bound of the lengths: int(lengths.max())"
+            raise InputError(f"layout {name}", got=repr(bound), expected=expected, hint=hint)
+    for name, bound, lengths in _bounded(layout, bounds):
+        longest = max(lengths or (), default=0)
+        if longest > bound:
+            got, hint = f"{bound}, and a sequence of {longest}", "a bound of all lengths, or None"
+            raise InputError(f"layout {name}", got=got, expected="a bound that holds", hint=hint)
+
+
+def _bounded(layout: Packed | Paged, bounds: LengthBounds) -> list[tuple[str, int, Sequence[int] | None]]:
+    """(name, bound, lengths) of what is declared, where values are read."""
+    index = layout.seqlens_k if isinstance(layout, Paged) else layout.cu_seqlens_q
+    if not values_checked(index.device):
+        return []
+    if isinstance(layout, Paged):
+        return [] if bounds.rows_k is None else [("max_seqlen_k", bounds.rows_k, host_values(layout.seqlens_k))]
+    sides = (("max_seqlen_q", bounds.rows_q, layout.cu_seqlens_q), ("max_seqlen_k", bounds.rows_k, layout.keys))
+    return [(name, bound, steps(cu_seqlens)) for name, bound, cu_seqlens in sides if bound is not None]
+
+
+def steps(cu_seqlens: torch.Tensor) -> list[int] | None:
+    """The lengths whose running sums these are, read on the host; None where they cannot be read now."""
+    ends = host_values(cu_seqlens)
+    return None if ends is None else [b - a for a, b in itertools.pairwise(ends)]
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.device, read: bool) -> None:
     """Raise InputError unless `cu_seqlens` is int32 (batch + 1,) and, where values are read, from 0, never falling,
     ending at `total`.
     """
@@ -288,10 +349,11 @@ def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.devi
             expected=expected,
             hint="use .to(q.device, torch.int32).contiguous()",
         )
-    found = _ends_and_fall(cu_seqlens) if read else None
-    if found is None:
+    values = host_values(cu_seqlens) if read else None
+    if values is None:
         return
-    first, last, fall = found
+    first, last = values[0], values[-1]
+    fall = next((pair for pair in itertools.pairwise(values) if pair[1] < pair[0]), None)
     if first != 0 or last != total:
         raise InputError(
             name,
@@ -301,10 +363,3 @@ def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.devi
         )
     if fall is not None:
         raise InputError(name, got=f"{fall[1]} after {fall[0]}", expected="values that never fall", hint=_HINT)
-
-
-@once_per_version
-def _ends_and_fall(cu_seqlens: torch.Tensor) -> tuple[int, int, tuple[int, int] | None]:
-    """First and last value, and the first pair of neighbours that falls."""
-    values = cu_seqlens.tolist()
-    return values[0], values[-1], next((pair for pair in itertools.pairwise(values) if pair[1] < pair[0]), None)

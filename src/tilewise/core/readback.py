@@ -1,4 +1,4 @@
-"""Small device tensors: values read on the host once for each version of a tensor, constants made once."""
+"""Small device tensors: values read on the host, anew each time, and constants made once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
 
@@ -22,7 +21,12 @@ def unreadable(tensor: torch.Tensor) -> bool:
     """Whether values cannot be read now: a compiled region, a fake tensor, or a CUDA graph being captured."""
     if being_traced() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return True
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return being_captured(tensor.device)
+
+
+def being_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there, whose replays find other values."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def values_checked(device: torch.device) -> bool:
@@ -32,38 +36,24 @@ def values_checked(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get("TILEWISE_DEBUG") == "1"
 
 
-def once_per_version(read: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T | None]:
-    """Cache `read(tensor)` until the tensor is changed in place or dies; None where it is unreadable.
+def host_values(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """All values of an integer tensor, as its memory holds them now; None where it is unreadable. Waits for a GPU.
 
-    Tensors made under `torch.inference_mode()` count no versions: they are read anew each time.
+    Nothing that was read is kept: a CUDA graph, a kernel or NumPy may write the memory, and PyTorch would count no
+    version.
     """
-    known: Any = WeakTensorKeyDictionary()
-
-    def cached(tensor: torch.Tensor) -> T | None:
-        if unreadable(tensor):
-            return None
-        if tensor.is_inference():
-            return read(tensor)
-        entry: tuple[int, T] | None = known.get(tensor)
-        if entry is None or entry[0] != tensor._version:
-            entry = known[tensor] = (tensor._version, read(tensor))
-        return entry[1]
-
-    return cached
+    return None if unreadable(tensor) else tuple(tensor.tolist())
 
 
-@once_per_version
-def host_values(tensor: torch.Tensor) -> tuple[int, ...]:
-    """All values of an integer tensor."""
-    return tuple(tensor.tolist())
-
-
-@once_per_version
-def host_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Smallest and largest value of an integer tensor; (0, 0) when empty."""
+def host_range(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Smallest and largest value of an integer tensor now, (0, 0) when empty; None where it is unreadable. Waits for a
+    GPU.
+    """
+    if unreadable(tensor):
+        return None
     if not tensor.numel():
         return (0, 0)
-    low, high = torch.aminmax(tensor.detach())
+    low, high = torch.stack(torch.aminmax(tensor.detach())).tolist()
     return int(low), int(high)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import FormulaError
-from tilewise.core.readback import being_traced, host_range
+from tilewise.core.readback import being_captured, being_traced, host_range
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr, as_expr
 from tilewise.formula.interval import Bounds, Extremum
@@ -51,28 +51,45 @@ def prove(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> None:
     """Raise FormulaError if an index of `bound` can leave its tensor, or a divisor be 0, for `sizes` = (batch, heads,
     first i, seqlen_k).
 
-    Where an index or a divisor is itself read from a tensor, that tensor's values are looked at (once a version).
+    Where an index or a divisor is itself read from a tensor, and the tensor's type alone proves nothing, its values are
+    read each time.
     """
-    given = _given(bound, what, sizes)
-    if given is not None:
-        _check(*given)
+    if being_traced() or provable(bound, sizes):
+        return
+    slots = _read_slots(bound.text)
+    ranges = tuple(host_range(t) if slot in slots else (0, 0) for slot, t in enumerate(bound.tensors))
+    if None not in ranges:
+        _check(*_given(bound, ranges), what, sizes)
+    elif being_captured(bound.tensors[0].device):
+        raise FormulaError(
+            what,
+            got="an index or a divisor read from a captured tensor, while a CUDA graph is captured",
+            expected="one that stays inside whatever a replay finds in the tensor",
+            hint="clamp it with .clamp(min, max)",
+        )
 
 
 def provable(bound: Bound, sizes: tuple[int, int, int, int]) -> bool:
-    """Whether `prove` would raise nothing."""
-    given = _given(bound, "", sizes)
-    return given is None or _holds(*given)
+    """Whether sizes and types alone prove it, whatever values captured tensors hold."""
+    if not to_be_proved(bound):
+        return True
+    slots = _read_slots(bound.text)
+    ranges = tuple(_range_of(t.dtype) if slot in slots else (0, 0) for slot, t in enumerate(bound.tensors))
+    return None not in ranges and _holds(*_given(bound, ranges), "", sizes)
 
 
-def _given(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> tuple[Any, ...] | None:
-    """What `_check` judges; None where nothing is to be judged, or cannot be now."""
-    if being_traced() or not to_be_proved(bound):
+def _given(bound: Bound, ranges: tuple[Any, ...]) -> tuple[Any, ...]:
+    return bound.text, tuple(bound.numbers), tuple(t.shape for t in bound.tensors), ranges
+
+
+def _range_of(dtype: torch.dtype) -> tuple[int, int] | None:
+    """The values that a type has; None for numbers with fractions."""
+    if dtype == torch.bool:
+        return (0, 1)
+    if dtype.is_floating_point:
         return None
-    slots = {table.slot for table in _entering(bound.text)}
-    ranges = tuple(host_range(t) if slot in slots else (0, 0) for slot, t in enumerate(bound.tensors))
-    if None in ranges:
-        return None
-    return bound.text, tuple(bound.numbers), tuple(t.shape for t in bound.tensors), ranges, what, sizes
+    limits = torch.iinfo(dtype)
+    return (limits.min, limits.max)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,15 +102,16 @@ def _holds(*given: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def reads_values(text: str) -> bool:
-    """Whether an index or a divisor is itself read from a tensor, so that it cannot be judged by sizes alone."""
-    return len(_entering(text)) > 0
-
-
-def _entering(text: str) -> list[Extremum]:
+def _read_slots(text: str) -> frozenset[int]:
     """The tensors whose values decide over an index or a divisor."""
     of_indices = [table for *_, entering in _index_bounds(text) for table in entering]
-    return of_indices + [table for *_, entering in _divisor_bounds(text) for table in entering]
+    of_divisors = [table for *_, entering in _divisor_bounds(text) for table in entering]
+    return frozenset(table.slot for table in of_indices + of_divisors)
+
+
+def reads_values(text: str) -> bool:
+    """Whether an index or a divisor is itself read from a tensor."""
+    return len(_read_slots(text)) > 0
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,7 +16,9 @@ from tilewise.core.readback import being_traced
 from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.choice import Selected
+from tilewise.ops.attention.lengths import reads
 from tilewise.ops.attention.paged_rows import PagedRows, rows_of_call
+from tilewise.ops.attention.paged_rows import reads as reads_of_pages
 from tilewise.ops.attention.planned import AttentionPlan, refuse_gradients
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.selected import attend, narrowed
@@ -211,16 +213,21 @@ def plan(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which implementation a call runs on, and why the others do not: rows of (name, summary, verdict)."""
+    """Which implementation a call runs on, and why the others do not: rows of (name, summary, verdict).
+
+    `waits` says what each call reads on the host before it launches, which waits for the GPU, and what spares it.
+    """
 
     chosen: str | None
     rows: tuple[tuple[str, str, str], ...]
+    waits: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         width = max(len(name) for name, _, _ in self.rows)
-        return "\n".join(
+        verdicts = [
             f"{'>' if name == self.chosen else ' '} {name:<{width}}  {verdict}" for name, _, verdict in self.rows
-        )
+        ]
+        return "\n".join([*verdicts, *(f"each call waits for the GPU and reads {what}" for what in self.waits)])
 
 
 def why(
@@ -236,7 +243,7 @@ def why(
     Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.
     """
     select = arguments.pop("select", None)
-    in_rows = _in_rows(q, k, v, select, arguments)
+    in_rows, layout = _in_rows(q, k, v, select, arguments), arguments.get("layout")
     if in_rows is not None:
         q, k, v, arguments["layout"] = in_rows.q, in_rows.k, in_rows.v, in_rows.layout
     if isinstance(select, (TopPages, SparQ)):
@@ -262,4 +269,5 @@ def why(
         else:
             verdict = f"can run this; {chosen} comes first"
         rows.append((row.name, row.summary, verdict))
-    return Explanation(chosen, tuple(rows))
+    read = [*(reads_of_pages(layout) if in_rows is not None and isinstance(layout, Paged) else []), *reads(call)]
+    return Explanation(chosen, tuple(rows), tuple(read) if call.q.is_cuda else ())

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import being_traced, host_values, once_per_version, unreadable, values_checked
+from tilewise.core.readback import constant, host_values, unreadable, values_checked
 from tilewise.formula import expr as e
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr
@@ -90,7 +89,15 @@ class Selected:
         """Where one key for each tile lies."""
         if self.layout is None:
             return None
-        return Packed(self.layout.cu_seqlens_q, _first_slots(self.layout.keys, self.block[1]))
+        most_q = self.layout.bounds.rows_q
+        return Packed(self.layout.cu_seqlens_q, _first_slots(self.layout.keys, self.block[1]), max_seqlen_q=most_q)
+
+    def kept_apart(self) -> Selected:
+        """With tensors that nobody else writes: the lengths of packed sequences, and classes that calls share."""
+        layout = self.layout
+        if layout is not None:
+            layout = Packed(layout.cu_seqlens_q.clone(), layout.keys.clone(), max_seqlen_q=layout.bounds.rows_q)
+        return replace(self, classes=self.classes.clone(), layout=layout)
 
     def places(self) -> Places:
         return Places(self)
@@ -185,26 +192,16 @@ def _of_heads(kept: torch.Tensor, classes: torch.Tensor, call: Call) -> torch.Te
 
 def _first_slots(cu_seqlens: torch.Tensor, block: int) -> torch.Tensor:
     """Where tiles of sequences begin, int32 (batch + 1,)."""
-    found = None if being_traced() else _known_slots(block)(cu_seqlens)
-    return _slots(cu_seqlens, block) if found is None else found
+    return cu_seqlens // block + _numbers(len(cu_seqlens), cu_seqlens.device)
+
+
+@constant
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def _lengths(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    found = None if being_traced() else _known_lengths(cu_seqlens)
-    return cu_seqlens.diff() if found is None else found
-
-
-def _slots(cu_seqlens: torch.Tensor, block: int) -> torch.Tensor:
-    return cu_seqlens // block + torch.arange(len(cu_seqlens), dtype=torch.int32, device=cu_seqlens.device)
-
-
-# made once for each tensor, so that the values of these, which checks read, are read once, too
-_known_lengths = once_per_version(torch.diff)
-
-
-@functools.cache
-def _known_slots(block: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    return once_per_version(functools.partial(_slots, block=block))
+    return cu_seqlens.diff()
 
 
 # the choice ----------------------------------------------------------------------------------------------------------
@@ -269,7 +266,7 @@ def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
     layout = None
     if call.packed:
         assert call.cu_seqlens_q is not None
-        layout = Packed(call.cu_seqlens_q, call.cu_seqlens_k)
+        layout = Packed(call.cu_seqlens_q, call.cu_seqlens_k, max_seqlen_q=call.bounds.rows_q)
     return Selected(kept, classes, select.block, call.rows_q, call.rows_k, select.far, select.skip, layout)
 
 
@@ -297,7 +294,7 @@ def _classes(bound: Bound | None, call: Call, block: tuple[int, int]) -> torch.T
     return _dense_classes(bound, *sizes)
 
 
-@functools.lru_cache(maxsize=64)
+@constant
 def _known_classes(text: str, numbers: tuple[Any, ...], *sizes: Any) -> torch.Tensor:
     """The classes of a mask that captures nothing, or of none."""
     seqlen_q, seqlen_k, _, _, rows, columns, device = sizes

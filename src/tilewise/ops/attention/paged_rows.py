@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import constant, host_values, once_per_version
+from tilewise.core.readback import constant, host_values
 from tilewise.layouts import Packed, Paged, Pages
 from tilewise.ops.attention.problem import make_call
 from tilewise.quant import ByChannel, Encoded
@@ -41,9 +41,10 @@ def rows_of_call(q: Any, k: Any, v: Any, layout: Paged) -> PagedRows:
     """The tensors of a call over pages: requests as sequences, codes decoded. What follows is differentiable, to pages
     that are not codes, too.
 
-    Lengths are read on the host, once for each version of their tensor, as those of packed sequences are. While a CUDA
-    graph is captured they cannot be: there are then as many rows as pages can hold, those behind a request's last
-    token at the end, where no sequence has them. A region of torch.compile breaks here.
+    There are as many rows as the declared bound allows (`Paged(max_seqlen_k=)`), those behind the requests' last tokens
+    at the end, where no sequence has them. Without one lengths are read on the host, which waits for a GPU; while a
+    CUDA graph is captured they cannot be, and there are as many rows as pages can hold. A region of torch.compile
+    breaks here.
 
     Raises:
         InputError: an argument is wrong, or keys are encoded by channel.
@@ -60,13 +61,14 @@ def rows_of_call(q: Any, k: Any, v: Any, layout: Paged) -> PagedRows:
 def _rows(q: Any, k: Any, v: Any, layout: Paged) -> PagedRows:
     make_call(q, k, v, layout=layout)  # which checks them
     pages = layout.pages
-    starts, lengths = _starts(pages.seqlens), host_values(pages.seqlens)
-    size = k.shape[1]
-    if lengths is None or starts is None:
-        starts = _cumulative(pages.seqlens)
-        total = pages.table.numel() * size
+    starts, size, bound = _cumulative(pages.seqlens), k.shape[1], layout.max_seqlen_k
+    waits = bound is None or not pages.seqlens.is_cuda
+    lengths = host_values(pages.seqlens) if waits else None
+    if lengths is not None:
+        total, bound = sum(lengths), max(lengths, default=0)
     else:
-        total = sum(lengths)
+        held = pages.table.numel() * size
+        total = held if bound is None else min(held, bound * (starts.shape[0] - 1))
     page, place = _slots(pages, starts, total, size)
     shape = None if layout.cu_seqlens_q is not None else (q.shape[0], q.shape[1])
     starts_q = layout.cu_seqlens_q if shape is None else _even(*shape, q.device)
@@ -74,7 +76,16 @@ def _rows(q: Any, k: Any, v: Any, layout: Paged) -> PagedRows:
     rows = q if shape is None else q.flatten(0, 1)
     found_k = _gathered(k, page, place, q.dtype)
     found_v = found_k if v is k else _gathered(v, page, place, q.dtype)
-    return PagedRows(rows, found_k, found_v, Packed(starts_q, starts), shape)
+    most_q = None if shape is None else shape[1]
+    packed = Packed(starts_q, starts, max_seqlen_q=most_q, max_seqlen_k=bound)
+    return PagedRows(rows, found_k, found_v, packed, shape)
+
+
+def reads(layout: Paged) -> list[str]:
+    """What `rows_of_call` reads on the host, with what spares it."""
+    if layout.max_seqlen_k is not None:
+        return []
+    return ["lengths of requests, since keys are copied out of pages; declare tilewise.Paged(..., max_seqlen_k=...)"]
 
 
 def _slots(pages: Pages, starts: torch.Tensor, total: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,9 +114,6 @@ def _gathered(x: torch.Tensor | Encoded, page: torch.Tensor, place: torch.Tensor
 def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
     """Running sums, int32 (n + 1,)."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-_starts = once_per_version(_cumulative)  # so that the values of these, which checks read, are read once, too
 
 
 @constant

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +10,20 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.core.readback import being_traced, host_values
-from tilewise.formula.check import provable, prove, reads_values, to_be_proved
+from tilewise.formula.check import to_be_proved
 from tilewise.formula.formula import as_mask, as_score
 from tilewise.formula.structure import Bound
-from tilewise.layouts import Packed, Paged, Pages, check_packing, check_pages, tables_of
+from tilewise.layouts import (
+    Dense,
+    LengthBounds,
+    Packed,
+    Paged,
+    Pages,
+    check_bounds,
+    check_packing,
+    check_pages,
+    tables_of,
+)
 from tilewise.ops.attention.arguments import (
     check_captured,
     check_codes,
@@ -27,10 +36,13 @@ from tilewise.ops.attention.arguments import (
     scale_of,
     seed_of,
 )
+from tilewise.ops.attention.lengths import check_indices
 from tilewise.quant import KINDS, ByChannel, Encoded
 from tilewise.quant.blocks import Quantized
 from tilewise.quant.codes import decoded
 from tilewise.quant.schemes import Scheme, check_scheme
+
+NO_BOUNDS = LengthBounds()
 
 
 class Signature:
@@ -75,6 +87,7 @@ class Call:
     share_prefixes: bool = False  # whether keys that requests have in common may be read once
     scheme: Scheme | None = None  # the codes that q, k and v are to become
     codes: Quantized | None = None  # or have become already
+    bounds: LengthBounds = NO_BOUNDS  # what is declared of the lengths of sequences
     skip: torch.Tensor | None = None  # by head: scores of a tile all so far below their rows' largest count for nothing
 
     @property
@@ -173,7 +186,8 @@ def make_call(
     signature = signature_of(q, k, v, bound_mask, bound_score, cu_seqlens_q is not None, pages, scales)
     unproved = not being_traced() and (to_be_proved(bound_mask) or to_be_proved(bound_score))
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if unproved else None
-    key = (signature, numbers, cu_seqlens_q.shape if isinstance(cu_seqlens_q, torch.Tensor) else None)
+    bounds = NO_BOUNDS if isinstance(layout, Dense) else layout.bounds
+    key = (signature, numbers, cu_seqlens_q.shape if isinstance(cu_seqlens_q, torch.Tensor) else None, bounds)
     checked = signature is not None and key in _checked
     if not checked:
         check_tensors(q, k, v, layout, scales is not None)
@@ -193,6 +207,8 @@ def make_call(
         check_packing(cu_seqlens_q, cu_seqlens_k, q, k)
     if pages is not None:
         check_pages(pages, cu_seqlens_q, q, k)
+    if isinstance(layout, (Packed, Paged)):
+        check_bounds(layout)
     if codes is not None:
         check_codes(codes, q, k, v, (cu_seqlens_q, cu_seqlens_k))
     if sink is not None:
@@ -226,10 +242,10 @@ def make_call(
         share_prefixes=share_prefixes,
         scheme=scheme,
         codes=codes,
+        bounds=bounds,
     )
     if not checked:
-        formulas = [bound.text for bound in (bound_mask, bound_score) if bound is not None]
-        for_all = not unproved or (_indices(call) and not any(map(reads_values, formulas)))
+        for_all = not unproved or check_indices(call)
         if signature is not None and for_all:
             if len(_checked) > 4096:
                 _checked.clear()
@@ -237,7 +253,7 @@ def make_call(
     return call
 
 
-_checked: set[Any] = set()  # signatures, numbers and batch sizes of calls whose tensors were found in order
+_checked: set[Any] = set()  # signatures, numbers, batch sizes and bounds of calls whose tensors were found in order
 
 
 def signature_of(
@@ -286,51 +302,13 @@ def check_values(call: Call) -> None:
     elif call.cu_seqlens_q is not None:
         check_packing(call.cu_seqlens_q, call.cu_seqlens_k, call.q, call.k)
     if to_be_proved(call.mask) or to_be_proved(call.score):
-        _indices(call)
-
-
-def _indices(call: Call) -> bool:
-    """Raise FormulaError if a captured tensor could be read outside. Whether shapes alone say that none can; else the
-    lengths of packed sequences and of requests count, where they can be read.
-    """
-    if not (call.batch and call.rows_q and call.rows_k):
-        return True
-    if not call.packed and call.pages is None:
-        _prove(call, call.rows_k - call.rows_q, call.rows_k)
-        return True
-    widest = (call.batch, call.num_heads_q, -call.rows_q, call.rows_k)
-    if all(provable(bound, widest) for bound in (call.mask, call.score) if bound is not None):
-        return True
-    lengths = [(rows_q, rows_k) for rows_q, rows_k in _lengths(call) or () if rows_q and rows_k]
-    if lengths:
-        _prove(call, min(rows_k - rows_q for rows_q, rows_k in lengths), max(rows_k for _, rows_k in lengths))
-    return False
-
-
-def _prove(call: Call, first: int, rows_k: int) -> None:
-    """`prove` its formulas for so many keys, and queries from the position `first` on."""
-    for what, bound in (("mask", call.mask), ("score", call.score)):
-        if bound is not None:
-            prove(bound, what, (call.batch, call.num_heads_q, first, rows_k))
-
-
-def _lengths(call: Call) -> list[tuple[int, int]] | None:
-    """(queries, keys) of each packed sequence or request; None where they cannot be read now."""
-    rows_q = [call.rows_q] * call.batch if call.cu_seqlens_q is None else _steps(call.cu_seqlens_q)
-    rows_k = _steps(call.cu_seqlens_k) if call.pages is None else host_values(call.pages.seqlens)
-    return None if rows_q is None or rows_k is None else list(zip(rows_q, rows_k, strict=True))
+        check_indices(call)
 
 
 def codes_and_scales(k: Encoded | ByChannel, v: Encoded) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
     """k, v and scales as a `Call` has them."""
     more = (k.least, k.open, k.place) if isinstance(k, ByChannel) else ()
     return k.data, v.data, (k.scale, v.scale, *more)
-
-
-def _steps(cu_seqlens: torch.Tensor | None) -> list[int] | None:
-    assert cu_seqlens is not None
-    ends = host_values(cu_seqlens)
-    return None if ends is None else [b - a for a, b in itertools.pairwise(ends)]
 
 
 def requests(call: Call) -> Iterator[tuple[Call, slice]]:
@@ -344,7 +322,7 @@ def requests(call: Call) -> Iterator[tuple[Call, slice]]:
     assert tables is not None
     assert seqlens is not None
     for b, (table, length) in enumerate(zip(tables, seqlens, strict=True)):
-        pages = torch.tensor(table, dtype=torch.int64, device=call.k.device)
+        pages = table.long()
         if call.scales is None:
             k, v = call.k[pages], call.v[pages]
         else:

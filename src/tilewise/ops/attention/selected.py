@@ -64,7 +64,7 @@ def select_tiles(
         q, k, layout = rows.q, rows.k, rows.layout
     arguments = {"mask": mask, "score": score, "layout": layout, "scale": scale}
     _check(as_select(select), arguments)
-    return _made(q, k, k, select, arguments, impl)[1]
+    return _made(q, k, k, select, arguments, impl)[1].kept_apart()
 
 
 def attend(

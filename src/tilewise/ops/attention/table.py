@@ -7,6 +7,7 @@ from typing import Any
 
 from tilewise.core import dispatch
 from tilewise.core.dispatch import Need, Row, interpreting
+from tilewise.ops.attention.facts import facts
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.rows import (
     cpu,
@@ -38,11 +39,7 @@ def choose(call: Call, impl: str | None) -> Row[Call]:
     """The row that runs a call: the named one, or the first that can; raises InputError or UnsupportedError."""
     if call.signature is None:
         return _choose(call, impl)
-    key = (
-        call.signature, impl, call.scheme, call.sink is None, call.dropout == 0.0, call.deterministic,
-        call.batch_invariant, call.wants_grad, call.grad_captured, call.skip is None,
-        call.q.device.type != "cuda" and interpreting(),
-    )  # fmt: skip
+    key = (facts(call), impl, call.q.device.type != "cuda" and interpreting())
     row = _chosen.get(key)
     if row is None:
         row = _choose(call, impl)
@@ -52,7 +49,7 @@ def choose(call: Call, impl: str | None) -> Row[Call]:
     return row
 
 
-_chosen: dict[tuple[Any, ...], Row[Call]] = {}  # by everything that a need may look at
+_chosen: dict[tuple[Any, ...], Row[Call]] = {}
 
 
 def _choose(call: Call, impl: str | None) -> Row[Call]:

@@ -14,7 +14,7 @@ import torch
 from tilewise.core.dispatch import Row
 from tilewise.core.errors import UnsupportedError
 from tilewise.formula.structure import Bound, parse
-from tilewise.layouts import Pages
+from tilewise.layouts import LengthBounds, Pages
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
 from tilewise.ops.attention.problem import Call, check_values, signature_of
 from tilewise.ops.attention.table import ROWS
@@ -153,7 +153,9 @@ def _call(
     symbolic: bool = False,
 ) -> Call:
     wants, deterministic, grad_sink, batch_invariant, share_prefixes, *grad_captured = (c == "1" for c in flags)
-    numbers = {"float": iter(floats), "int": iter(integers)}
+    numbers = {"float": iter(floats), "int": iter(integers[:-3])}
+    rows_q, rows_k, same = integers[-3:]
+    bounds = LengthBounds(None if rows_q < 0 else rows_q, None if rows_k < 0 else rows_k, bool(same))
     mask, score = _bound(mask_text, mask_tensors, numbers), _bound(score_text, score_tensors, numbers)
     scales = None
     if pages and k.dtype in BY_DTYPE:  # theirs are the last two, or of keys by channel the last five
@@ -182,6 +184,7 @@ def _call(
         scales=scales,
         share_prefixes=share_prefixes,
         scheme=parse_scheme(scheme) if scheme else None,
+        bounds=bounds,
         skip=skip,
     )
 
@@ -277,6 +280,8 @@ def operator_arguments(row: Row[Call], call: Call) -> tuple[Any, ...]:
     numbers = (*mask.numbers, *score.numbers)
     integers = [n for n in numbers if isinstance(n, (int, torch.SymInt))]  # apart: a float has 53 bits
     floats = [n for n in numbers if not isinstance(n, (int, torch.SymInt))]
+    rows_q, rows_k, same = call.bounds
+    integers += [-1 if rows_q is None else rows_q, -1 if rows_k is None else rows_k, int(same)]
     pages = () if call.pages is None else (call.pages.table, call.pages.seqlens, call.pages.first)
     return (
         call.q, call.k, call.v, call.sink, mask.text, list(mask.tensors), score.text, list(score.tensors),

@@ -12,6 +12,7 @@ import triton
 
 from tilewise.formula.emit import tensor_arguments
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, delta_of, rounded, sink_gradient
+from tilewise.ops.attention.lengths import longest, longest_now
 from tilewise.ops.attention.problem import Call, rows_within_reach, signature_of
 from tilewise.ops.attention.triton_keys import call_key
 from tilewise.ops.attention.triton_lists import block_extrema, sort_lists, tile_lists
@@ -22,7 +23,6 @@ from tilewise.ops.attention.triton_plans import (
     formula_arguments,
     forward_plan,
     lengths_of,
-    longest,
     row_values_size,
     scalars_of,
     slots_of,
@@ -36,6 +36,7 @@ NO_LISTS = (None, 0, 0, 0)
 LOG2E = math.log2(math.e)
 _PLANS = Plans()
 _LISTS = Plans(limit=16)
+_READ_FIRST = 2**26  # numbers of lists that take so much memory that undeclared lengths are read, which waits
 _KEPT_SIZE = 2**22  # numbers of lists that are kept, at most
 _SORTED = 512  # rows of lists that programs take by length; with more of them the last ones matter less
 Reached = Callable[..., bool]  # whether a kernel's loads reach these tensors
@@ -187,7 +188,9 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
     rows = batches * heads * slots
     own, other = (cfg.block_n, cfg.block_m) if for_keys else (cfg.block_m, cfg.block_n)
     parts = own // (how.part or own)
-    width = triton.cdiv(3 + triton.cdiv(max(1, longest(call, not for_keys)), other), 4) * 4  # rows of 16 bytes
+    width = width_of_lists(longest(call, not for_keys), other)
+    if rows * width > _READ_FIRST:
+        width = width_of_lists(longest_now(call, not for_keys), other)
     listed = torch.empty((rows + 1, width), dtype=torch.int32, device=call.q.device)
     plans = _PLANS.get(list_key)
     if plans is None:
@@ -212,6 +215,11 @@ def lists_of(call: Call, plan: Plan, for_keys: bool, key: Any, tables: dict[Any,
     if listed.numel() <= _KEPT_SIZE:
         _LISTS.put(kept_key, found)
     return found
+
+
+def width_of_lists(longest: int, block: int) -> int:
+    """Numbers of a row: three and a tile each, in 16 bytes."""
+    return triton.cdiv(3 + triton.cdiv(max(1, longest), block), 4) * 4
 
 
 def in_turn(device: torch.device) -> bool:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch
-
 from tilewise.formula.structure import Bound
+from tilewise.ops.attention.facts import facts, of_environment
 from tilewise.ops.attention.problem import Call
 
 
 def call_key(call: Call) -> Hashable:
-    """Everything of a call that may change which kernel runs or how, but for its formula's numbers: a plan that depends
-    on them is kept by its maker too. None where pointers or numbers would need a variant of their own.
+    """`facts` of a call with aligned pointers. A plan that depends on a formula's numbers has them in its key, too.
+    None where pointers or numbers would need a variant of their own.
     """
     if call.signature is None:
         return None
@@ -30,11 +29,7 @@ def call_key(call: Call) -> Hashable:
         pointers |= scale.data_ptr()
     if pointers % 16:
         return None
-    sink = None if call.sink is None else call.sink.dtype
-    packed = None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0]
-    precision = torch.get_float32_matmul_precision() if call.q.dtype == torch.float32 else None
-    flags = (call.dropout > 0.0, call.scale > 0.0, call.batch_invariant, call.share_prefixes, call.skip is None)
-    return (call.signature, sink, packed, flags, call.grad_captured, precision)
+    return facts(call), of_environment(call)
 
 
 def _small(bound: Bound) -> bool:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.core.dispatch import capability, interpreting
-from tilewise.core.readback import host_values
 from tilewise.formula.emit import Captured, encoded, number_arguments, tensor_arguments
 from tilewise.formula.structure import Bound
 from tilewise.ops.attention.configs import Config, config, padded
@@ -257,11 +255,3 @@ def memory_rate(device: torch.device) -> float:
         return 0.0
     properties = torch.cuda.get_device_properties(device)
     return 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
-
-
-def longest(call: Call, of_keys: bool) -> int:
-    """The longest sequence; the total where lengths cannot be read on the host."""
-    rows = call.rows_k if of_keys else call.rows_q
-    cu_seqlens = call.cu_seqlens_k if of_keys else call.cu_seqlens_q
-    values = None if cu_seqlens is None else host_values(cu_seqlens)
-    return rows if values is None else max((b - a for a, b in itertools.pairwise(values)), default=0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import once_per_version, unreadable, values_checked
+from tilewise.core.readback import unreadable, values_checked
 from tilewise.quant import ByChannel, Encoded
 from tilewise.rotary import Rope, check_positions, check_rope
 
@@ -124,7 +124,7 @@ def check_values(call: Call) -> None:
         return
     num_pages, page_size = call.k_pages.shape[:2]
     if isinstance(call, Write):
-        largest, again = _slots(call.slots) or (-1, None)
+        largest, again = (-1, None) if unreadable(call.slots) else _slots(call.slots)
         if largest >= num_pages * page_size:
             raise InputError(
                 "slot_mapping",
@@ -141,7 +141,7 @@ def check_values(call: Call) -> None:
         if call.channels is not None:
             _check_open(call.channels, call.slots)
         return
-    largest, again = _pairs(call.pairs) or (-1, None)
+    largest, again = (-1, None) if unreadable(call.pairs) else _pairs(call.pairs)
     if largest >= num_pages:
         raise InputError(
             "pairs", got=f"page {largest}", expected=f"below {num_pages}, the pages", hint="a negative page skips"
@@ -178,7 +178,6 @@ def _check_open(channels: ByChannel, slots: torch.Tensor) -> None:
         )
 
 
-@once_per_version
 def _slots(slots: torch.Tensor) -> tuple[int, int | None]:
     """The largest slot, and one that comes twice."""
     values = sorted(slot for slot in slots.tolist() if slot >= 0)
@@ -186,7 +185,6 @@ def _slots(slots: torch.Tensor) -> tuple[int, int | None]:
     return values[-1] if values else -1, again
 
 
-@once_per_version
 def _pairs(pairs: torch.Tensor) -> tuple[int, int | None]:
     """The largest page, and one that is written in one pair and read or written in another, or read in its own."""
     values = [pair for pair in pairs.tolist() if min(pair) >= 0]

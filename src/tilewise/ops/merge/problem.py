@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import host_values
+from tilewise.core.readback import host_values, values_checked
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SEPARATE_LIMIT = 8  # states that a kernel takes as tensors of their own; more are stacked first
@@ -217,8 +217,9 @@ def _check_indptr(indptr: Any, o: torch.Tensor) -> None:
 
 
 def check_values(call: Call) -> None:
-    """The check that needs values: those of indptr, unless they cannot be read now."""
-    values = None if call.indptr is None else host_values(call.indptr)
+    """The check that needs values: those of indptr, where values are checked, and unless they cannot be read now."""
+    checked = call.indptr is not None and values_checked(call.indptr.device)
+    values = host_values(call.indptr) if call.indptr is not None and checked else None
     if values is None:
         return
     total = call.o[0].shape[0]
