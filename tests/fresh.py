@@ -24,7 +24,9 @@ LIMIT_S = 280
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """The process that forks; it ends with this one, as its input does."""
-    server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # tensors are small, and other tests run beside
+    command = [sys.executable, __file__]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     atexit.register(server.communicate)
     return server
 
