@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -55,9 +56,10 @@ State = tuple[tuple[str, int, int], ...]
 
 def state(root: Path) -> State:
     """What changes when any of the root's files does."""
-    paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
-    stats = ((path, path.stat()) for path in paths)
-    return tuple((str(path), stat.st_mtime_ns, stat.st_size) for path, stat in stats)
+    walks = (os.walk(root / folder) for folder in FOLDERS)  # half the time of Path.rglob, once for every hash
+    files = (f"{at}/{name}" for walk in walks for at, _, names in walk for name in names if name.endswith(".py"))
+    stats = ((path, os.stat(path)) for path in sorted(files))
+    return tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats)
 
 
 @functools.lru_cache(maxsize=4)
