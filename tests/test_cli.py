@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tilewise
+from tests import fresh
 from tests.commands import RUNNER, call, data, refusal
 from tilewise.cli.app import build
 from tilewise.cli.expression import MAX_TEXT, NAMES, read_mask, read_score
@@ -27,7 +28,7 @@ COMMANDS = ("demo", "why", "explain", "bench", "roofline", "tune-quant")
 
 def test_help_in_a_process_of_its_own_is_plain_and_names_every_command() -> None:
     command = [sys.executable, "-m", "tilewise.cli", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert all(name in done.stdout for name in COMMANDS)
     assert not set("│╭─\x1b") & set(done.stdout)
     assert not done.stderr
@@ -36,7 +37,7 @@ def test_help_in_a_process_of_its_own_is_plain_and_names_every_command() -> None
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_the_extra_one_line_says_what_to_install(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; from tilewise.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    done = fresh.run(program)
     assert done.returncode == 2
     assert done.stderr == "tilewise: the command line needs typer and rich: pip install 'tilewise[cli]'\n"
     assert not done.stdout

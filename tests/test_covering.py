@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import conftest
 from tests.covering import Factors, count_pairs, covering, factors_of, of_files, pairs
 from tilewise.testing.properties import Setting
 from tools.resumed import LEFT_OUT
@@ -79,13 +81,18 @@ def test_product(a, b, c):
 def ran(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Runs pytest over a product of 24 with this project's conftest, and gives what it says."""
     monkeypatch.setenv(LEFT_OUT, "")  # which pytest sets where it resumes
+    hashed = functools.cache(conftest.sources_hash)  # seconds, of files that no run changes
+    monkeypatch.setattr(conftest, "sources_hash", lambda files, root: hashed(tuple(files), root))
 
     def run(*options: str, broken: str = "()") -> str:
         path = tmp_path / "test_some.py"
         path.write_text(TESTS.replace("{broken}", broken))
-        plugins = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+        # without the plugin that collects all garbage of this whole process at the end of each run
+        plugins = ["-p", "tests.conftest", *(f"-pno:{name}" for name in ("cacheprovider", "unraisableexception"))]
         sys.modules.pop("test_some", None)  # of the last run
-        pytest.main([str(path), "--import-mode", "importlib", *plugins, *options])
+        pytest.main(
+            [str(path), "--import-mode", "importlib", "-c", "/dev/null", "--rootdir", str(tmp_path), *plugins, *options]
+        )
         return capsys.readouterr().out
 
     return run

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import continuous_api
 
 import tilewise as tw
 from tests.adapters.dense import leaves
@@ -21,6 +22,12 @@ from tilewise.core.errors import UnsupportedError
 adapter.register()
 NAMED_PAGE = "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
 NEW_TOKENS = 7
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers collects all garbage twice a batch, which takes half a second each in a process of many tests."""
+    monkeypatch.setattr(continuous_api, "gc", types.SimpleNamespace(collect=lambda: 0), raising=False)
 
 
 def prompts() -> list[list[int]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.environment import Environment
+from tests import fresh
 from tools import gpus_in_turns, longest_first, resumed
 from tools.families import ROOT, Family
 
@@ -40,24 +41,23 @@ gpu_receipt.ROOT = Path.cwd()
 passed = resumed.Passed(Path("passed.jsonl"), "now")
 outcomes = gpu_receipt.Outcomes(passed)
 before = len(passed.names)
-options = ["-n", "2", "--dist", "loadgroup", "-q", "--rootdir", ".", "-p", "no:cacheprovider"]
+options = ["-n", "2", "--dist", "loadgroup", "-q", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "xdist.plugin"]
 status = pytest.main(["test_some.py", *options, *passed.leave_out()], plugins=[outcomes])
 print(json.dumps([before, int(status), outcomes.of(Family("some", (), ("test_some.py",), ()))]))
 """
 ENVIRONMENT = Environment("NVIDIA H200", "1", "2", "3", "abc", "c", "2026-01-01T00:00:00Z")
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What Python does there, with the project's tools at hand."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+def environment() -> dict[str, str]:
+    """With the project's tools at hand; plugins that are not asked for cost each of pytest's processes a second."""
+    own = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return os.environ | own
 
 
 def run(folder: Path, fixed: bool) -> object:
     """(names that were known, pytest's exit status, outcomes) of a run."""
     (folder / "test_some.py").write_text(TESTS.format(fixed=fixed))
-    ran = python(folder, "-c", RUN)
+    ran = fresh.run(RUN, folder=folder, environment=environment(), first=str(ROOT))
     assert ran.stdout.strip(), ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -101,8 +101,9 @@ def test_processes_begin_with_gpus_in_turn() -> None:
 def test_what_takes_minutes_begins_first(tmp_path: Path) -> None:
     names = ("test_short", "test_case_many_operations", "test_other", "test_sanitizer")
     (tmp_path / "test_some.py").write_text("".join(f"def {name}():\n    pass\n\n" for name in names))
-    options = ("-n", "1", "--dist", "loadgroup", "-v", "--rootdir", ".", "-p", "no:cacheprovider")
-    ran = python(tmp_path, "-m", "pytest", "test_some.py", "-p", longest_first.__name__, *options)
+    options = ("-n", "1", "--dist", "loadgroup", "-v", "--rootdir", ".", "-p", "no:cacheprovider", "-p", "xdist.plugin")
+    command = [sys.executable, "-m", "pytest", "test_some.py", "-p", longest_first.__name__, *options]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     began = [line.split("::")[1].split()[0] for line in ran.stdout.splitlines() if "PASSED" in line]
     assert began == ["test_case_many_operations", "test_sanitizer", "test_short", "test_other"], ran.stdout
     sources = [*ROOT.glob("tests/gpu/*.py"), *ROOT.glob("src/tilewise/testing/*.py")]
