@@ -45,12 +45,21 @@ def numbers(*shape: int, device: torch.device, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device)
 
 
+def _dtype(device: torch.device) -> torch.dtype:
+    """One that all implementations for the device take."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def _rows(x: torch.Tensor, count: int = TOTAL) -> tuple[torch.Tensor, ...]:
-    return tuple(numbers(count, HEADS, DIM, device=x.device, seed=n) for n in range(3))
+    return tuple(numbers(count, HEADS, DIM, device=x.device, seed=n).to(_dtype(x.device)) for n in range(3))
+
+
+def _queries(x: torch.Tensor, count: int) -> torch.Tensor:
+    return numbers(BATCH, count, HEADS, DIM, device=x.device).to(_dtype(x.device))
 
 
 def _pools(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second = (numbers(PAGES, PAGE, HEADS, DIM, device=x.device, seed=n) for n in (3, 4))
+    first, second = (numbers(PAGES, PAGE, HEADS, DIM, device=x.device, seed=n).to(_dtype(x.device)) for n in (3, 4))
     return first, second
 
 
@@ -68,7 +77,7 @@ def over_pages(**arguments: Any) -> Callable[[Tensors], Callable[[], torch.Tenso
     """Attention of two queries of each request over its pages."""
 
     def make(given: Tensors) -> Callable[[], torch.Tensor]:
-        q = numbers(BATCH, 2, HEADS, DIM, device=given["table"].device)
+        q = _queries(given["table"], 2)
         layout = tw.Paged(given["table"], given["lengths"])
         return lambda: tw.attention(q, *_pools(q), layout=layout, **arguments)
 
@@ -77,7 +86,7 @@ def over_pages(**arguments: Any) -> Callable[[Tensors], Callable[[], torch.Tenso
 
 def _by_summaries(select: Any) -> Callable[[Tensors], Callable[[], torch.Tensor]]:
     def make(given: Tensors) -> Callable[[], torch.Tensor]:
-        q = numbers(BATCH, 1, HEADS, DIM, device=given["table"].device)
+        q = _queries(given["table"], 1)
         pools = _pools(q)
         summaries = tw.PageSummaries.of(*pools, columns=8)
         whole, tokens = torch.arange(PAGES, dtype=torch.int32, device=q.device)[None], PAGES * PAGE
@@ -90,7 +99,7 @@ def _by_summaries(select: Any) -> Callable[[Tensors], Callable[[], torch.Tensor]
 
 
 def _planned(given: Tensors) -> Callable[[], torch.Tensor]:
-    q = numbers(BATCH, 2, HEADS, DIM, device=given["table"].device)
+    q = _queries(given["table"], 2)
     plan = tw.plan(q, *_pools(q), layout=tw.Paged(given["table"], given["lengths"]), mask=tw.causal)
 
     def call() -> torch.Tensor:
@@ -163,7 +172,7 @@ def _varlen(given: Tensors) -> Callable[[], torch.Tensor]:
 
 def _kvcache(function: Callable[..., Any], table: str) -> Callable[[Tensors], Callable[[], torch.Tensor]]:
     def make(given: Tensors) -> Callable[[], torch.Tensor]:
-        q = numbers(BATCH, 1, HEADS, DIM, device=given["table"].device).to(torch.bfloat16)
+        q = _queries(given["table"], 1).to(torch.bfloat16)
         pools = [x.to(torch.bfloat16) for x in _pools(q)]
         return lambda: function(q, *pools, cache_seqlens=given["lengths"], **{table: given["table"]})
 

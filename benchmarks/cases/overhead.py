@@ -74,6 +74,7 @@ def _call_overhead(options: Options, writer: Writer, rounds: int, repeat: int) -
         (window, "flex"): lambda: compiled(*first, block_mask=block_mask),
         (f"{window}, gradients on", "tilewise"): lambda: tw.attention(*grad, mask=mask),
         (f"{window}, gradients on", "flex"): lambda: compiled(*first_grad, block_mask=block_mask),
+        **_layouts(q, k, v),
     }
     problem = {
         "batch": 1, "seqlen_q": 128, "seqlen_k": 128, "num_heads_q": 2, "num_heads_kv": 2, "head_dim": 64,
@@ -93,6 +94,38 @@ def _call_overhead(options: Options, writer: Writer, rounds: int, repeat: int) -
             + ("" if device == "cuda" else "; on a CPU the arithmetic too"),
             sources=_sources(impl, row),
         )
+
+
+def _layouts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[tuple[str, str], Callable[[], object]]:
+    """Calls over sequences of different lengths: documents, packed, and one query of each of four requests in pages;
+    with and without declared bounds.
+    """
+    ids = torch.arange(128, device=q.device, dtype=torch.int32) // 40
+    document, listed = tw.causal & tw.document(ids), tw.causal & tw.dilated(2)
+    cu = torch.tensor([0, 40, 128], dtype=torch.int32, device=q.device)
+    rows = [x[0] for x in (q, k, v)]
+    pools = [x.view(8, 16, *x.shape[2:]) for x in (k, v)]
+    table = torch.arange(8, dtype=torch.int32, device=q.device).view(4, 2)
+    lengths = torch.tensor([17, 32, 20, 9], dtype=torch.int32, device=q.device)
+    packed, paged, one = tw.Packed(cu), tw.Paged(table, lengths), q[0, :4, None]
+    bounded = tw.Packed(cu, max_seqlen_q=88, max_seqlen_k=88)
+    bounded_pages = tw.Paged(table, lengths, max_seqlen_k=32)
+    plan, few = tw.plan(one, *pools, layout=paged), tw.Sage2()
+    return {
+        ("causal & document", "tilewise"): lambda: tw.attention(q, k, v, mask=document),
+        ("causal, packed", "tilewise"): lambda: tw.attention(*rows, layout=packed, mask=tw.causal),
+        ("causal, packed", "tilewise (bounds declared)"): lambda: tw.attention(*rows, layout=bounded, mask=tw.causal),
+        ("causal & dilated(2), packed", "tilewise"): lambda: tw.attention(*rows, layout=packed, mask=listed),
+        ("causal & dilated(2), packed", "tilewise (bounds declared)"): lambda: tw.attention(
+            *rows, layout=bounded, mask=listed
+        ),
+        ("none, paged", "tilewise"): lambda: tw.attention(one, *pools, layout=paged),
+        ("none, paged", "tilewise (planned)"): lambda: plan.run(one, *pools),
+        ("none, paged, 8 bits", "tilewise"): lambda: tw.attention(one, *pools, layout=paged, quantize=few),
+        ("none, paged, 8 bits", "tilewise (bounds declared)"): lambda: tw.attention(
+            one, *pools, layout=bounded_pages, quantize=few
+        ),
+    }
 
 
 def _sources(impl: str, row: str | None) -> str | None:
