@@ -64,6 +64,11 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "document ends": lambda: {"mask": tw.document(torch.arange(LONG) // 30, ascending=True)},
     "packed": lambda: {"mask": tw.causal, "layout": _packed()},
     "dropout": lambda: {"mask": tw.causal, "dropout": 0.1, "seed": 0},
+    "maps dropout": lambda: {
+        "mask": tw.blocks(torch.ones(2 * [SEQLEN // 8], dtype=torch.bool), 8),
+        "dropout": 0.1,
+        "seed": 0,
+    },  # booleans that are loaded, and words that are joined
     "repeats": lambda: {"mask": tw.causal, "deterministic": True},
     "left out": lambda: {"mask": tw.causal},  # tiles of small weights
     "pages": lambda: {"mask": tw.causal, "layout": _packed()},
@@ -234,6 +239,7 @@ def variants() -> Iterator[Variant]:
                 "longer",
                 "slopes",
                 "document ends",
+                "maps dropout",
                 "repeats",
                 "pages",
                 "small pages",
@@ -249,6 +255,8 @@ def variants() -> Iterator[Variant]:
             for formula in formulas:
                 quick = f"{dtype} d{head_dim} {formula}" in _QUICK[sm]
                 yield Variant(sm, "triton", dtype, head_dim, formula, quick)
+        if head_dim == 512:
+            yield Variant(sm, "triton", "bf16", head_dim, "maps dropout", True)
         for dtype, formula in (("bf16", "causal"), ("bf16", "alibi"), ("fp32", "causal")):
             quick = head_dim == 128 and formula == "causal"
             yield Variant(sm, "triton_decode", dtype, head_dim, formula, quick)

@@ -15,6 +15,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewise.core.errors import UnsupportedError
+from tilewise.ops.operands import too_wide
+
 remember = True  # whether compiled kernels are called directly on later launches; off while compiling without a GPU
 
 
@@ -95,6 +98,7 @@ class Plan:
             return
         options = self.options | ({"launch_pdl": True} if self.early else {})
         compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.warps, num_stages=self.stages, **options)
+        look_at(compiled)
         if remember and hasattr(compiled, "launch_metadata"):  # the interpreter returns nothing
             self.compiled, self.encoders = _shortcut(compiled, self.grid, pointers, sorted(self.boxes))
 
@@ -106,6 +110,27 @@ class Plan:
             arguments += encoder(pointers[n])
             start = n + 1
         return (*arguments, *pointers[start:])
+
+
+_sound: set[str] = set()  # hashes of compiled kernels that were looked at
+
+
+def look_at(compiled: Any) -> None:
+    """Raise UnsupportedError for a compiled kernel whose numbers are known to be wrong, before anyone has its result.
+    The compile tier sees that no configuration leads here; a formula is the caller's.
+    """
+    name = getattr(compiled, "hash", None)
+    if name is None or name in _sound:
+        return
+    wide = too_wide(compiled.asm.get("ttgir", ""))
+    if wide:
+        raise UnsupportedError(
+            compiled.metadata.name,
+            got=f"code of Triton {triton.__version__} whose lanes hold more numbers than a product has: {wide[0]}",
+            expected="code that multiplies each number once",
+            hint="impl='reference' runs anything; please report the formula",
+        )
+    _sound.add(name)
 
 
 Encoder = Callable[[torch.Tensor], tuple[Any, ...]]

@@ -23,6 +23,7 @@ from tilewise.ops.attention.rows.needs import HOPPER
 from tilewise.ops.attention.table import named
 from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.ops.merge.problem import Call as MergeCall
+from tilewise.ops.operands import too_wide
 from tilewise.ops.operation import Operation, fields_of
 from tilewise.testing.barriers import reused_barriers
 from tilewise.testing.instructions import instructions, launch
@@ -187,8 +188,11 @@ def _runs_on(sm: int, row: Row[Any], call: Any) -> bool:
 def resources(kernel: Any) -> Resources:
     """Registers, spills and shared memory of a compiled kernel; an AssertionError for one that Triton made a trap of,
     which no launch would take, because it wants more tensor memory than there is, for one whose barriers' memory is
-    something else, too, and for one of Hopper's with products of what lies at addresses that are not set.
+    something else, too, for one with operands that are wider than what they multiply, and for one of Hopper's with
+    products of what lies at addresses that are not set.
     """
+    wide = too_wide(kernel.asm.get("ttgir", ""))
+    assert not wide, f"{kernel.metadata.name}: lanes hold more than the inner dimension of a product: {wide[0]}"
     columns = getattr(kernel.metadata, "tmem_size", None) or 0
     assert columns <= TENSOR_MEMORY, f"{kernel.metadata.name}: {columns} columns of tensor memory"
     reused = reused_barriers(kernel.asm["ptx"])

@@ -24,9 +24,12 @@ def facts(call: Call) -> Hashable:
     """A key of everything that may change who runs a call and how, but for pointers and a formula's numbers, which
     whoever looks at them adds. For calls with a signature.
     """
-    of_tensors = tuple([None if x is None else (x.dtype, x.shape) for x in _tensors(call)])
-    codes = None if call.codes is None else call.codes.scheme
-    return _others(call), call.scale > 0.0, call.dropout > 0.0, of_tensors, codes
+    sink, cu_seqlens_q, cu_seqlens_k, seed, skip = _tensors(call)
+    return (
+        _others(call), call.scale > 0.0, call.dropout > 0.0, sink is None or sink.dtype,
+        cu_seqlens_q is None or cu_seqlens_q.shape, cu_seqlens_k is None or cu_seqlens_k.shape, seed is None,
+        skip is None, call.codes is None or call.codes.scheme,
+    )  # fmt: skip
 
 
 def of_environment(call: Call) -> Hashable:
