@@ -4,8 +4,8 @@
 the gpu tier runs where PyTorch sees a GPU and is counted in the summary where it does not. Of products of parameters
 pairwise-covering sets run (covering.py); `--full` runs them all, `--shard 1/4` a quarter of what would run, and
 `--resume FILE` leaves out what has passed before with the same sources. Tests that are asked for by their parameters,
-or by `-k`, all run. Of kernels that have not changed since their tests passed, one test in eight is compiled
-(tools/compile_tier.py); `--all-kernels`, and `--full`, compile all.
+or by `-k`, all run. Of tests of kernels that have not changed since they passed, one in eight runs
+(tools/kernel_tests.py), with `--all-kernels`, and `--full`, all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.covering import count_pairs, factors_of, of_files
 from tests.units import TESTS, compiled_rows, tier_of, unit_of
-from tools import compile_tier, resumed
+from tools import kernel_tests, resumed
 from tools.families import ROOT
 from tools.syntax import FOLDERS, sources_hash
 
@@ -36,7 +36,7 @@ not_run = pytest.StashKey[dict[str, int]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tilewise")
     group.addoption("--full", action="store_true", help="whole products of parameters, not covering sets of pairs")
-    group.addoption("--all-kernels", action="store_true", help="compile kernels that have not changed, too")
+    group.addoption("--all-kernels", action="store_true", help="all tests of kernels that have not changed, too")
     group.addoption("--shard", metavar="K/N", help="of what would run the K-th of N parts, from 1")
     group.addoption("--resume", type=Path, metavar="FILE", help="note there what passes; leave out what has passed")
 
@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep(config, items, set(chosen))
     if not (config.getoption("--full") or config.getoption("--all-kernels") or chosen_by_name):
         compiled = [(unit_of(item.nodeid), compiled_rows(item)) for item in items]
-        waiting = set(compile_tier.waiting(compiled, _unchanged(compiled), compile_tier.commits()))
+        waiting = set(kernel_tests.waiting(compiled, _unchanged(compiled), kernel_tests.commits()))
         config.stash[not_run]["compile"] = len(waiting)
         _keep(config, items, set(range(len(items))) - waiting)
     if config.getoption("--resume") is not None:
@@ -113,12 +113,12 @@ def _factors(item: pytest.Item) -> dict[str, str]:
     return {name: f"{function} {item.name}" if " at 0x" in value else value for name, value in factors.items()}
 
 
-def _unchanged(tests: list[compile_tier.Test]) -> set[str]:
+def _unchanged(tests: list[kernel_tests.Test]) -> set[str]:
     if not any(rows for _, rows in tests):
         return set()
     import triton
 
-    return compile_tier.unchanged(compile_tier.read_table().get(triton.__version__, {}))
+    return kernel_tests.unchanged(kernel_tests.read_table().get(triton.__version__, {}))
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], chosen: set[int]) -> None:
@@ -138,7 +138,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         left_out, pairs = found["covering"], found["pairs"]
         terminalreporter.write_line(f"covering sets: {pairs:,} pairs, all met; {left_out:,} tests left for --full")
     if found.get("compile"):
-        text = f"compile tier: {found['compile']} tests of kernels that have not changed wait (--all-kernels)"
+        text = f"kernels that have not changed: {found['compile']} of their tests wait (--all-kernels)"
         terminalreporter.write_line(text)
     count = found.get("gpu", 0)
     if count:

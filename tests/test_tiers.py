@@ -33,7 +33,7 @@ def groups() -> list[list[str]]:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_kernels_in_the_interpreter(group: int, pytestconfig: pytest.Config) -> None:
     command = [sys.executable, "-m", "pytest", *groups()[group], "-n", "0", "-v", "--color=no", "--timeout=0"]
-    command += ["--full"] if pytestconfig.getoption("--full") else []
+    command += [name for name in ("--full", "--all-kernels") if pytestconfig.getoption(name)]
     env = {**os.environ, **TIERS["interpret"], "PYTHONUNBUFFERED": "1"}
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID", "PYTEST_CURRENT_TEST"):
         env.pop(name, None)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.kernel_tests import INTERPRETER
+
 TESTS = Path(__file__).parent
 
 
@@ -21,7 +23,9 @@ def unit_of(nodeid: str) -> str:
 
 
 def compiled_rows(item: pytest.Item) -> tuple[str, ...]:
-    """The rows whose kernels a test of the compile tier compiles: of its variant, or of its mark."""
+    """The rows of `tools.kernel_tests` that a test is of: of its variant, of its mark, or of the interpreter."""
+    if tier_of(item.path) == "interpret":
+        return (INTERPRETER,)
     found, mark = getattr(item, "callspec", None), item.get_closest_marker("rows")
     row = getattr(found.params.get("variant"), "row", None) if found and tier_of(item.path) == "compile" else None
     return (row,) if row else tuple(mark.args) if mark else ()

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tests.measuring import FOLDER
-from tools import compile_tier
+from tools import kernel_tests
 from tools.families import ROOT
 from tools.machine import slowness
 
@@ -111,13 +111,13 @@ def plan(
 
 def runs_with_newest(unit: Unit) -> bool:
     """Whether the newest Triton runs this unit of the compile tier."""
-    return any(name in unit.name for name in compile_tier.OF_NEWEST)
+    return any(name in unit.name for name in kernel_tests.OF_NEWEST)
 
 
 def _in_turns(unit: Unit, known: Collection[str]) -> Unit:
     """With the seconds that it takes where one in so many of its tests runs."""
     waits = unit.compiles and unit.compiles.issubset(known)
-    return replace(unit, seconds=unit.seconds / compile_tier.TURNS) if waits else unit
+    return replace(unit, seconds=unit.seconds / kernel_tests.TURNS) if waits else unit
 
 
 def every_implementation(found: Iterable[Unit]) -> list[Unit]:
@@ -199,7 +199,7 @@ def command(shard: Shard) -> list[str]:
 
 def environment(tier: str, newest: str | None) -> dict[str, str]:
     """Of a shard's process; `newest` is the folder that holds the newest Triton."""
-    return {**compile_tier.environment(newest if tier == "newest" else None), **TIERS[tier]}
+    return {**kernel_tests.environment(newest if tier == "newest" else None), **TIERS[tier]}
 
 
 def run(shards: Sequence[Shard], clock: Clock, newest: str | None) -> tuple[list[Shard], list[Shard]]:
@@ -254,12 +254,13 @@ def main(argv: list[str] | None = None) -> int:
         lines = [f"  {json.dumps(name)}: {json.dumps(_rounded(entry))}" for name, entry in sorted(found.items())]
         MEASURED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         return 0
-    table, versions = compile_tier.read_table(), {"compile": metadata.version("triton")}
+    table, versions = kernel_tests.read_table(), {"compile": metadata.version("triton")}
     if given.newest:
         versions["newest"] = next(iter(metadata.distributions(name="triton", path=[given.newest]))).version
     before = json.loads(LEFT_OUT.read_text()) if LEFT_OUT.exists() else []
-    known = {tier: compile_tier.unchanged(table.get(version, {})) for tier, version in versions.items()}
-    shards = in_order(plan(units(), newest=given.newest is not None, known=known), compile_tier.commits(), before)
+    known = {tier: kernel_tests.unchanged(table.get(version, {})) for tier, version in versions.items()}
+    known["interpret"] = known["compile"]
+    shards = in_order(plan(units(), newest=given.newest is not None, known=known), kernel_tests.commits(), before)
     if given.list:
         for shard in shards:
             print(f"{shard.seconds:6.0f} s  {shard.name}")

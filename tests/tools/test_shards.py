@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tools import compile_tier, shards, support_matrix
+from tools import kernel_tests, shards, support_matrix
 from tools.families import ROOT
 from tools.shards import Clock, Shard, Unit
 
 UNITS = shards.units()
-KNOWN = {tier: compile_tier.rows() for tier in ("compile", "newest")}  # no kernel has changed
+KNOWN = {tier: kernel_tests.rows() for tier in ("compile", "newest", "interpret")}  # no kernel has changed
 NO_KERNEL_HERE = {"tilewise.ops.attention.gluon_mixed"}  # which no test without a GPU launches through its row
 
 
@@ -32,7 +32,7 @@ def test_every_test_file_is_measured_and_no_other() -> None:
 def test_each_unit_is_in_one_shard_of_its_tier() -> None:
     planned = [(shard.tier, unit) for shard in shards.plan(UNITS, newest=True, known=KNOWN) for unit in shard.units]
     own = [(unit.tier, unit.name) for unit in UNITS]
-    newest = [("newest", name) for tier, name in own if any(file in name for file in compile_tier.OF_NEWEST)]
+    newest = [("newest", name) for tier, name in own if any(file in name for file in kernel_tests.OF_NEWEST)]
     assert len(newest) >= 5
     assert sorted(planned) == sorted(own + newest)
     assert "newest" not in {shard.tier for shard in shards.plan(UNITS, newest=False)}
@@ -62,7 +62,7 @@ def test_tests_of_unchanged_kernels_take_turns() -> None:
         for rows in ((), ("merge", "norm", "rope"), ("merge",))
     )
     assert all_of_it == some == [40.0, 40.0 * shards.NEWEST_SHARE]
-    assert part == [seconds / compile_tier.TURNS for seconds in all_of_it]
+    assert part == [seconds / kernel_tests.TURNS for seconds in all_of_it]
 
 
 TOY = [Unit(f"tests/a/test_{n}.py", 60.0, frozenset({f"row{n % 2}"})) for n in range(6)]
@@ -107,7 +107,7 @@ def test_what_failed_and_what_was_left_out_is_named(
     monkeypatch.setattr(shards, "plan", lambda found, newest, known: plan)
     monkeypatch.setattr(shards, "LEFT_OUT", tmp_path / "state" / "left_out.json")
     monkeypatch.setattr(shards, "slowness", lambda: 1.0)
-    monkeypatch.setattr(compile_tier, "commits", lambda: 0)
+    monkeypatch.setattr(kernel_tests, "commits", lambda: 0)
     monkeypatch.setattr(
         shards, "command", lambda shard: ["python", "-c", f"exec(open({shard.units[0]!r}).read()); test_it()"]
     )

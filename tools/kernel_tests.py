@@ -1,9 +1,10 @@
-"""Which tests of the compile tier wait: those of kernels that have not changed since the tests passed.
+"""Which tests of kernels wait: those of kernels that have not changed since the tests passed.
 
-What a kernel compiles to is a function of its sources, of the tests and of Triton's version. tests/compile/passed.json
-has, by version and row, the hash of the sources with which all tests of the row's kernels passed. Where it is today's,
-one in eight of those tests runs, another one for each commit, and one of each file and row at least.
-`python -m tools.compile_tier` runs what has changed and notes what passed; `--newest DIR` does so with another Triton.
+What a kernel compiles to, and what the interpreter computes with it, is a function of its sources, of the tests and of
+Triton's version. tests/passed.json has, by version and row, the hash of the sources with which all tests of the row's
+kernels passed; the interpreter's tests are of one row, of all kernels. Where a hash is today's, one in eight of those
+tests runs, another one for each commit, and one of each file and row at least.
+`python -m tools.kernel_tests` runs what has changed and notes what passed; `--newest DIR` does so with another Triton.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from pathlib import Path
 from tools.families import FAMILIES, ROOT
 from tools.syntax import sources_hash
 
-TABLE = ROOT / "tests" / "compile" / "passed.json"
+TABLE = ROOT / "tests" / "passed.json"
 TURNS = 8
+INTERPRETER = "interpreter"  # the row of the interpreter's tests
+_INTERPRETED = ("tests/interpret/*.py", "src/tilewise/testing/*.py")
 # what the tests are and how they compile, beside the inputs of each row
 _HOW = ("barriers", "cases", "offline", "instructions", "uniform_registers")
 TESTS = (
@@ -43,17 +46,18 @@ def read_table(path: Path = TABLE) -> dict[str, dict[str, str]]:
 
 @functools.cache
 def key(row: str, root: Path = ROOT) -> str:
-    """The hash of all that says what the row's kernels compile to, but for Triton."""
-    parts = [family.hash(root) for family in FAMILIES.values() if family.rows and row in family.compiled]
-    tests = sorted({path for pattern in TESTS for path in root.glob(pattern)})
-    inputs = list(root.glob(f"src/tilewise/testing/{row}.py"))
-    parts += [sources_hash(tests, root), sources_hash(inputs, root)]
+    """The hash of all that says what the row's kernels do, but for Triton."""
+    interpreted = row == INTERPRETER
+    of_row = [one for one in FAMILIES.values() if one.rows and (row in one.compiled or (interpreted and one.compiled))]
+    patterns = (_INTERPRETED, ()) if interpreted else (TESTS, (f"src/tilewise/testing/{row}.py",))
+    files = [sorted({path for pattern in part for path in root.glob(pattern)}) for part in patterns]
+    parts = [*(family.hash(root) for family in of_row), *(sources_hash(part, root) for part in files)]
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
 
 
 def rows() -> list[str]:
-    """All rows of `tools.variants`."""
-    return sorted({row for family in FAMILIES.values() for row in family.compiled})
+    """All rows of `tools.variants`, and that of the interpreter's tests."""
+    return sorted({INTERPRETER, *(row for family in FAMILIES.values() for row in family.compiled)})
 
 
 def unchanged(passed: Mapping[str, str]) -> set[str]:
@@ -106,17 +110,27 @@ def main(argv: list[str] | None = None) -> int:
     env = environment(given.newest)
     asked = [sys.executable, "-c", "import triton; print(triton.__version__)"]
     version = subprocess.run(asked, env=env, capture_output=True, text=True, check=True).stdout.strip()
-    table = read_table()
-    before = {row: key(row) for row in rows()}
-    changed = [row for row in rows() if table.get(version, {}).get(row) != before[row]]
-    print(f"triton {version}: {len(changed)} rows to compile: {' '.join(changed)}", flush=True)
+    before, known = {row: key(row) for row in rows()}, read_table().get(version, {})
+    changed = [row for row in before if known.get(row) != before[row]]
+    print(f"triton {version}: {len(changed)} rows to run: {' '.join(changed)}", flush=True)
+    compiled = [row for row in changed if row != INTERPRETER]
     files = [f"tests/compile/{name}.py" for name in OF_NEWEST] if given.newest else ["tests/compile"]
-    command = [sys.executable, "-m", "pytest", *files, "-n", "2", "-q", "--dist", "load"]
-    status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode if changed else 0
+    failed = bool(compiled) and _fails([*files, "--dist", "load"], env, compiled, version, before)
+    if INTERPRETER in changed and not given.newest:
+        interpreted = {**env, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        failed |= _fails(["tests/interpret"], interpreted, [INTERPRETER], version, before)
+    return int(failed)
+
+
+def _fails(tests: list[str], env: Mapping[str, str], of: list[str], version: str, before: Mapping[str, str]) -> bool:
+    """Whether a test fails; else what passed is noted, unless sources have changed meanwhile."""
+    command = [sys.executable, "-m", "pytest", *tests, "-n", "2", "-q"]
+    if subprocess.run(command, cwd=ROOT, env=env, check=False).returncode:
+        return True
     key.cache_clear()
-    if status == 0 and {row: key(row) for row in rows()} == before:
-        TABLE.write_text(json.dumps(note(table, version, changed), indent=2) + "\n")
-    return 1 if status else 0
+    if all(key(row) == before[row] for row in of):
+        TABLE.write_text(json.dumps(note(read_table(), version, of), indent=2) + "\n")
+    return False
 
 
 if __name__ == "__main__":

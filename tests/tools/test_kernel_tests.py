@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import conftest
-from tools import compile_tier
+from tools import kernel_tests
 from tools.families import FAMILIES, ROOT, Family
 
 FILE = "tests/compile/test_toy.py"
@@ -19,7 +19,7 @@ FILE = "tests/compile/test_toy.py"
 
 def test_within_eight_commits_every_test_runs_once() -> None:
     tests = [(FILE, ("toy",))] * 19
-    runs = [set(range(19)) - set(compile_tier.waiting(tests, {"toy"}, turn)) for turn in range(5, 13)]
+    runs = [set(range(19)) - set(kernel_tests.waiting(tests, {"toy"}, turn)) for turn in range(5, 13)]
     assert all(2 <= len(run) <= 3 for run in runs)
     assert sorted(index for run in runs for index in run) == list(range(19))
 
@@ -27,15 +27,15 @@ def test_within_eight_commits_every_test_runs_once() -> None:
 def test_one_of_each_file_and_row_always_runs() -> None:
     tests = [(FILE, ("toy",)), (FILE, ("other",)), ("tests/compile/test_more.py", ("toy",))] * 3
     for turn in range(20):
-        runs = set(range(9)) - set(compile_tier.waiting(tests, {"toy", "other"}, turn))
+        runs = set(range(9)) - set(kernel_tests.waiting(tests, {"toy", "other"}, turn))
         assert sorted(index % 3 for index in runs) == [0, 1, 2]
 
 
 def test_what_changed_and_what_compiles_nothing_never_waits() -> None:
     tests = [(FILE, ("toy",)), (FILE, ("toy", "changed")), (FILE, ())] * 20
-    waiting = compile_tier.waiting(tests, {"toy"}, 0)
+    waiting = kernel_tests.waiting(tests, {"toy"}, 0)
     assert {index % 3 for index in waiting} == {0}
-    assert not compile_tier.waiting(tests, set(), 0)
+    assert not kernel_tests.waiting(tests, set(), 0)
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("path", ["src/tilewise/ops/triton_toy.py", "src/tilewise/testing/toy.py", FILE])
 def test_kernels_inputs_and_tests_are_in_a_rows_key(toy: Path, path: str) -> None:
     def key() -> str:
-        compile_tier.key.cache_clear()
-        return compile_tier.key("toy", toy)
+        kernel_tests.key.cache_clear()
+        return kernel_tests.key("toy", toy)
 
     before = key()
     (toy / path).write_text("# a word\nvalue = 1\n")
@@ -63,32 +63,40 @@ def test_kernels_inputs_and_tests_are_in_a_rows_key(toy: Path, path: str) -> Non
 
 
 def test_a_row_is_known_by_the_hash_of_today_alone() -> None:
-    today = {row: compile_tier.key(row) for row in compile_tier.rows()}
-    assert compile_tier.unchanged(today) == set(compile_tier.rows())
-    assert compile_tier.unchanged({**today, "merge": "of other sources"}) == set(compile_tier.rows()) - {"merge"}
-    assert compile_tier.unchanged({}) == set()
+    today = {row: kernel_tests.key(row) for row in kernel_tests.rows()}
+    assert kernel_tests.unchanged(today) == set(kernel_tests.rows())
+    assert kernel_tests.unchanged({**today, "merge": "of other sources"}) == set(kernel_tests.rows()) - {"merge"}
+    assert kernel_tests.unchanged({}) == set()
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_only_what_passed_is_noted(status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["", "tests/compile", "tests/interpret"])
+def test_only_what_passed_is_noted(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table, ran = tmp_path / "passed.json", []
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         ran.append(command)
-        return SimpleNamespace(returncode=status if "pytest" in command else 0, stdout="3.6.0\n")
+        return SimpleNamespace(returncode=int(bool(failing) and failing in command), stdout="3.6.0\n")
 
-    monkeypatch.setattr(compile_tier, "TABLE", table)
-    monkeypatch.setattr(compile_tier, "read_table", lambda: json.loads(table.read_text()) if table.exists() else {})
+    monkeypatch.setattr(kernel_tests, "TABLE", table)
+    monkeypatch.setattr(kernel_tests, "read_table", lambda: json.loads(table.read_text()) if table.exists() else {})
     monkeypatch.setattr(subprocess, "run", run)
-    assert compile_tier.main([]) == status
-    assert table.exists() is (status == 0)
-    assert compile_tier.main([]) == status
-    assert sum("pytest" in command for command in ran) == (1 if status == 0 else 2), "nothing is compiled twice"
+    assert kernel_tests.main([]) == (1 if failing else 0)
+    noted = json.loads(table.read_text())["3.6.0"]
+    assert (kernel_tests.INTERPRETER in noted) is (failing != "tests/interpret")
+    assert ("merge" in noted) is (failing != "tests/compile")
+    ran.clear()
+    kernel_tests.main([])
+    assert [path for command in ran for path in command if path.startswith("tests/")] == [failing] * bool(failing)
+
+
+def test_the_interpreters_tests_are_of_all_kernels() -> None:
+    assert kernel_tests.key(kernel_tests.INTERPRETER) != kernel_tests.key("merge")
+    assert kernel_tests.INTERPRETER in kernel_tests.rows()
 
 
 def test_a_version_with_nothing_of_today_goes() -> None:
-    today = {"merge": compile_tier.key("merge")}
-    found = compile_tier.note({"3.6.0": {**today, "norm": "a"}, "3.8.0": {"merge": "b"}}, "3.9.0", ["merge"])
+    today = {"merge": kernel_tests.key("merge")}
+    found = kernel_tests.note({"3.6.0": {**today, "norm": "a"}, "3.8.0": {"merge": "b"}}, "3.9.0", ["merge"])
     assert found == {"3.6.0": {**today, "norm": "a"}, "3.9.0": today}
 
 
