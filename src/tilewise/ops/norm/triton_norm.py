@@ -33,6 +33,12 @@ _PLANS = Plans()
 
 
 @triton.jit
+def numbers(units, VECTOR: tl.constexpr):
+    """A stride in numbers, which 32 bits may not hold where its units fit."""
+    return tl.cast(units, tl.int64) * VECTOR
+
+
+@triton.jit
 def load_rows(X, row, offs, inside, stride):
     return tl.load(X + row * stride + offs, mask=inside, other=0.0).to(tl.float32)
 
@@ -88,7 +94,7 @@ def norm_rows_fwd(
     CENTRED: tl.constexpr, ENCODING: tl.constexpr, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     # who am I
-    width, stride_x, stride_r = width * VECTOR, stride_x * VECTOR, stride_r * VECTOR
+    width, stride_x, stride_r = width * VECTOR, numbers(stride_x, VECTOR), numbers(stride_r, VECTOR)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_rows = row < rows
     offs = tl.arange(0, BLOCK_W)[None, :]
@@ -123,7 +129,7 @@ def norm_chunks_fwd(
     CENTRED: tl.constexpr, ENCODING: tl.constexpr, VECTOR: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     # who am I
-    width, stride_x, stride_r = width * VECTOR, stride_x * VECTOR, stride_r * VECTOR
+    width, stride_x, stride_r = width * VECTOR, numbers(stride_x, VECTOR), numbers(stride_r, VECTOR)
     row = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, CHUNK)[None, :]
 
@@ -181,7 +187,7 @@ def norm_sums_bwd(
 ):  # fmt: skip
     """The means of a wide row that its dx needs: of g * x_hat, and of g  # (1 + CENTRED, rows)"""
     # who am I
-    width, stride_x, stride_do = width * VECTOR, stride_x * VECTOR, stride_do * VECTOR
+    width, stride_x, stride_do = width * VECTOR, numbers(stride_x, VECTOR), numbers(stride_do, VECTOR)
     row = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, CHUNK)
 
@@ -210,7 +216,8 @@ def norm_rows_bwd(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # which wait for this kernel's end
     # who am I
-    width, stride_x, stride_do, stride_ds = width * VECTOR, stride_x * VECTOR, stride_do * VECTOR, stride_ds * VECTOR
+    width, stride_x = width * VECTOR, numbers(stride_x, VECTOR)
+    stride_do, stride_ds = numbers(stride_do, VECTOR), numbers(stride_ds, VECTOR)
     part = tl.program_id(0) % PROGRAMS
     offs = (tl.program_id(0) // PROGRAMS * BLOCK_W + tl.arange(0, BLOCK_W))[None, :]
     in_width = offs < width
