@@ -78,8 +78,8 @@ def over_pages(**arguments: Any) -> Callable[[Tensors], Callable[[], torch.Tenso
 
     def make(given: Tensors) -> Callable[[], torch.Tensor]:
         q = _queries(given["table"], 2)
-        layout = tw.Paged(given["table"], given["lengths"])
-        return lambda: tw.attention(q, *_pools(q), layout=layout, **arguments)
+        layout, pools = tw.Paged(given["table"], given["lengths"]), _pools(q)
+        return lambda: tw.attention(q, *pools, layout=layout, **arguments)
 
     return make
 
@@ -100,11 +100,12 @@ def _by_summaries(select: Any) -> Callable[[Tensors], Callable[[], torch.Tensor]
 
 def _planned(given: Tensors) -> Callable[[], torch.Tensor]:
     q = _queries(given["table"], 2)
-    plan = tw.plan(q, *_pools(q), layout=tw.Paged(given["table"], given["lengths"]), mask=tw.causal)
+    pools = _pools(q)
+    plan = tw.plan(q, *pools, layout=tw.Paged(given["table"], given["lengths"]), mask=tw.causal)
 
     def call() -> torch.Tensor:
         plan.update()
-        return plan.run(q, *_pools(q))
+        return plan.run(q, *pools)
 
     return call
 
@@ -135,9 +136,10 @@ def _merged(given: Tensors) -> Callable[[], torch.Tensor]:
 
 def _written(given: Tensors) -> Callable[[], torch.Tensor]:
     k, v, _ = _rows(given["slots"], 3)
+    like = _pools(k)
 
     def call() -> torch.Tensor:
-        pools = [torch.zeros_like(x) for x in _pools(k)]
+        pools = [torch.zeros_like(x) for x in like]
         tw.kv_write(k, v, *pools, given["slots"])
         return torch.stack(pools)
 
@@ -145,8 +147,10 @@ def _written(given: Tensors) -> Callable[[], torch.Tensor]:
 
 
 def _copied(given: Tensors) -> Callable[[], torch.Tensor]:
+    whole = _pools(given["pairs"])
+
     def call() -> torch.Tensor:
-        pools = [x.clone() for x in _pools(given["pairs"])]
+        pools = [x.clone() for x in whole]
         tw.copy_pages(*pools, given["pairs"])
         return torch.stack(pools)
 

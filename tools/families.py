@@ -98,7 +98,7 @@ _HOPPER_DECODE = (
 )
 
 _GPU_TESTS = ("tests/gpu/test_attention_[clpr]*.py", "tests/gpu/test_adapters.py", "tests/gpu/test_sanitizer.py")
-_PAGED_TESTS = ("tests/gpu/test_paged.py", "tests/gpu/test_shared_prefixes.py")
+_PAGED_TESTS = ("tests/gpu/test_kept.py", "tests/gpu/test_paged.py", "tests/gpu/test_shared_prefixes.py")
 _CI = "interpreted, compiled for sm_80, sm_90, sm_100"
 
 _MERGE = "src/tilewise/ops/merge/"
