@@ -97,7 +97,8 @@ _HOPPER_DECODE = (
     *(_ATTENTION + f"gluon_{name}.py" for name in ("decode", "sm90_decode*", "sm90_fold", "sm90_gather", "sm90_pages")),
 )
 
-_GPU_TESTS = ("tests/gpu/test_attention_[clpr]*.py", "tests/gpu/test_adapters.py", "tests/gpu/test_sanitizer.py")
+_FAR = "tests/gpu/test_far_rows.py"
+_GPU_TESTS = ("tests/gpu/test_attention_[clpr]*.py", "tests/gpu/test_adapters.py", "tests/gpu/test_sanitizer.py", _FAR)
 _PAGED_TESTS = ("tests/gpu/test_kept.py", "tests/gpu/test_paged.py", "tests/gpu/test_shared_prefixes.py")
 _CI = "interpreted, compiled for sm_80, sm_90, sm_100"
 
@@ -183,6 +184,7 @@ def _neighbour(name: str) -> tuple[Family, Family]:
     )
     kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
     more = ["tests/gpu/test_fused.py"] if name in _FUSED else []
+    more += [_FAR] if name in (*_FUSED, "softmax", "quantize") else []
     more += ["tests/gpu/test_attention_select.py"] if name == "select" else []
     more += ["tests/gpu/test_selected_pages.py"] if name in _OF_PAGES else []
     tests = (f"tests/gpu/test_{name}.py", *more)
@@ -301,7 +303,7 @@ FAMILIES: dict[str, Family] = {
                 _LAUNCH,
                 "src/tilewise/tiles/arithmetic.py",
             ),
-            tests=("tests/gpu/test_merge.py",),
+            tests=("tests/gpu/test_merge.py", _FAR),
             rows=("triton",),
             ci=_CI,
             operation="merge",
@@ -317,7 +319,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="kv_write_triton",
             sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _LAUNCH, _CODES, _ROTARY),
-            tests=("tests/gpu/test_kv_write.py",),
+            tests=("tests/gpu/test_kv_write.py", _FAR),
             rows=("triton",),
             ci=_CI,
             operation="kv_write",

@@ -1,0 +1,14 @@
+"""Rows further apart than 32 bits count: no kernel that a GPU runs multiplies a place and its stride in fewer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.far import CASES, check
+
+pytestmark = pytest.mark.xdist_group("large")  # nine gigabytes each, one after another
+
+
+@pytest.mark.parametrize(("name", "tensor", "axis"), CASES)
+def test_bits_are_those_of_near_rows(name: str, tensor: str, axis: int) -> None:
+    check(name, tensor, axis, "cuda", None, 128)
