@@ -1,0 +1,236 @@
+"""Cases of `tilewise.attention_with_lse`: layouts, formulas, schemes, selections, encoded pages, plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from tools.fuzz import placed as places
+from tools.fuzz.case import UNIT, Case, Tensors, largest
+from tools.fuzz.draw import HALVES, Draw
+from tools.fuzz.exact import Rules, attend, coarse, stacked
+from tools.fuzz.formulas import LEARNED, Formula, captured, formula, library_masks, names_read
+from tools.fuzz.placed import Heads, Placed
+
+Attend = Callable[[Tensors, dict[str, Any]], Tensors]
+CAUSAL = library_masks(1, 1)[0]
+
+
+@dataclass
+class Problem:
+    """A call before it is a case: its arguments, its rules, and its tensors."""
+
+    draw: Draw
+    dtype: torch.dtype
+    sizes: Heads
+    placed: Placed
+    formula: Formula
+    rules: Rules
+    inputs: Tensors
+    options: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """As a person reads it."""
+        options = {name: x for name, x in self.options.items() if name not in ("layout", "sink")}
+        sink = " sink" if "sink" in self.inputs else ""
+        return f"{self.placed.text} {self.dtype} {self.sizes.text} {self.formula.text} {options}{sink}"
+
+    def arguments(self, x: Tensors) -> dict[str, Any]:
+        """Of the call with these tensors."""
+        found = self.options | self.formula.arguments(x)
+        if self.placed.layout is not None:
+            found["layout"] = self.placed.layout
+        return found | ({"sink": x["sink"]} if "sink" in x else {})
+
+    def plain(self, x: Tensors) -> Tensors:
+        """o and lse, a sequence after another."""
+        return self.by(x)
+
+    def by(self, x: Tensors, levels: dict[str, int] | None = None) -> Tensors:
+        """The same; `levels` rounds q, k and v of each sequence to so many steps on each side of 0."""
+        parts = []
+        for b, (q, k, v) in enumerate(self.placed.sequences(x)):
+            if levels:
+                q, k, v = (coarse(y, levels[name]) for name, y in (("q", q), ("k", k), ("v", v)))
+            parts.append(attend(q, k, v, self.rules, b, x, x.get("sink")))
+        if not parts:
+            q, dim = x["q"], self.sizes.dim_v
+            rows = (self.sizes.q, 0) if self.placed.packed else (0, self.sizes.q, q.shape[1])
+            return {"o": q.new_zeros(*q.shape[:-1], dim), "lse": q.new_zeros(rows)}
+        return stacked(parts, self.placed.packed)
+
+    def case(self, library: Attend | None = None, **more: Any) -> Case:
+        """The case; `library` is called with the tensors and the arguments."""
+        run = library or plain_call
+        made: dict[str, Any] = {
+            "text": self.text,
+            "dtype": self.dtype,
+            "inputs": self.inputs,
+            "library": lambda x: run(x, self.arguments(x)),
+            "plain": self.plain,
+            "terms": max(1, sum(k for _, k in self.placed.lengths)) * self.sizes.group,
+            "floor": self.floor,
+        }
+        return Case(**{**made, **more})
+
+    def floor(self, name: str, truth: Tensors) -> float:
+        """A backward that reads o as it was rounded has a delta that is off by that; sums of all rows add it up."""
+        unit = UNIT[self.dtype]
+        if name in ("o", "lse"):
+            return 2 * unit if name == "lse" and self.formula.steps else 0.0
+        size = largest(truth[name])
+        o = truth["o"].detach().abs().nan_to_num()
+        if not o.numel():
+            return 0.0
+        if name in ("dq", "dk", "dv"):
+            delta = 3.0 * float(o.sum(-1).max())  # incoming gradients are normal, most below 3
+            reach = max(largest(self.inputs["q"]), largest(self.inputs["k"]))
+            rows = 1.0 if name == "dq" else math.sqrt(self.sizes.group * max([1, *(q for q, _ in self.placed.lengths)]))
+            return unit * abs(self.rules.scale) * (16 * (1 + size) + 2 * delta * reach * rows)
+        everything = float(o.sum())
+        return 4 * unit * everything + 4 * UNIT[torch.float32] * (1 + everything) * (self.dtype != torch.float64)
+
+
+def plain_call(x: Tensors, arguments: dict[str, Any]) -> Tensors:
+    """The call as users make it."""
+    o, lse = tw.attention_with_lse(x["q"], x["k"], x["v"], **arguments)
+    return {"o": o, "lse": lse}
+
+
+def problem(
+    draw: Draw, sizes: Heads, dtype: torch.dtype, placed: Placed, *, found: Formula | None = None, sinks: float = 0.25
+) -> Problem:
+    """A formula over what lies there, with the tensors that it reads, a scale and maybe a sink."""
+    found = formula(draw) if found is None else found
+    around = captured(draw, max(1, len(placed.lengths)), sizes.q, placed.longest)
+    inputs = placed.inputs | {name: around[name] for name in sorted(names_read(found, around))}
+    scale = draw.kernel((None, None, 0.3, -0.2, 1.0))
+    if draw.kernel_chance(sinks):
+        inputs["sink"] = draw.normal(sizes.q, dtype=draw.one((torch.float32, dtype)))
+        if draw.chance(0.2):
+            inputs["sink"][0] = -torch.inf
+    rules = Rules(sizes.dim**-0.5 if scale is None else scale, found.visible, found.change if found.steps else None)
+    return Problem(draw, dtype, sizes, placed, found, rules, inputs, {} if scale is None else {"scale": scale})
+
+
+def _with_gradients(made: Problem) -> dict[str, Any]:
+    learned = [name for name in (*LEARNED, "sink") if name in made.inputs and made.draw.chance(0.6)]
+    into = made.draw.one((("o",), ("o",), ("o", "lse")))
+    return {"leaves": ("q", "k", "v", *learned), "into": into}
+
+
+def _in_rows(draw: Draw, layout: Callable[[Draw, Heads, torch.dtype], Placed]) -> Case:
+    dtype, sizes = draw.dtype(), places.heads(draw)
+    made = problem(draw, sizes, dtype, layout(draw, sizes, dtype))
+    dropout = draw.kernel((0.0, 0.0, 0.0, 0.1, 0.5))
+    if dropout:
+        seed = draw.sizes.randrange(2**62)
+        made.rules = replace(made.rules, dropout=dropout, seed=seed)
+        made.options |= {"dropout": dropout, "seed": seed}
+    repeats = draw.chance(0.3)
+    if repeats:
+        made.options["deterministic"] = True
+    return made.case(repeats=repeats, **(_with_gradients(made) if draw.kernel_chance(0.6) else {}))
+
+
+def dense(draw: Draw) -> Case:
+    """Rows of one length."""
+    return _in_rows(draw, places.dense)
+
+
+def packed(draw: Draw) -> Case:
+    """Sequences one after another."""
+    return _in_rows(draw, places.packed)
+
+
+def paged(draw: Draw) -> Case:
+    """Keys in pages."""
+    dtype, sizes = draw.dtype(), places.heads(draw)
+    made = problem(draw, sizes, dtype, places.paged(draw, sizes, dtype))
+    if draw.chance(0.15):
+        made.options["batch_invariant"] = True
+    return made.case()
+
+
+def shared(draw: Draw) -> Case:
+    """Requests that begin with the same pages, which may be read once for all."""
+    dtype, sizes = draw.dtype(wide=False), places.heads(draw)
+    plainly = Formula(draw.kernel((None, CAUSAL)), ())
+    return problem(draw, sizes, dtype, places.paged(draw, sizes, dtype, shared=True), found=plainly).case()
+
+
+SCHEMES: dict[str, tuple[Callable[[], Any], int]] = {
+    "Sage1": (tw.Sage1, 127),
+    "Sage2": (tw.Sage2, 127),
+    "Sage2pp": (tw.Sage2pp, 127),
+    "Sage2 of 4 bits": (lambda: tw.Sage2("int4"), 7),
+    "Sage of fp8": (lambda: tw.Sage("fp8"), 16),
+    "FP8 by block": (lambda: tw.FP8("block", "block", "block"), 16),
+    "FA3FP8": (tw.FA3FP8, 16),
+}  # and how many steps each side of 0 has, at least: fp8 has 16 in its last octave
+
+
+def codes(draw: Draw) -> Case:
+    """Attention in few bits: not farther off than twice what one scale for each head would give."""
+    dtype = draw.kernel(HALVES)
+    sizes = places.heads(draw)
+    name, (scheme, levels) = draw.kernel(sorted(SCHEMES.items(), key=lambda item: item[0]))
+    layout = draw.kernel((places.dense, places.packed, places.paged))
+    made = problem(draw, sizes, dtype, layout(draw, sizes, dtype), found=formula(draw, 0.6, 0.3))
+    made.options["quantize"] = scheme()
+
+    def floor(result: str, truth: Tensors) -> float:
+        return made.floor(result, truth) + 0.04 * (1 + largest(truth[result]))
+
+    return made.case(
+        rough=lambda x: made.by(x, {"q": levels, "k": levels, "v": 16}), floor=floor, text=f"{name} {made.text}"
+    )
+
+
+def selected(draw: Draw) -> Case:
+    """Attention over the tiles that `select_tiles` has taken, dense rows."""
+    dtype, sizes = draw.dtype(), places.heads(draw)
+    made = problem(draw, sizes, dtype, places.dense(draw, sizes, dtype), found=formula(draw, 0.7, 0.3))
+    parts: tuple[Any, ...] = (tw.TopK(0.5), tw.TopK(2), tw.Sparge(0.9, 0.3), tw.Threshold(0.05))
+    select = draw.kernel(parts)
+    arguments = made.arguments(made.inputs)
+    taken = tw.select_tiles(
+        made.inputs["q"],
+        made.inputs["k"],
+        select,
+        **{name: x for name, x in arguments.items() if name in ("mask", "score", "scale")},
+    )
+    made.options["select"] = taken
+    rows, columns = taken.block
+    each = sizes.q // taken.kept.shape[1]
+    rows_q, rows_k, inner = made.inputs["q"].shape[1], made.inputs["k"].shape[1], made.rules.visible
+
+    def visible(c: Tensors, b: Any, h: Any, i: Any, j: Any) -> Any:
+        near = taken.kept[b % len(taken.kept), h // each, (i - (rows_k - rows_q)) // rows, j // columns]
+        return near if inner is None else near & inner(c, b, h, i, j)
+
+    made.rules = replace(made.rules, visible=visible)
+    made.options = {"select": taken, **made.options}
+    more = _with_gradients(made) if draw.kernel_chance(0.4) else {}
+    return made.case(text=f"{select} {made.text}", **more)
+
+
+def compiled(draw: Draw) -> Case:
+    """Inside a region of torch.compile."""
+    dtype, sizes = draw.dtype(wide=False), places.heads(draw)
+    layout = draw.kernel((places.dense, places.packed, places.paged))
+    made = problem(draw, sizes, dtype, layout(draw, sizes, dtype), found=formula(draw, 0.7, 0.4))
+
+    def library(x: Tensors, arguments: dict[str, Any]) -> Tensors:
+        torch._dynamo.reset()
+        region = torch.compile(plain_call, backend="inductor" if draw.on_gpu else "eager", fullgraph=True)
+        return region(x, arguments)
+
+    more = _with_gradients(made) if layout is not places.paged and draw.kernel_chance(0.5) else {}
+    return made.case(library, **more)
