@@ -181,7 +181,7 @@ STEPS: dict[str, Change] = {
     "+ 1 / (1 + distance)": lambda c, s, b, h, i, j: s + 1.0 / (1 + abs(i - j)),
     "silu": lambda c, s, b, h, i, j: s * s.sigmoid(),
     "+ 0.25 kind[j]": lambda c, s, b, h, i, j: s + c["kind"][j] * 0.25,
-    "exp(0.2 s)": lambda c, s, b, h, i, j: torch.exp(s * 0.2),
+    "exp(0.2 s)": lambda c, s, b, h, i, j: torch.exp(torch.clamp(s * 0.2, -4, 4)),
     "leaky relu": lambda c, s, b, h, i, j: torch.nn.functional.relu(s) + 0.1 * s,
 }
 LEARNED = ("bias", "factor", "relative", "pair", "place", "near", "request")

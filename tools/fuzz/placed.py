@@ -52,7 +52,8 @@ class Placed:
     @property
     def longest(self) -> int:
         """Of all sequences of keys, at least 1."""
-        return max([1, *(k for _, k in self.lengths)])
+        most = max([1, *(k for _, k in self.lengths)])
+        return most if self.packed or self.layout is not None else max(most, self.inputs["k"].shape[1])
 
 
 def heads(draw: Draw, same: bool = False) -> Heads:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
@@ -21,6 +21,7 @@ from tools.fuzz.judge import judge
 from tools.fuzz.kinds import builder
 from tools.fuzz.report import Finding
 
+WORKER = (sys.executable, "-m", "tools.fuzz.worker")
 BROKEN = ("CUDA error", "illegal memory access", "device-side assert")  # a process can do no more after these
 
 
@@ -90,8 +91,8 @@ class _Process:
 class Fleet:
     """All workers of a run."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.end = plan, time.monotonic() + plan.seconds
+    def __init__(self, plan: Plan, command: Sequence[str] = WORKER) -> None:
+        self.plan, self.command, self.end = plan, command, time.monotonic() + plan.seconds
         self.lines: queue.Queue[tuple[_Process, str | None]] = queue.Queue()
         firsts = plan.firsts or (0,) * plan.jobs
         self.alive = [self._start(worker, firsts[worker], 0) for worker in range(plan.jobs)]
@@ -99,10 +100,10 @@ class Fleet:
     def findings(self) -> Iterator[Finding]:
         """Every finding as it comes, until all workers have finished."""
         while self.alive:
+            self._end_what_hangs()
             try:
                 process, line = self.lines.get(timeout=1.0)
             except queue.Empty:
-                yield from self._hanging()
                 continue
             if line is None:
                 yield from self._ended(process)
@@ -119,7 +120,7 @@ class Fleet:
         plan = asdict(self.plan) | {"seconds": max(1.0, self.end - time.monotonic())}
         if plan["cases"]:
             plan["cases"] = max(0, plan["cases"] - done)
-        command = [sys.executable, "-m", "tools.fuzz.worker", json.dumps(plan), str(worker), str(first)]
+        command = [*self.command, json.dumps(plan), str(worker), str(first)]
         errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed where the process has ended
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         process = _Process(worker, running, errors, done=done)
@@ -148,12 +149,11 @@ class Fleet:
         else:
             process.finished = True
 
-    def _hanging(self) -> Iterator[Finding]:
+    def _end_what_hangs(self) -> None:
         for process in self.alive:
             if time.monotonic() - process.heard > self.plan.hang_s and process.running.poll() is None:
                 process.stage = f"no progress for {self.plan.hang_s:.0f} s, in {process.stage}"
                 process.running.kill()
-        yield from ()
 
     def _ended(self, process: _Process) -> Iterator[Finding]:
         status = process.running.wait()
