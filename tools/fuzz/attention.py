@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from tools.fuzz import placed as places
 from tools.fuzz.case import UNIT, Case, Tensors, largest
 from tools.fuzz.draw import HALVES, Draw
 from tools.fuzz.exact import Rules, attend, coarse, stacked
-from tools.fuzz.formulas import LEARNED, Formula, captured, formula, library_masks, names_read
+from tools.fuzz.formulas import LEARNED, Formula, Visible, captured, formula, library_masks, names_read
 from tools.fuzz.placed import Heads, Placed
 
 Attend = Callable[[Tensors, dict[str, Any]], Tensors]
 CAUSAL = library_masks(1, 1)[0]
+ON_CPU = ("cpu_tiled", "cpu_tiled", "reference")
+ON_GPU = ("triton", "hopper", "triton_paged", "hopper_decode", "hopper_mixed", "triton_decode")
 
 
 @dataclass
@@ -37,7 +40,7 @@ class Problem:
     @property
     def text(self) -> str:
         """As a person reads it."""
-        options = {name: x for name, x in self.options.items() if name not in ("layout", "sink")}
+        options = {name: x for name, x in self.options.items() if name not in ("layout", "select")}
         sink = " sink" if "sink" in self.inputs else ""
         return f"{self.placed.text} {self.dtype} {self.sizes.text} {self.formula.text} {options}{sink}"
 
@@ -119,10 +122,17 @@ def problem(
     return Problem(draw, dtype, sizes, placed, found, rules, inputs, {} if scale is None else {"scale": scale})
 
 
-def _with_gradients(made: Problem) -> dict[str, Any]:
+def with_gradients(made: Problem) -> dict[str, Any]:
+    """Leaves of a case, and the results that they get gradients of."""
     learned = [name for name in (*LEARNED, "sink") if name in made.inputs and made.draw.chance(0.6)]
     into = made.draw.one((("o",), ("o",), ("o", "lse")))
     return {"leaves": ("q", "k", "v", *learned), "into": into}
+
+
+def _impl(made: Problem) -> None:
+    """Now and then an implementation by name, which may refuse."""
+    if made.draw.kernel_chance(0.3):
+        made.options["impl"] = made.draw.kernel(ON_GPU if made.draw.on_gpu else ON_CPU)
 
 
 def _in_rows(draw: Draw, layout: Callable[[Draw, Heads, torch.dtype], Placed]) -> Case:
@@ -133,10 +143,11 @@ def _in_rows(draw: Draw, layout: Callable[[Draw, Heads, torch.dtype], Placed]) -
         seed = draw.sizes.randrange(2**62)
         made.rules = replace(made.rules, dropout=dropout, seed=seed)
         made.options |= {"dropout": dropout, "seed": seed}
+    _impl(made)
     repeats = draw.chance(0.3)
     if repeats:
         made.options["deterministic"] = True
-    return made.case(repeats=repeats, **(_with_gradients(made) if draw.kernel_chance(0.6) else {}))
+    return made.case(repeats=repeats, **(with_gradients(made) if draw.kernel_chance(0.6) else {}))
 
 
 def dense(draw: Draw) -> Case:
@@ -155,6 +166,7 @@ def paged(draw: Draw) -> Case:
     made = problem(draw, sizes, dtype, places.paged(draw, sizes, dtype))
     if draw.chance(0.15):
         made.options["batch_invariant"] = True
+    _impl(made)
     return made.case()
 
 
@@ -194,43 +206,37 @@ def codes(draw: Draw) -> Case:
 
 
 def selected(draw: Draw) -> Case:
-    """Attention over the tiles that `select_tiles` has taken, dense rows."""
+    """Attention over the tiles that `select_tiles` has taken, given the tiles or what chose them."""
     dtype, sizes = draw.dtype(), places.heads(draw)
-    made = problem(draw, sizes, dtype, places.dense(draw, sizes, dtype), found=formula(draw, 0.7, 0.3))
-    parts: tuple[Any, ...] = (tw.TopK(0.5), tw.TopK(2), tw.Sparge(0.9, 0.3), tw.Threshold(0.05))
-    select = draw.kernel(parts)
-    arguments = made.arguments(made.inputs)
-    taken = tw.select_tiles(
-        made.inputs["q"],
-        made.inputs["k"],
-        select,
-        **{name: x for name, x in arguments.items() if name in ("mask", "score", "scale")},
-    )
-    made.options["select"] = taken
-    rows, columns = taken.block
-    each = sizes.q // taken.kept.shape[1]
-    rows_q, rows_k, inner = made.inputs["q"].shape[1], made.inputs["k"].shape[1], made.rules.visible
+    layout = draw.kernel((places.dense, places.dense, places.packed, places.paged))
+    placed = layout(draw, sizes, dtype)
+    found = formula(draw, 0.7, 0.3) if layout is places.dense else Formula(draw.kernel((None, CAUSAL)), ())
+    made = problem(draw, sizes, dtype, placed, found=found)
+    choices: tuple[Any, ...] = (tw.TopK(0.5), tw.TopK(2), tw.Sparge(0.9, 0.3), tw.Threshold(0.05))
+    select = draw.kernel(choices)
+    given = {name: x for name, x in made.arguments(made.inputs).items() if name in ("mask", "score", "scale", "layout")}
+    taken = tw.select_tiles(made.inputs["q"], made.inputs["k"], select, **given)
+    made.rules = replace(made.rules, visible=_in_tiles(taken, made))
+    made.options["select"] = draw.one((taken, select))
+    more = with_gradients(made) if layout is not places.paged and draw.kernel_chance(0.4) else {}
+    text = f"{select}{' as tiles' if made.options['select'] is taken else ''} {made.text}"
+    return made.case(text=text, **more)
+
+
+def _in_tiles(taken: tw.Selected, made: Problem) -> Visible:
+    """The mask, of pairs in tiles that are taken; tiles of packed sequences begin where `Selected` says."""
+    (rows, columns), inner, lengths = taken.block, made.rules.visible, made.placed.lengths
+    each, apart = made.sizes.q // taken.kept.shape[1], taken.layout is not None
+    totals_q, totals_k = ([0, *accumulate(pair[n] for pair in lengths)] for n in (0, 1))
 
     def visible(c: Tensors, b: Any, h: Any, i: Any, j: Any) -> Any:
-        near = taken.kept[b % len(taken.kept), h // each, (i - (rows_k - rows_q)) // rows, j // columns]
+        place = int(b)
+        first_q, first_k = totals_q[place] // rows + place, totals_k[place] // columns + place
+        row = (i - (lengths[place][1] - lengths[place][0])) // rows
+        if apart:
+            near = taken.kept[0, h // each, row + first_q, j // columns + first_k]
+        else:
+            near = taken.kept[place % len(taken.kept), h // each, row, j // columns]
         return near if inner is None else near & inner(c, b, h, i, j)
 
-    made.rules = replace(made.rules, visible=visible)
-    made.options = {"select": taken, **made.options}
-    more = _with_gradients(made) if draw.kernel_chance(0.4) else {}
-    return made.case(text=f"{select} {made.text}", **more)
-
-
-def compiled(draw: Draw) -> Case:
-    """Inside a region of torch.compile."""
-    dtype, sizes = draw.dtype(wide=False), places.heads(draw)
-    layout = draw.kernel((places.dense, places.packed, places.paged))
-    made = problem(draw, sizes, dtype, layout(draw, sizes, dtype), found=formula(draw, 0.7, 0.4))
-
-    def library(x: Tensors, arguments: dict[str, Any]) -> Tensors:
-        torch._dynamo.reset()
-        region = torch.compile(plain_call, backend="inductor" if draw.on_gpu else "eager", fullgraph=True)
-        return region(x, arguments)
-
-    more = _with_gradients(made) if layout is not places.paged and draw.kernel_chance(0.5) else {}
-    return made.case(library, **more)
+    return visible

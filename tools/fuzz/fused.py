@@ -12,7 +12,7 @@ import tilewise as tw
 from tools.fuzz import placed as places
 from tools.fuzz.case import UNIT, Case, Tensors, largest
 from tools.fuzz.draw import HALVES, Draw
-from tools.fuzz.exact import turned
+from tools.fuzz.exact import numbers_of, turned
 
 WIDTHS = (1, 2, 3, 7, 8, 31, 33, 64, 100, 127, 128, 129, 255, 256, 257, 512, 513, 1000)
 WIDER = (2048, 4097, 8192, 16384, 20000)
@@ -34,17 +34,26 @@ def norm(draw: Draw) -> Case:
         inputs["weight"] = draw.normal(width, dtype=draw.kernel((dtype, torch.float32 if dtype in HALVES else dtype)))
     if centred and draw.kernel_chance(0.6):
         inputs["bias"] = draw.normal(width, dtype=dtype)
-    eps, offset = draw.one((1e-6, 1e-5, 0.1)), draw.one((0.0, 1.0))
+    eps, offset = draw.one((1e-6, 1e-5, 0.1)), draw.one((0.0, 1.0)) if "weight" in inputs or draw.chance(0.1) else 0.0
     wide = draw.kernel_chance(0.2) and dtype in HALVES
+    codes = draw.kernel(("fp8", "int8")) if not wide and draw.kernel_chance(0.2) else None
     out = torch.float32 if wide else None
 
     def library(x: Tensors) -> Tensors:
-        given: dict[str, Any] = {"residual": x.get("residual"), "eps": eps, "offset": offset, "out_dtype": out}
+        given: dict[str, Any] = {
+            "residual": x.get("residual"),
+            "eps": eps,
+            "offset": offset,
+            "out_dtype": out,
+            "quantize": codes,
+        }
         if centred:
             found = tw.layer_norm(x["x"], x.get("weight"), x.get("bias"), **given)
         else:
             found = tw.rms_norm(x["x"], x.get("weight"), **given)
-        return {"o": found} if isinstance(found, torch.Tensor) else {"o": found[0], "s": found[1]}
+        parts = (found,) if isinstance(found, torch.Tensor) else found
+        o = parts[0] if codes is None else numbers_of(parts[0], parts[1])
+        return {"o": o, "s": parts[-1]} if "residual" in x else {"o": o}
 
     def plain(x: Tensors) -> Tensors:
         s = x["x"] + x["residual"] if "residual" in x else x["x"]
@@ -60,14 +69,18 @@ def norm(draw: Draw) -> Case:
 
     def floor(name: str, truth: Tensors) -> float:
         """Sums over rows, and what a row's gradient is scaled by, as large as 1 / sqrt(eps)."""
+        if codes is not None and name == "o":  # half a step of a row's codes; e4m3 has three bits behind the point
+            return (0.51 / 127 if codes == "int8" else 0.51 / 8) * largest(truth[name])
         if not name.startswith("d"):
             return 0.0
         by_rows = name in ("dweight", "dbias")
         return 4 * UNIT[dtype] * (1 + largest(truth[name])) * (math.sqrt(max(1, rows)) if by_rows else 1.0)
 
-    grad = draw.kernel_chance(0.6)
+    grad = codes is None and draw.kernel_chance(0.6)
     leaves = tuple(inputs) if grad else ()
-    text = f"{'layer' if centred else 'rms'}_norm {rows} x {width} {dtype} {sorted(inputs)} {eps} {offset} {out}"
+    text = (
+        f"{'layer' if centred else 'rms'}_norm {rows} x {width} {dtype} {sorted(inputs)} {eps} {offset} {out} {codes}"
+    )
     return Case(
         text, dtype, inputs, library, plain, leaves=leaves, into=("o", "s") if "residual" in inputs else ("o",),
         terms=max(width, rows, 1), floor=floor, repeats=draw.chance(0.3),

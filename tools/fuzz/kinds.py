@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.fuzz import adapters, attention, fused, pages
+from tools.fuzz import adapters, attention, compiled, fused, pages
 from tools.fuzz.case import Case
 from tools.fuzz.draw import Draw, Name
 
@@ -15,7 +15,8 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "shared": (2, attention.shared),
     "codes": (3, attention.codes),
     "selected": (3, attention.selected),
-    "compiled": (1, attention.compiled),
+    "compiled": (1, compiled.attention),
+    "compiled_layers": (1, compiled.layers),
     "encoded": (2, pages.encoded),
     "channels": (2, pages.channels),
     "planned": (2, pages.planned),

@@ -36,7 +36,7 @@ class Twin:
 
 def _one_element(case: Case) -> Case:
     """One number of the first result moves, by less than a result is large; of few bits by more."""
-    share = 0.1 if case.rough is None else 1.5
+    share = 0.02 if case.rough is None else 0.5
 
     def library(x: Tensors) -> Tensors:
         results = case.library(x)
