@@ -23,6 +23,7 @@ from tools.fuzz.kinds import KINDS, builder
 from tools.fuzz.report import Finding, Kept, Tally, append
 from tools.fuzz.workers import Fleet, Plan, run_one
 
+SHOWN = 3  # of failures that look alike; all of them stand in --out and --resume
 ON_GPU = ("dense", "paged", "norm")  # kinds whose faults are looked for there, too: each takes kernels
 
 
@@ -71,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
         for found in fleet.findings():
             tally.add(found)
             kept.add(found)
-            if found.verdict == "failed":
+            alike = sum(one.likeness == found.likeness for one in tally.failures)
+            if found.verdict == "failed" and alike <= SHOWN:
                 print(told(found, plan), flush=True)
     finally:
         fleet.stop()

@@ -270,21 +270,28 @@ def infer_ragged(draw: Draw) -> Case:
 
 
 def infer_paged(draw: Draw) -> Case:
-    """FlashInfer's wrapper over pages."""
+    """FlashInfer's wrappers over pages: for prompts, and for one query of each request, which see every key."""
     dtype, sizes = draw.kernel(NO_FLOAT64), places.heads(draw, same=True)
-    placed = places.paged(draw, sizes, dtype)
+    decode = draw.kernel_chance(0.4)
+    placed = places.paged(draw, sizes, dtype, shared=decode)
     options, rules = _infer_rules(draw, sizes)
     made = _problem(draw, dtype, sizes, placed, rules, {})
     counts = [len(table) for table in placed.tables]
     last = [(k - 1) % placed.page_size + 1 if k else 0 for _, k in placed.lengths]
 
     def library(x: Tensors, arguments: dict[str, Any]) -> Tensors:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, dtype=torch.uint8, device=draw.device))
-        wrapper.plan(
-            draw.sums([q for q, _ in placed.lengths]), draw.sums(counts),
-            draw.ints([page for table in placed.tables for page in table]), draw.ints(last),
-            sizes.q, sizes.kv, sizes.dim, placed.page_size, q_data_type=dtype, **options,
-        )  # fmt: skip
+        workspace = torch.empty(1, dtype=torch.uint8, device=draw.device)
+        table = (draw.sums(counts), draw.ints([page for own in placed.tables for page in own]), draw.ints(last))
+        shape = (sizes.q, sizes.kv, sizes.dim, placed.page_size)
+        wrapper: Any
+        if decode:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
+            given = {name: option for name, option in options.items() if name != "causal"}
+            wrapper.plan(*table, *shape, q_data_type=dtype, kv_data_type=dtype, **given)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
+            first_q = draw.sums([q for q, _ in placed.lengths])
+            wrapper.plan(first_q, *table, *shape, q_data_type=dtype, **options)
         q = x["q"] if x["q"].ndim == 3 else x["q"].flatten(0, 1)
         o, lse = wrapper.run(q, (x["k"], x["v"]), return_lse=True)
         return {"o": o, "lse": lse}
@@ -296,13 +303,13 @@ def sage(draw: Draw) -> Case:
     """sageattn: not farther off than twice what one scale for each head would give."""
     dtype, sizes = draw.kernel(HALVES), places.heads(draw)
     placed = places.dense(draw, sizes, dtype)
-    causal, (scale, factor) = draw.kernel((True, False)), _scale(draw, sizes.dim)
+    causal, factor = draw.kernel((True, False)), draw.kernel((1.0, 0.5)) * sizes.dim**-0.5
     rules = Rules(factor, (lambda c, b, h, i, j: j <= i) if causal else None, shift=0)
     made = _problem(draw, dtype, sizes, placed, rules, {})
 
     def library(x: Tensors, arguments: dict[str, Any]) -> Tensors:
         o, lse = sageattention.sageattn(
-            x["q"], x["k"], x["v"], "NHD", is_causal=causal, sm_scale=scale, return_lse=True
+            x["q"], x["k"], x["v"], "NHD", is_causal=causal, sm_scale=factor, return_lse=True
         )  # fmt: skip
         return {"o": o, "lse": lse}
 
@@ -310,5 +317,5 @@ def sage(draw: Draw) -> Case:
         library,
         rough=lambda x: made.by(x, {"q": 127, "k": 127, "v": 16}),
         floor=lambda name, truth: 0.04 * (1 + largest(truth[name])),
-        text=f"causal {causal} scale {scale} {made.text}",
+        text=f"causal {causal} scale {factor} {made.text}",
     )

@@ -107,14 +107,16 @@ def plain_call(x: Tensors, arguments: dict[str, Any]) -> Tensors:
 
 
 def problem(
-    draw: Draw, sizes: Heads, dtype: torch.dtype, placed: Placed, *, found: Formula | None = None, sinks: float = 0.25
+    draw: Draw, sizes: Heads, dtype: torch.dtype, placed: Placed, *, found: Formula | None = None, calm: bool = False
 ) -> Problem:
-    """A formula over what lies there, with the tensors that it reads, a scale and maybe a sink."""
+    """A formula over what lies there, with the tensors that it reads, a scale (where `calm` the usual one) and maybe a
+    sink.
+    """
     found = formula(draw) if found is None else found
     around = captured(draw, max(1, len(placed.lengths)), sizes.q, placed.longest)
     inputs = placed.inputs | {name: around[name] for name in sorted(names_read(found, around))}
-    scale = draw.kernel((None, None, 0.3, -0.2, 1.0))
-    if draw.kernel_chance(sinks):
+    scale = None if calm else draw.kernel((None, None, 0.3, -0.2, 1.0))
+    if draw.kernel_chance(0.25):
         inputs["sink"] = draw.normal(sizes.q, dtype=draw.one((torch.float32, dtype)))
         if draw.chance(0.2):
             inputs["sink"][0] = -torch.inf
@@ -194,7 +196,8 @@ def codes(draw: Draw) -> Case:
     sizes = places.heads(draw)
     name, (scheme, levels) = draw.kernel(sorted(SCHEMES.items(), key=lambda item: item[0]))
     layout = draw.kernel((places.dense, places.packed, places.paged))
-    made = problem(draw, sizes, dtype, layout(draw, sizes, dtype), found=formula(draw, 0.6, 0.3))
+    found = formula(draw, 0.6, 0.3, calm=True)
+    made = problem(draw, sizes, dtype, layout(draw, sizes, dtype), found=found, calm=True)
     made.options["quantize"] = scheme()
 
     def floor(result: str, truth: Tensors) -> float:

@@ -187,11 +187,20 @@ STEPS: dict[str, Change] = {
 LEARNED = ("bias", "factor", "relative", "pair", "place", "near", "request")
 
 
-def formula(draw: Draw, masked: float = 0.75, scored: float = 0.6) -> Formula:
-    """A mask and a score, each with this chance."""
+AMPLIFY = (
+    "* 8",
+    "0.1 s s",
+    "exp(0.2 s)",
+    "* exp(-0.01 distance)",
+)  # a small error of a score decides which key is seen
+
+
+def formula(draw: Draw, masked: float = 0.75, scored: float = 0.6, calm: bool = False) -> Formula:
+    """A mask and a score, each with this chance; a `calm` one has no step of AMPLIFY."""
     part = mask(draw) if draw.kernel_chance(masked) else None
     count = draw.kernel((1, 1, 2, 3)) if draw.kernel_chance(scored) else 0
-    steps = [draw.kernel(sorted(STEPS.items())) for _ in range(count)]
+    known = [step for step in sorted(STEPS.items()) if not (calm and step[0] in AMPLIFY)]
+    steps = [draw.kernel(known) for _ in range(count)]
     steps.sort(key=lambda step: step[0].startswith("-inf"))  # else a later one may make +inf of it, and NaN of a row
     return Formula(part, tuple(steps))
 

@@ -65,7 +65,7 @@ def reason_of(refusal: TilewiseError) -> str:
     parts = []
     for text, most in ((refusal.name, 5), (refusal.expected, 8)):
         words = text.replace("(", " (").split()[:most]
-        parts.append(" ".join(word for word in words if not any(letter.isdigit() for letter in word)))
+        parts.append(" ".join("#" if any(letter.isdigit() for letter in word) else word for word in words))
     return f"{type(refusal).__name__} {': '.join(parts)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,12 @@ class Finding:
     verdict: str
     reason: str = ""
     text: str = ""
+
+    @property
+    def likeness(self) -> str:
+        """What failures of one cause mostly share: the kind, and what went wrong without its numbers."""
+        what = re.sub(r"\[[^]]*\]|-?\d[\d.e+-]*|\bnan\b", "#", self.text.split(" :: ")[0])
+        return f"{self.kind}: {what[:90]}"
 
 
 @dataclass
@@ -59,7 +66,11 @@ class Tally:
         found = [f"{self.cases} cases: {', '.join(f'{count} {verdict}' for verdict, count in sorted(totals.items()))}"]
         for kind, verdicts in self.by_kind().items():
             found.append(f"  {kind:<22} {', '.join(f'{count} {verdict}' for verdict, count in verdicts.items())}")
-        return found + [f"  refused {count:>5}  {reason}" for reason, count in self.refusals.most_common()]
+        found += [f"  refused {count:>5}  {reason}" for reason, count in self.refusals.most_common()]
+        for like, count in Counter(one.likeness for one in self.failures).most_common():
+            first = next(one.name for one in self.failures if one.likeness == like)
+            found.append(f"  FAILED {count:>6}  {like} (first {first})")
+        return found
 
     def record(self, seed: str, device: str, seconds: float, environment: Environment) -> dict[str, Any]:
         """For a file."""
