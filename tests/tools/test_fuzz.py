@@ -127,6 +127,12 @@ def test_a_worker_that_dies_has_failed_and_another_goes_on_behind_it() -> None:
     assert "gone" in found[0].text
 
 
+def test_a_worker_goes_on_anew_where_a_case_has_broken_the_gpu() -> None:
+    text = {"name": "fake:0:0", "kind": "dense", "verdict": "failed", "reason": "", "text": "CUDA error: gone"}
+    found = list(fleet(f"say(finding={text}); sys.exit()").findings())
+    assert [(one.name, one.verdict) for one in found] == [("fake:0:0", "failed"), ("fake:0:1", "ok")]
+
+
 def test_a_worker_that_hangs_has_failed() -> None:
     hung = fleet("time.sleep(10**6)", hang_s=2.0)
     found = next(hung.findings())
@@ -162,10 +168,11 @@ def test_a_tally_counts_by_kind_and_reason() -> None:
     for found in (
         Finding("a:0:0", "dense", "ok"),
         Finding("a:0:1", "dense", "refused", "InputError q: a tensor"),
-        Finding("a:0:2", "norm", "failed", "", "off"),
+        Finding("a:0:2", "norm", "failed", "", "o is off by 1.2e-3 :: norm 3 x 4"),
     ):
         tally.add(found)
     assert tally.cases == 3
     assert tally.by_kind() == {"dense": {"ok": 1, "refused": 1}, "norm": {"failed": 1}}
     assert [found.name for found in tally.failures] == ["a:0:2"]
+    assert tally.failures[0].likeness == Finding("b", "norm", "failed", "", "o is off by 7 :: norm 1 x 1").likeness
     assert any("dense: InputError q: a tensor" in line for line in tally.lines())

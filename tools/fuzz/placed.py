@@ -10,7 +10,7 @@ import torch
 
 import tilewise as tw
 from tools.fuzz.case import Tensors
-from tools.fuzz.draw import Draw
+from tools.fuzz.draw import MEMORY, PAGE_SIZES, Draw
 
 BATCHES = (0, *(1, 2, 3, 5) * 6)
 Sequence3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -70,9 +70,7 @@ def dense(draw: Draw, sizes: Heads, dtype: torch.dtype, batch: int | None = None
     rows_q = rows_k if draw.chance(0.6) else draw.one((1, 1, 2, draw.length()))
     rows_q = 0 if draw.chance(0.02) else rows_q
     inputs = {
-        name: draw.rows(
-            (batch, rows, n, dim), dtype, draw.kernel(("plain", "heads first", "padded", "odd", "expanded"))
-        )
+        name: draw.rows((batch, rows, n, dim), dtype, draw.kernel(MEMORY))
         for name, rows, n, dim in (
             ("q", rows_q, sizes.q, sizes.dim),
             ("k", rows_k, sizes.kv, sizes.dim),
@@ -105,7 +103,7 @@ def packed(draw: Draw, sizes: Heads, dtype: torch.dtype) -> Placed:
     first_q, first_k = (draw.sums([pair[n] for pair in found]) for n in (0, 1))
     starts = [(int(a), int(b)) for a, b in zip(first_q.tolist(), first_k.tolist(), strict=True)]
     inputs = {
-        name: draw.rows((rows, n, dim), dtype, draw.kernel(("plain", "heads first", "padded", "odd")))
+        name: draw.rows((rows, n, dim), dtype, draw.kernel(MEMORY[:4]))
         for name, rows, n, dim in (
             ("q", starts[-1][0], sizes.q, sizes.dim),
             ("k", starts[-1][1], sizes.kv, sizes.dim),
@@ -123,7 +121,7 @@ def paged(
     draw: Draw, sizes: Heads, dtype: torch.dtype, *, shared: bool = False, finite: bool = False, few: bool | None = None
 ) -> Placed:
     """Keys and values in a pool of pages, whose unused slots hold NaN unless `finite`; `shared` prefixes lie once."""
-    size = draw.kernel(PAGE_CHOICES if not draw.small else PAGE_CHOICES[:9])
+    size = draw.kernel(PAGE_SIZES if not draw.small else PAGE_SIZES[:9])
     equal = draw.chance(0.4)
     found = lengths(draw, few=draw.chance(0.5) if few is None else few)
     if shared:
@@ -153,7 +151,7 @@ def paged(
     as_batch = one_length and (shared or draw.chance(0.7))
     total = sum(q for q, _ in found)
     lead = (len(found), found[0][0]) if as_batch else (total,)
-    q = draw.rows((*lead, sizes.q, sizes.dim), dtype, draw.kernel(("plain", "heads first", "padded", "odd")))
+    q = draw.rows((*lead, sizes.q, sizes.dim), dtype, draw.kernel(MEMORY[:4]))
     first_q = draw.sums([n for n, _ in found])
     layout = tw.Paged(
         table, draw.ints([k for _, k in found]), None if as_batch else first_q, share_prefixes=shared
@@ -173,9 +171,6 @@ def paged(
     )
     own = tuple(tuple(table) for table in tables)
     return Placed(text, {"q": q, **pools}, layout, found, sequences, not as_batch, size, own)
-
-
-PAGE_CHOICES = (1, 2, 3, 5, 7, 16, 16, 31, 32, 64, 100, 128, 255, 256)
 
 
 def _pools(draw: Draw, sizes: Heads, dtype: torch.dtype, pages: int, size: int) -> Tensors:
