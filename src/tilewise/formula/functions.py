@@ -16,8 +16,11 @@ from tilewise.formula.expr import (
     Expr,
     as_expr,
     binary,
+    bits,
+    bitwise,
     cast,
     compare,
+    invert,
     lit,
     load,
     logic,
@@ -94,7 +97,11 @@ def _logical(op: str) -> Function:
 
 
 def _bitwise(op: str) -> Function:
-    return lambda input, other: logic(op, input, other)
+    return lambda input, other: bitwise(op, input, other)
+
+
+def _shift(op: str) -> Function:
+    return lambda input, other: bits(op, input, other)
 
 
 def _where(condition: Any, input: Any, other: Any) -> Expr:
@@ -285,7 +292,9 @@ _ENTRIES: dict[str, Function] = {
     "bitwise_and": _bitwise("and"),
     "bitwise_or": _bitwise("or"),
     "bitwise_xor": _bitwise("xor"),
-    "bitwise_not": lambda input: ~as_expr(input),
+    "bitwise_not": lambda input: invert(input),
+    "bitwise_left_shift": _shift("shl"),
+    "bitwise_right_shift": _shift("shr"),
     "where": _where,
     "masked_fill": _masked_fill,
     "clamp clip": _clamp,
@@ -327,6 +336,7 @@ _SPACES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.sp
 _OPERATORS = dict.fromkeys(("add", "sub", "mul", "pow", "lt", "le", "gt", "ge", "eq", "ne")) | {
     "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
     "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
 }  # fmt: skip
 _FUNCTIONS: dict[Any, Function] = {torch.Tensor.__getitem__: getitem}
 for _space in _SPACES.values():
