@@ -1,4 +1,4 @@
-"""Source code from formulas: device functions for Triton or Gluon, written to a cache folder and imported.
+"""Source code from formulas: device functions for Triton or Gluon, which `source` imports.
 
 Tensors arrive in a tuple `args` (each one's pointer, then its strides) and numbers in a tuple `nums`. Their values are
 never part of the source; only a tensor's rank and whether its last stride is 1 are.
@@ -6,15 +6,8 @@ never part of the source; only a tensor's rank and whether its last stride is 1 
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import os
-import pathlib
 import re
-import sys
-import tempfile
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +16,6 @@ from tilewise.formula.expr import Expr
 from tilewise.formula.reach import INT32, NARROW, Range, reaches, within
 from tilewise.formula.structure import share
 from tilewise.formula.walk import postorder, symbols
-
-EMITTER_VERSION = 7
 
 
 class Captured(NamedTuple):
@@ -291,31 +282,3 @@ def _shift(node: Expr) -> int:
     """By how many bits an integer is shifted where it is divided by a power of two that is known; else 0."""
     by = node.args[1].value if node.op == "floordiv" and node.kind == "int" and node.args[1].op == "lit" else 0
     return by.bit_length() - 1 if by > 0 and by & (by - 1) == 0 else 0
-
-
-def cache_folder() -> pathlib.Path:
-    """Where emitted modules live: `$TILEWISE_CACHE`, else `~/.cache/tilewise`."""
-    root = os.environ.get("TILEWISE_CACHE") or pathlib.Path.home() / ".cache" / "tilewise"
-    folder = pathlib.Path(root) / f"emitted-{EMITTER_VERSION}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def import_source(source: str) -> ModuleType:
-    """Write the source under its hash, atomically, and import it (Triton reads functions back from their file)."""
-    digest = hashlib.sha256(source.encode()).hexdigest()[:24]
-    name = f"tilewise_emitted_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    path = cache_folder() / f"{name}.py"
-    if not path.exists() or path.read_text() != source:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
-            handle.write(source)
-        os.replace(handle.name, path)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
