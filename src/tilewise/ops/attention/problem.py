@@ -301,9 +301,11 @@ def _indices(call: Call) -> bool:
     widest = (call.batch, call.num_heads_q, -call.rows_q, call.rows_k)
     if all(provable(bound, widest) for bound in (call.mask, call.score) if bound is not None):
         return True
-    lengths = [(rows_q, rows_k) for rows_q, rows_k in _lengths(call) or () if rows_q and rows_k]
-    if lengths:
-        _prove(call, min(rows_k - rows_q for rows_q, rows_k in lengths), max(rows_k for _, rows_k in lengths))
+    lengths = _lengths(call)
+    if lengths is not None:
+        # kernels evaluate formulas at 0 where a sequence has no queries, or no keys (`tiles.visit.proved`)
+        both = [(rows_q, rows_k) if rows_q and rows_k else (1, 1) for rows_q, rows_k in lengths]
+        _prove(call, min(rows_k - rows_q for rows_q, rows_k in both), max(rows_k for _, rows_k in both))
     return False
 
 
