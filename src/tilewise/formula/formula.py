@@ -151,12 +151,12 @@ def mask(fn: Callable[..., Any], name: Name = None) -> Mask:
     indexed by integer expressions. Raises FormulaError for a branch on a traced value or an operation outside the
     formula language.
     """
-    return Mask(trace(fn, ("b", "h", "i", "j"), "bool", "mask"), name)
+    return Mask(trace(fn, ("b", "h", "i", "j"), "bool", "mask", name is not None), name)
 
 
 def score(fn: Callable[..., Any], name: Name = None) -> Score:
     """Trace `fn(s, b, h, i, j) -> float` into a score; `s` is the scaled dot product. Raises FormulaError as `mask`."""
-    return Score(trace(fn, ("s", "b", "h", "i", "j"), "float", "score"), name)
+    return Score(trace(fn, ("s", "b", "h", "i", "j"), "float", "score", name is not None), name)
 
 
 def as_mask(value: Any) -> Mask:
