@@ -212,7 +212,15 @@ def test_block_mask_has_pytorchs_tiles() -> None:
         assert torch.equal(TileMap.from_block_mask(mine).classes, classes)
         assert torch.equal((mine.to_tile_map().classes > 0).expand_as(classes), classes > 0)
         assert torch.equal(mine[0, 1].kv_num_blocks, other[0, 1].kv_num_blocks)
-        assert mine.sparsity() == pytest.approx(100 * (1 - float((classes > 0).float().mean())))
+        assert mine.sparsity() == pytest.approx(other.sparsity())
+
+
+@pytest.mark.parametrize(("queries", "keys", "block"), [(100, 100, 64), (200, 130, (64, 128)), (64, 64, 128)])
+def test_sparsity_is_pytorchs_where_tiles_reach_beyond_a_length(queries: int, keys: int, block: Any) -> None:
+    given = (lambda b, h, i, j: (i >= j) & (h < 1), 2, 2, queries, keys)
+    mine = flex.create_block_mask(*given, device="cpu", BLOCK_SIZE=block)
+    other = torch_flex.create_block_mask(*given, device="cpu", BLOCK_SIZE=block)
+    assert mine.sparsity() == pytest.approx(other.sparsity())
 
 
 @pytest.mark.usefixtures("through_dynamo")

@@ -130,8 +130,13 @@ class BlockMask(TorchBlockMask):
         return made
 
     def sparsity(self) -> float:
-        """Percentage of tiles that are not visited."""
-        return 100.0 * (1.0 - self.to_tile_map().density())
+        """What PyTorch calls so: 100 less the percentage of pairs in tiles that are visited. Tiles that reach beyond a
+        length count whole, so it may be below 0. 0 for a mask of no pairs.
+        """
+        tiles = self.to_tile_map()
+        pairs = tiles.classes.shape[0] * tiles.classes.shape[1] * tiles.seqlen_q * tiles.seqlen_k
+        visited = int((tiles.classes != EMPTY).sum()) * tiles.block_m * tiles.block_n
+        return 100.0 * (1.0 - visited / pairs) if pairs else 0.0
 
     def contiguous(self) -> BlockMask:
         """Itself: nothing here is laid out in memory."""

@@ -6,8 +6,13 @@ import sys
 from typing import Any
 
 
+def _cut(text: str, most: int) -> str:
+    """Text of at most so many characters: a message with all four parts is shorter than 4 kB, whatever came."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 class TilewiseError(Exception):
-    """Root of every exception raised by tilewise.
+    """Root of every exception raised by tilewise. The message shows long parts cut; the attributes have all of them.
 
     Args:
         name: what is wrong, in the caller's words (an argument, a formula, an implementation).
@@ -18,7 +23,8 @@ class TilewiseError(Exception):
 
     def __init__(self, name: str, *, got: Any, expected: str, hint: str) -> None:
         # not by super().__init__, which torch.compile cannot trace: the message would be lost
-        self.args = (f"{name}: got {got}; expected {expected}. Hint: {hint}",)
+        said = f"{_cut(f'{name}', 600)}: got {_cut(f'{got}', 1000)}; expected {_cut(expected, 1800)}."
+        self.args = (f"{said} Hint: {_cut(hint, 500)}",)
         self.name = name
         self.got = got
         self.expected = expected

@@ -120,8 +120,8 @@ def _runs_of_documents(ids: torch.Tensor) -> Mask:
         where = (e.rising(x),) if ids.ndim == 1 else (b, e.rising(x))
         return (both[(0, *where)] <= y) & (y <= both[(1, *where)])
 
-    of_keys = mask(lambda b, h, i, j: inside(b, i, j))
-    of_queries = mask(lambda b, h, i, j: inside(b, j, i))
+    of_keys = mask(lambda b, h, i, j: inside(b, i, j), "document(ids)")
+    of_queries = mask(lambda b, h, i, j: inside(b, j, i), "document(ids)")
     return Mask(e.alike(of_keys.expr, of_queries.expr), "document(ids, ascending=True)")
 
 

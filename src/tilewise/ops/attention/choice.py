@@ -28,7 +28,7 @@ from tilewise.ops.tile_scores.table import TILE_SCORES
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.schemes import Scheme
 from tilewise.schedule.selection import PerHead, Prediction, Select, Sparge, TopK
-from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, Tiles, classify, classify_pairs
+from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, Tiles, classify, classify_pairs, paired
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,7 +339,7 @@ def _scored(call: Call, s: torch.Tensor, block: tuple[int, int]) -> torch.Tensor
     """What the score formula makes of scores of tiles, at their middles."""
     if call.score is None:
         return s
-    queries, keys = _tiles(call, block)
+    queries, keys, _ = paired(*_tiles(call, block))
     sequences = queries.b[:, None] if call.packed else torch.arange(s.shape[0], device=s.device).view(-1, 1, 1, 1)
     symbols = {
         "s": s,

@@ -33,9 +33,10 @@ def check_indices(call: Call) -> bool:
             expected="one that stays inside for all lengths that a replay may find",
             hint="declare tilewise.Packed(..., max_seqlen_k=...), or clamp the index",
         )
-    seen = [(rows_q, rows_k) for rows_q, rows_k in lengths or () if rows_q and rows_k]
-    if seen:
-        _prove(call, min(rows_k - rows_q for rows_q, rows_k in seen), max(rows_k for _, rows_k in seen))
+    if lengths is not None:
+        # kernels evaluate formulas at 0 where a sequence has no queries, or no keys (`tiles.visit.proved`)
+        both = [(rows_q, rows_k) if rows_q and rows_k else (1, 1) for rows_q, rows_k in lengths]
+        _prove(call, min(rows_k - rows_q for rows_q, rows_k in both), max(rows_k for _, rows_k in both))
     return False
 
 

@@ -162,7 +162,15 @@ def _of_means(step: _Step, kept: torch.Tensor) -> Call:
 
     pages = Paged(step.own_table(), (step.lengths + (size - 1)) // size)
     k, v = step.summaries.k_mean[:, None], step.summaries.v_mean[:, None]
-    return make_call(step.rows[:, None], k, v, layout=pages, scale=step.scale, mask=hidden, score=score(counted))
+    return make_call(
+        step.rows[:, None],
+        k,
+        v,
+        layout=pages,
+        scale=step.scale,
+        mask=hidden,
+        score=score(counted, "pages by their means"),
+    )
 
 
 # tokens --------------------------------------------------------------------------------------------------------------
