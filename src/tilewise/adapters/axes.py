@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.formula.expr import Expr
 
 
@@ -75,10 +76,11 @@ def window_mask(causal: bool, window_size: Any) -> tw.Mask | None:
 
     Raises InputError unless `window_size` is a pair of integers or None.
     """
+    check_flags(causal=causal)
     sides = window_size if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or not all(side is None or isinstance(side, int) for side in sides):
         raise InputError(
-            "window_size", got=repr(window_size), expected="(left, right), integers", hint="-1 is no limit"
+            "window_size", got=shown(window_size), expected="(left, right), integers", hint="-1 is no limit"
         )
     left, right = (None if side is None or side < 0 else int(side) for side in sides)
     right = 0 if causal else right
@@ -96,7 +98,7 @@ def distance_score(softcap: Any, alibi_slopes: Any, batch: int, heads: int) -> t
     number = isinstance(softcap, (int, float, numbers.Real)) and not isinstance(softcap, bool)
     if not number or not 0.0 <= softcap < math.inf:
         hint = "None turns it off too"
-        raise InputError("softcap", got=repr(softcap), expected="0 for none, or a finite number > 0", hint=hint)
+        raise InputError("softcap", got=shown(softcap), expected="0 for none, or a finite number > 0", hint=hint)
     score = tw.softcap(softcap) if softcap else None
     if alibi_slopes is None:
         return score

@@ -26,7 +26,8 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import tilewise as tw
 from tilewise.adapters.axes import autocast, check_tensors, raw_mask, raw_score, seqlen_first
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.core.flags import check_flags
 from tilewise.formula.expr import Expr, load
 from tilewise.formula.walk import transform
 from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, TileMap
@@ -224,6 +225,10 @@ def create_block_mask(
         InputError: a size is wrong.
         FormulaError: `mask_mod` cannot be traced (a data-dependent branch, an operation outside the formula language).
     """
+    check_flags(
+        _compile=_compile, separate_full_blocks=separate_full_blocks, compute_dq_write_order=compute_dq_write_order,
+        dq_kv_order=dq_kv_order,
+    )  # fmt: skip
     shared = "None for a mask shared by all"
     batch, heads = (1 if n is None else _integer(name, n, 0, shared) for name, n in (("B", B), ("H", H)))
     lengths = [_integer(name, n, 0, "of the attention to come") for name, n in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN))]
@@ -231,7 +236,7 @@ def create_block_mask(
     hint = "(queries, keys) of a tile, 128 by default"
     if len(blocks) != 2:
         expected = "an integer >= 1, or two of them"
-        raise InputError("create_block_mask BLOCK_SIZE", got=repr(BLOCK_SIZE), expected=expected, hint=hint)
+        raise InputError("create_block_mask BLOCK_SIZE", got=shown(BLOCK_SIZE), expected=expected, hint=hint)
     block_m, block_n = (_integer("BLOCK_SIZE", n, 1, hint) for n in blocks)
     device = device if device is not None else torch.accelerator.current_accelerator() or "cpu"
     shape = (batch, heads, lengths[0], lengths[1])
@@ -242,7 +247,7 @@ def _integer(name: str, value: Any, least: int, hint: str) -> Any:
     """An argument of `create_block_mask` as an int; symbolic ones of torch.compile stay so."""
     whole = isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
     if not whole or value < least:
-        raise InputError(f"create_block_mask {name}", got=repr(value), expected=f"an integer >= {least}", hint=hint)
+        raise InputError(f"create_block_mask {name}", got=shown(value), expected=f"an integer >= {least}", hint=hint)
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, int) else value
 
 
@@ -325,6 +330,7 @@ def flex_attention(
     Raises:
         InputError: shapes that FlexAttention refuses too. UnsupportedError: `AuxRequest(max_scores=True)`.
     """
+    check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     hint = "x[None] adds a batch dimension"
     check_tensors("(batch, heads, seqlen, dim)", (4,), hint, query=query, key=key, value=value)
     if query.shape[1] != key.shape[1] and not enable_gqa:
@@ -337,7 +343,8 @@ def flex_attention(
             raise InputError("return_lse", got="True with return_aux", expected="one of them", hint=hint)
         if not isinstance(return_aux, AuxRequest):
             hint = "None returns the output alone"
-            raise InputError("return_aux", got=repr(return_aux), expected="AuxRequest(lse=True) or None", hint=hint)
+            raise InputError("return_aux", got=shown(return_aux), expected="AuxRequest(lse=True) or None", hint=hint)
+        check_flags(lse=return_aux.lse, max_scores=return_aux.max_scores)
         if return_aux.max_scores:
             raise UnsupportedError(
                 "return_aux", got="max_scores=True", expected="AuxRequest(lse=True)", hint="lse bounds the scores"

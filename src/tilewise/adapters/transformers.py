@@ -22,6 +22,7 @@ from tilewise.adapters.axes import autocast, broadcast_load, check_tensors, raw_
 from tilewise.adapters.sdpa import additive, top_left_causal
 from tilewise.adapters.transformers_fused import Fused, fuse, unfuse
 from tilewise.core.errors import FormulaError, InputError, MissingExtraError, UnsupportedError
+from tilewise.core.flags import check_flags
 
 __all__ = ["Fused", "attention_forward", "attention_mask", "fuse", "register", "unfuse"]
 
@@ -198,6 +199,8 @@ def attention_forward(
         UnsupportedError: a model that selects keys or sinks for each query; or, beside a paged cache, a mask or a
             position bias.
     """
+    if is_causal is not None:
+        check_flags(is_causal=is_causal)
     for name in ("indices", "block_indices", "sinks"):  # what ignoring would change the result
         if kwargs.get(name) is not None:
             raise UnsupportedError(name, got="a tensor", expected="None", hint="use attn_implementation='eager'")

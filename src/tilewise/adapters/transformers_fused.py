@@ -17,6 +17,7 @@ import torch
 import tilewise as tw
 from tilewise.adapters.axes import autocast
 from tilewise.core.errors import InputError, MissingExtraError
+from tilewise.core.flags import check_flags
 
 __all__ = ["Fused", "fuse", "unfuse"]
 
@@ -58,6 +59,7 @@ def fuse(
         InputError: `model` is no module.
         MissingExtraError: transformers is not installed.
     """
+    check_flags(norms=norms, activations=activations, rotary=rotary, loss=loss)
     if not isinstance(model, torch.nn.Module):
         raise InputError("model", got=type(model).__name__, expected="a torch.nn.Module", hint="load the model first")
     finders: tuple[tuple[bool, str, Callable[[Any], Forward | None]], ...] = (

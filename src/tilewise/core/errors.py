@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from typing import Any
+
+MOST = 3500  # characters of a message
+MOST_DIGITS = 10**100  # Python itself writes no integer of some thousand digits
 
 
 class TilewiseError(Exception):
@@ -23,6 +27,14 @@ class TilewiseError(Exception):
         self.got = got
         self.expected = expected
         self.hint = hint
+
+    def __str__(self) -> str:
+        """The message; of a very long one the beginning and the end, where the hint is."""
+        text = str(self.args[0])
+        if len(text) <= MOST:
+            return text
+        half = MOST // 2 - 30
+        return f"{text[:half]} … ({len(text) - 2 * half} characters left out) … {text[-half:]}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As another process gets it: what was got as the message has it, which any value becomes."""
@@ -53,6 +65,24 @@ class MissingExtraError(TilewiseError, ImportError):
     """An optional package is needed; the hint names the extra that installs it."""
 
     name: str  # ImportError has one that may be None
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return shown(x)
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` for messages, of which containers, long text and large integers are cut short: an argument may hold
+    more than can be written at all.
+    """
+    if isinstance(value, int):
+        return repr(value) if -MOST_DIGITS < value < MOST_DIGITS else f"an integer of {value.bit_length()} bits"
+    return _SHORT.repr(value) if isinstance(value, (str, bytes, list, tuple, dict, set, frozenset)) else repr(value)
 
 
 def caller_line() -> str:

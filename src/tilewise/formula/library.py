@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.core.readback import unreadable, values_checked
 from tilewise.formula import expr as e
 from tilewise.formula.expr import Expr
@@ -90,6 +91,7 @@ def document(ids: torch.Tensor, *, ascending: bool = False) -> Mask:
 
     Source: Krell et al., "Efficient Sequence Packing without Cross-contamination".
     """
+    check_flags(ascending=ascending)
     _tensor("document ids", ids, (1, 2), "integer", "its document for each position: torch.tensor([0, 0, 1])")
     if ascending:
         return _runs_of_documents(ids)
@@ -223,7 +225,7 @@ def softcap(cap: float) -> Score:
     symbolic = isinstance(cap, (torch.SymInt, torch.SymFloat))
     number = isinstance(cap, (int, float, numbers.Real)) and not isinstance(cap, bool)
     if not symbolic and not (number and 0 < cap < math.inf):
-        raise InputError("softcap cap", got=repr(cap), expected="a finite number > 0", hint="leave it out for no cap")
+        raise InputError("softcap cap", got=shown(cap), expected="a finite number > 0", hint="leave it out for no cap")
     return score(lambda s, b, h, i, j: float(cap) * e.unary("tanh", s / float(cap)), lambda: f"softcap({cap})")
 
 
@@ -237,6 +239,7 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
         bidirectional: half of the buckets for keys after the query; else those share bucket 0.
         max_distance: distance from which on the last bucket is used.
     """
+    check_flags(bidirectional=bidirectional)
     _tensor("relative_bias table", table, (2,), "floating-point", "a row for each bucket, a column for each head")
     check_integer("relative_bias max_distance", max_distance, "T5 has 128")
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
@@ -296,7 +299,7 @@ def check_integer(name: str, value: Any, hint: str, least: int = 1, kind: str = 
     """Symbolic integers of torch.compile pass."""
     whole = isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)
     if not isinstance(value, torch.SymInt) and not (whole and value >= least):
-        raise InputError(name, got=repr(value), expected=f"{kind} >= {least}", hint=hint)
+        raise InputError(name, got=shown(value), expected=f"{kind} >= {least}", hint=hint)
 
 
 def _tensor(name: str, value: Any, ranks: tuple[int, ...], kind: str, hint: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tilewise.core.errors import InputError, OutOfPagesError
+from tilewise.core.errors import InputError, OutOfPagesError, shown
 
 
 @dataclass(eq=False, slots=True)
@@ -338,4 +338,4 @@ def _runs(pages: list[int], start: int, stop: int, page_size: int) -> tuple[rang
 
 def _check_count(name: str, value: int, least: int) -> None:
     if not isinstance(value, int) or value < least:
-        raise InputError(name, got=repr(value), expected=f"an integer, at least {least}", hint="give a count")
+        raise InputError(name, got=shown(value), expected=f"an integer, at least {least}", hint="give a count")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.layouts import PageSummaries
 from tilewise.ops.kv_write import copy_pages
 from tilewise.ops.kv_write.problem import DTYPES
@@ -60,6 +61,7 @@ class PagePool:
         summaries: bool = False,
         columns: int | None = None,
     ) -> None:
+        check_flags(summaries=summaries)
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {
             "num_layers": num_layers, "num_pages": num_pages, "page_size": page_size, "num_heads_kv": num_heads_kv,
@@ -67,7 +69,7 @@ class PagePool:
         }  # fmt: skip
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
-                raise InputError(name, got=repr(size), expected="an integer, at least 1", hint="give a count")
+                raise InputError(name, got=shown(size), expected="an integer, at least 1", hint="give a count")
         if num_pages * page_size >= 2**31:
             raise InputError(
                 "num_pages",
@@ -79,7 +81,7 @@ class PagePool:
             raise InputError("dtype", got=dtype, expected="float16, bfloat16 or float32", hint="that of k and v")
         order = order or ("HND" if encoding else "NHD")
         if order not in ORDERS:
-            raise InputError("order", got=repr(order), expected="'NHD' or 'HND'", hint="how a page lies in memory")
+            raise InputError("order", got=shown(order), expected="'NHD' or 'HND'", hint="how a page lies in memory")
         page = (page_size, num_heads_kv) if order == "NHD" else (num_heads_kv, page_size)
         self.num_layers, self.num_pages, self.page_size, self.order = num_layers, num_pages, page_size, order
         self.encoding = encoding
@@ -208,7 +210,7 @@ def check_by_channel(
     if not isinstance(open_pages, int) or open_pages < 1:
         raise InputError(
             "open_pages",
-            got=repr(open_pages),
+            got=shown(open_pages),
             expected="an integer, at least 1",
             hint="pages that are not full keep their keys as they are: one for each sequence that lives",
         )

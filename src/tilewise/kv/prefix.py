@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 from tilewise.kv.allocator import PageAllocator, Sequence
 
 Tokens = collections.abc.Sequence[int]
@@ -61,6 +62,7 @@ class PrefixCache:
 
     def match(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> int:
         """How many of the first tokens `start` would find now; takes nothing and leaves the order of eviction alone."""
+        check_flags(whole=whole)
         return sum(len(entry.tokens) for entry in self._walk(tokens, extra, whole))
 
     def start(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> Sequence:
@@ -71,6 +73,7 @@ class PrefixCache:
             extra: what else the keys and values depend on (an adapter of the weights, an image): others share nothing.
             whole: also take a page that ends the prompt. Otherwise at least one token is left, to compute logits from.
         """
+        check_flags(whole=whole)
         return self.allocator.create(entry.page for entry in self._walk(tokens, extra, whole))
 
     def insert(self, sequence: Sequence, tokens: Tokens, extra: Hashable = None) -> int:

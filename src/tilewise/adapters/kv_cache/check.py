@@ -11,7 +11,7 @@ import torch
 import tilewise as tw
 from tilewise.adapters.axes import check_tensors, distance_score, window_mask
 from tilewise.adapters.kv_cache.call import CacheCall, step_of
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.core.readback import unreadable, values_checked
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -194,7 +194,7 @@ def check_steering(name: str, value: Any, also: str = "") -> None:
     """Raise InputError unless it is an integer >= 0."""
     if not isinstance(value, (numbers.Integral, torch.SymInt)) or isinstance(value, bool) or value < 0:
         expected = f"an integer >= 0 {also}".rstrip()
-        raise InputError(name, got=repr(value), expected=expected, hint="0 leaves it open, or is an empty cache")
+        raise InputError(name, got=shown(value), expected=expected, hint="0 leaves it open, or is an empty cache")
 
 
 def _variant(call: CacheCall) -> Variant:
@@ -203,7 +203,7 @@ def _variant(call: CacheCall) -> Variant:
     number = isinstance(scale, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
     if scale is not None and not (number and -math.inf < scale < math.inf):
         hint = "None is head_dim ** -0.5"
-        raise InputError("softmax_scale", got=repr(scale), expected="a finite number", hint=hint)
+        raise InputError("softmax_scale", got=shown(scale), expected="a finite number", hint=hint)
     mask = window_mask(call.causal, call.window_size)
     score = distance_score(call.softcap, call.alibi_slopes, call.batch, heads)
     if call.alibi_slopes is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 from tilewise.core.readback import being_traced, host_values
 from tilewise.formula.check import provable, prove, reads_values, to_be_proved
 from tilewise.formula.formula import as_mask, as_score
@@ -159,6 +160,7 @@ def make_call(
 ) -> Call:
     """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
     layout = layout_of(layout)
+    check_flags(deterministic=deterministic, batch_invariant=batch_invariant)
     codes = quantize if isinstance(quantize, Quantized) else None
     scheme = None if quantize is None else check_scheme(quantize if codes is None else codes.scheme, "quantize")
     bound_mask = None if mask is None else as_mask(mask).bound
@@ -182,6 +184,8 @@ def make_call(
             if bound is not None:
                 check_captured(bound, what, q)
     share_prefixes = isinstance(layout, Paged) and layout.share_prefixes
+    if share_prefixes is not False:
+        check_flags(share_prefixes=share_prefixes)
     if share_prefixes and batch_invariant:
         raise InputError(
             "batch_invariant",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.rotary import Rope, check_angles, check_rope
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -114,7 +114,7 @@ def check_joint(qkv: Any, num_heads_q: Any, num_heads_kv: Any) -> None:
     """Raise InputError unless qkv has that many heads of queries, of keys and of values."""
     for name, heads in (("num_heads_q", num_heads_q), ("num_heads_kv", num_heads_kv)):
         if not isinstance(heads, (int, torch.SymInt)) or isinstance(heads, bool) or heads < 1:
-            raise InputError(name, got=repr(heads), expected="a whole number, 1 or more", hint="heads, not numbers")
+            raise InputError(name, got=shown(heads), expected="a whole number, 1 or more", hint="heads, not numbers")
     _check_tensor("qkv", qkv)
     heads = num_heads_q + 2 * num_heads_kv
     if qkv.shape[-2] != heads:
