@@ -28,6 +28,14 @@ def check_tensors(expected: str, ranks: Sequence[int], hint: str, **tensors: Any
             raise InputError(name, got=f"shape {tuple(x.shape)}", expected=f"a tensor {expected}", hint=hint)
 
 
+def check_broadcast(name: str, table: torch.Tensor, full: Sequence[int]) -> None:
+    """Raise InputError unless each extent is that of (batch, heads, seqlen_q, seqlen_k), or 1."""
+    # not `in (1, size)`: under torch.compile a symbolic size is never found in a tuple
+    if any(n != 1 and n != size for n, size in zip(table.shape, full, strict=True)):
+        hint = "(batch, heads, seqlen_q, seqlen_k), where a dimension of 1 is shared"
+        raise InputError(name, got=f"shape {tuple(table.shape)}", expected=f"broadcastable to {tuple(full)}", hint=hint)
+
+
 def seqlen_first(x: torch.Tensor) -> torch.Tensor:
     """(batch, heads, seqlen, dim) as (batch, seqlen, heads, dim), with unit stride in dim."""
     x = x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

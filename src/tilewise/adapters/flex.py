@@ -29,7 +29,8 @@ from tilewise.adapters.axes import autocast, check_tensors, raw_mask, raw_score,
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.core.flags import check_flags
 from tilewise.formula.expr import Expr, load
-from tilewise.formula.walk import transform
+from tilewise.formula.sizes import Size
+from tilewise.formula.walk import symbols, transform
 from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, TileMap
 
 __all__ = [
@@ -99,8 +100,14 @@ class BlockMask(TorchBlockMask):
             return self._source
         shift = seqlen_k - seqlen_q
         if shift not in self._masks:
-            self._masks[shift] = raw_mask(self._source, shift)
+            self._masks[shift] = self._sized(raw_mask(self._source, shift))
         return self._masks[shift]
+
+    def _sized(self, mask: tw.Mask) -> tw.Mask:
+        """The mask, for the batch and the heads alone that it was made for, where it looks at these."""
+        looked = symbols(mask.expr)
+        axes = (("batch", "b", self._lead[0]), ("num_heads_q", "h", self._lead[1]))
+        return mask.sized(*(Size("block_mask", axis, n) for axis, symbol, n in axes if n > 1 and symbol in looked))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,7 +154,7 @@ class BlockMask(TorchBlockMask):
 
         if device == self.device:
             return self
-        source = None if mask is None else tw.Mask(transform(mask.expr, moved), mask.name)
+        source = None if mask is None else tw.Mask(transform(mask.expr, moved), mask.name, mask.sizes)
         return BlockMask(source, shape=(*self._lead, *self.seq_lengths), block_size=self.BLOCK_SIZE, device=device)
 
     def __getitem__(self, index: Any) -> Any:
@@ -262,7 +269,8 @@ def mask_of(block_mask: TorchBlockMask, seqlen_q: int, seqlen_k: int) -> tw.Mask
     known, mask_mod = getattr(block_mask, "_tilewise", None), block_mask.mask_mod
     if known is None or known[0] is not mask_mod:
         device = block_mask.kv_num_blocks.device
-        known = (mask_mod, BlockMask(_from_torch(block_mask), shape=(1, 1, seqlen_q, seqlen_k), device=device))
+        shape = (block_mask.shape[0], block_mask.shape[1], seqlen_q, seqlen_k)
+        known = (mask_mod, BlockMask(_from_torch(block_mask), shape=shape, device=device))
         block_mask._tilewise = known  # type: ignore[attr-defined]
     mask: tw.Mask | None = known[1].mask_for(seqlen_q, seqlen_k)
     return mask

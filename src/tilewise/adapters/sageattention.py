@@ -209,6 +209,9 @@ def sageattn_varlen(
     check_tensors("(total, heads, dim)", (3,), hint, q=q, k=k, v=v)
     hint = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0)"
     check_tensors("(batch + 1,)", (1,), hint, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        got, expected = f"{cu_seqlens_k.shape[0]} entries", f"{cu_seqlens_q.shape[0]}, as cu_seqlens_q has"
+        raise InputError("cu_seqlens_k", got=got, expected=expected, hint="both are of the same sequences")
     cu = [x if x.dtype == torch.int32 else x.to(torch.int32) for x in (cu_seqlens_q, cu_seqlens_k)]
     mask = None
     if is_causal:

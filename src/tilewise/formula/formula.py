@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from tilewise.core.errors import FormulaError, InputError
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr, logic, negate
+from tilewise.formula.sizes import Size
 from tilewise.formula.structure import Binding, Bound, Structure, parse
 from tilewise.formula.trace import trace
 from tilewise.formula.walk import render, transform
@@ -25,10 +26,11 @@ class Formula:
     structure alone: formulas with equal text run the same compiled kernel.
     """
 
-    def __init__(self, expr: Expr, name: Name = None) -> None:
+    def __init__(self, expr: Expr, name: Name = None, sizes: tuple[Size, ...] = ()) -> None:
         binding = Binding()
         self.expr = expr
         self.name = name
+        self.sizes = sizes  # of the calls that it is for
         self.text = binding.text(expr)
         self.tensors: tuple[torch.Tensor, ...] = tuple(binding.tensors)
         self.numbers: tuple[Any, ...] = tuple(binding.numbers)
@@ -53,10 +55,15 @@ class Formula:
         return hash(self._identity())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.expr, repr(self))  # a name may be a function, which cannot be pickled
+        return type(self), (self.expr, repr(self), self.sizes)  # a name may be a function, which cannot be pickled
 
     def __repr__(self) -> str:
         return (self.name if isinstance(self.name, str) else self.name and self.name()) or render(self.expr)
+
+    def sized(self, *sizes: Size) -> Self:
+        """This formula, for calls of these sizes alone."""
+        self.sizes = sizes
+        return self
 
     def evaluate(self, *, dtype: torch.dtype = torch.float32, **symbols: torch.Tensor) -> torch.Tensor:
         """Value for integer tensors `b`, `h`, `i`, `j` (and a float tensor `s` for a score), which broadcast.
@@ -79,18 +86,26 @@ class Mask(Formula):
 
     def __and__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(logic("and", self.expr, other.expr), lambda: f"{self._operand('&')} & {other._operand('&')}")
+        return Mask(
+            logic("and", self.expr, other.expr),
+            lambda: f"{self._operand('&')} & {other._operand('&')}",
+            self.sizes + other.sizes,
+        )
 
     __rand__ = __and__
 
     def __or__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(logic("or", self.expr, other.expr), lambda: f"{self._operand('|')} | {other._operand('|')}")
+        return Mask(
+            logic("or", self.expr, other.expr),
+            lambda: f"{self._operand('|')} | {other._operand('|')}",
+            self.sizes + other.sizes,
+        )
 
     __ror__ = __or__
 
     def __invert__(self) -> Mask:
-        return Mask(negate(self.expr), lambda: f"~{self._operand('~')}")
+        return Mask(negate(self.expr), lambda: f"~{self._operand('~')}", self.sizes)
 
     def _operand(self, operator: str) -> str:
         text = repr(self)
@@ -115,7 +130,7 @@ class Score(Formula):
         def insert(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
             return self.expr if node.op == "sym" and node.value == "s" else None
 
-        return Score(transform(then.expr, insert), lambda: f"{self!r} >> {then!r}")
+        return Score(transform(then.expr, insert), lambda: f"{self!r} >> {then!r}", self.sizes + then.sizes)
 
     def __rrshift__(self, other: Any) -> Score:
         return as_score(other) >> self

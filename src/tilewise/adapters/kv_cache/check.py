@@ -12,6 +12,7 @@ import tilewise as tw
 from tilewise.adapters.axes import check_tensors, distance_score, window_mask
 from tilewise.adapters.kv_cache.call import CacheCall, step_of
 from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.core.overlap import check_apart
 from tilewise.core.readback import unreadable, values_checked
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -48,6 +49,8 @@ def check(call: CacheCall) -> Variant:
             hint = "a copy would not be written in place"
             raise InputError(name, got=f"strides {x.stride()}", expected="unit stride in the last dimension", hint=hint)
     _check_cache(call)
+    if call.k is not None:
+        check_apart("v_cache", call.v_cache, "k_cache", call.k_cache)
     check_steering("num_splits", call.num_splits)
     batch = (call.batch,)
     if isinstance(call.cache_seqlens, torch.Tensor):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError, shown
+from tilewise.core.overlap import check_apart
 from tilewise.rotary import Rope, check_angles, check_rope
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -67,6 +68,8 @@ def make_call(q: Any, k: Any, rope: Any) -> Call:
 
 def check_inplace(call: Call) -> None:
     """Raise InputError unless q and k may be written to."""
+    if call.k is not None:
+        check_apart("k", call.given["k"], "q", call.given["q"])
     for name, x in call.given.items():
         if x.requires_grad and torch.is_grad_enabled():
             raise InputError(
