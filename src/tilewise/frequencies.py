@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError, shown
+from tilewise.core.real import is_finite
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -136,7 +137,7 @@ def frequencies(
     rotary_dim: int, length: int, base: float = 10000.0, scaling: Scaling | None = None
 ) -> tuple[torch.Tensor, float]:
     """Radians a token of each pair, float64 on the CPU, and by what cosines and sines are multiplied."""
-    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 1 < base < math.inf:
+    if not is_finite(base) or base <= 1:
         raise InputError("base", got=shown(base), expected="a number above 1", hint="10000 in the paper")
     if scaling is not None and not isinstance(scaling, Scaling):
         raise InputError(
@@ -153,7 +154,7 @@ def frequencies(
         stretch = max(length, scaling.original_length) / scaling.original_length
         more = scaling.factor * stretch - (scaling.factor - 1)
         base *= more ** (rotary_dim / (rotary_dim - 2))
-    plain = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
+    plain = float(base) ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor, 1.0
     if isinstance(scaling, YarnScaling):
@@ -201,8 +202,7 @@ def _check_scaling(scaling: Any) -> None:
             _check_count(name, value, 1)
         elif not (field.name == "attention_factor" and value is None):
             least = 1.0 if field.name == "factor" else 0.0
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not least <= value < math.inf or not value:
+            if not is_finite(value) or value < least or not value:
                 says = "a number of 1 or more" if least else "a number above 0"
                 raise InputError(name, got=shown(value), expected=says, hint="a model's rope_scaling has it")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 import tilewise as tw
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
+from tilewise.core.real import is_finite
 from tilewise.formula.expr import Expr
 
 
@@ -103,8 +102,8 @@ def distance_score(softcap: Any, alibi_slopes: Any, batch: int, heads: int) -> t
     Raises InputError unless `softcap` is None or a finite number >= 0, and the slopes are such a tensor or None.
     """
     softcap = 0.0 if softcap is None else softcap
-    number = isinstance(softcap, (int, float, numbers.Real)) and not isinstance(softcap, bool)
-    if not number or not 0.0 <= softcap < math.inf:
+    symbolic = isinstance(softcap, (torch.SymInt, torch.SymFloat))
+    if not symbolic and not (is_finite(softcap) and softcap >= 0):
         hint = "None turns it off too"
         raise InputError("softcap", got=shown(softcap), expected="0 for none, or a finite number > 0", hint=hint)
     score = tw.softcap(softcap) if softcap else None

@@ -16,6 +16,7 @@ import torch
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
 from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.real import is_finite
 from tilewise.formula import expr as e
 from tilewise.formula.expr import Expr
 from tilewise.formula.formula import Mask, Score, mask, score
@@ -229,8 +230,7 @@ def alibi(slopes: torch.Tensor) -> Score:
 def softcap(cap: float) -> Score:
     """cap * tanh(s / cap): scores stay within (-cap, cap) (Gemma Team, "Gemma 2")."""
     symbolic = isinstance(cap, (torch.SymInt, torch.SymFloat))
-    number = isinstance(cap, (int, float, numbers.Real)) and not isinstance(cap, bool)
-    if not symbolic and not (number and 0 < cap < math.inf):
+    if not symbolic and not (is_finite(cap) and cap > 0):
         raise InputError("softcap cap", got=shown(cap), expected="a finite number > 0", hint="leave it out for no cap")
     return score(lambda s, b, h, i, j: float(cap) * e.unary("tanh", s / float(cap)), lambda: f"softcap({cap})")
 
@@ -247,7 +247,7 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
     """
     check_flags(bidirectional=bidirectional)
     _tensor("relative_bias table", table, (2,), "floating-point", "a row for each bucket, a column for each head")
-    check_integer("relative_bias max_distance", max_distance, "T5 has 128")
+    check_integer("relative_bias max_distance", max_distance, "T5 has 128", most=2**31 - 1)
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
@@ -315,11 +315,15 @@ def _of_table(name: str, table: torch.Tensor) -> tuple[Size, ...]:
     return (*(size for size in sizes[:2] if size.extent != 1), *sizes[2:], shift)
 
 
-def check_integer(name: str, value: Any, hint: str, least: int = 1, kind: str = "an integer") -> None:
+def check_integer(
+    name: str, value: Any, hint: str, least: int = 1, kind: str = "an integer", most: int | None = None
+) -> None:
     """Symbolic integers of torch.compile pass."""
     whole = isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)
     if not isinstance(value, torch.SymInt) and not (whole and value >= least):
         raise InputError(name, got=shown(value), expected=f"{kind} >= {least}", hint=hint)
+    if most is not None and not isinstance(value, torch.SymInt) and value > most:
+        raise InputError(name, got=shown(value), expected=f"{kind} from {least} to {most}", hint=hint)
 
 
 def _tensor(name: str, value: Any, ranks: tuple[int, ...], kind: str, hint: str) -> None:

@@ -191,5 +191,5 @@ def check_order(name: str, order: Any) -> str:
 
 def check_text(name: str, text: Any, text_first: Any) -> None:
     """Raise unless they say how many tokens of text there are, and where."""
-    check_integer(f"{name} text", text, "how many tokens are on no grid", least=0)
+    check_integer(f"{name} text", text, "how many tokens are on no grid", least=0, most=2**31 - 1)
     check_flags(**{f"{name} text_first": text_first})

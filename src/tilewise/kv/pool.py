@@ -68,7 +68,7 @@ class PagePool:
             "head_dim": head_dim, "head_dim_v": head_dim_v,
         }  # fmt: skip
         for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise InputError(name, got=shown(size), expected="an integer, at least 1", hint="give a count")
         if num_pages * page_size >= 2**31:
             raise InputError(
@@ -131,8 +131,7 @@ class PagePool:
         """(k_pages, v_pages) of a layer, as `tilewise.kv_write` and `tilewise.attention` take them: views, or with an
         encoding two `Encoded` of views, or a `ByChannel` and one.
         """
-        if not 0 <= layer < self.num_layers:
-            raise InputError("layer", got=layer, expected=f"0 to {self.num_layers - 1}", hint="layers count from 0")
+        self._check_layer(layer)
         k, v, *scales = (self._ordered(x)[layer] for x in self._views)
         if not scales:
             return k, v
@@ -144,7 +143,13 @@ class PagePool:
 
     def summaries(self, layer: int) -> PageSummaries | None:
         """Of the pages of a layer; None where the pool keeps none."""
+        self._check_layer(layer)
         return self._summaries[layer] if self._summaries else None
+
+    def _check_layer(self, layer: int) -> None:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self.num_layers:
+            got = shown(layer) if isinstance(layer, (int, float, str)) else type(layer).__name__
+            raise InputError("layer", got=got, expected=f"0 to {self.num_layers - 1}", hint="layers count from 0")
 
     def copy(self, pairs: torch.Tensor) -> None:
         """Copy pages onto others in all layers, in one launch: `pairs` as `tilewise.copy_pages` takes them. Where keys
@@ -165,6 +170,8 @@ class PagePool:
             opened: int32 or int64 (n, 2): a page, and the row that gets its keys.
             places: int32 (n, 2): a page, and its place from now on, as `tilewise.quant.ByChannel` has it.
         """
+        if not self._channels:
+            raise InputError("open", got="a pool without", expected="keys by channel", hint="keys_by_channel=4")
         scale, least, rows = self._channels
         keys, rows = self._ordered(self._views[0]), self._ordered(rows)
         if opened.shape[0]:

@@ -19,6 +19,7 @@ import tilewise as tw
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.core.flags import check_flags
 from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.real import is_finite
 from tilewise.layouts import Packed, Paged
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -324,7 +325,7 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor):
         hint = "pass a number; a tensor would be read at every call"
         raise UnsupportedError(name, got="a tensor", expected="a number", hint=hint)
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
+    if not is_finite(value):
         raise InputError(name, got=shown(value), expected="a finite number", hint="None is 1, or FlashInfer's default")
     return float(value)
 

@@ -14,6 +14,7 @@ from tilewise.adapters.kv_cache.call import CacheCall, step_of
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.core.overlap import check_apart
 from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.real import is_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX = (torch.int32, torch.int64)
@@ -57,6 +58,9 @@ def check(call: CacheCall) -> Variant:
         _check_index("cache_seqlens", call.cache_seqlens, batch, call.device)
     elif call.cache_seqlens is not None:
         check_steering("cache_seqlens", call.cache_seqlens, "or an int32 tensor (batch,)")
+        if call.cache_seqlens > call.capacity:
+            got, expected = shown(call.cache_seqlens), f"0 to {call.capacity}, the tokens that a request can have"
+            raise InputError("cache_seqlens", got=got, expected=expected, hint="tokens in the cache before this call")
     for name in ("cache_leftpad", "rotary_seqlens"):
         if getattr(call, name) is not None:
             _check_index(name, getattr(call, name), batch, call.device)
@@ -203,8 +207,8 @@ def check_steering(name: str, value: Any, also: str = "") -> None:
 def _variant(call: CacheCall) -> Variant:
     """Mask, score and scale; factors of q and k multiply what softcap sees."""
     scale, heads = call.softmax_scale, call.q.shape[-2]
-    number = isinstance(scale, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
-    if scale is not None and not (number and -math.inf < scale < math.inf):
+    symbolic = isinstance(scale, (torch.SymInt, torch.SymFloat))
+    if scale is not None and not symbolic and not is_finite(scale):
         hint = "None is head_dim ** -0.5"
         raise InputError("softmax_scale", got=shown(scale), expected="a finite number", hint=hint)
     mask = window_mask(call.causal, call.window_size)

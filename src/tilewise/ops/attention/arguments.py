@@ -257,7 +257,12 @@ def scale_of(scale: Any, head_dim: int) -> float:
     number = isinstance(scale, (numbers.Real, torch.Tensor, torch.SymInt, torch.SymFloat))
     try:
         value = float(scale) if number and not isinstance(scale, bool) else math.nan
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ):  # a tensor of several elements, an integer beyond floats
         value = math.nan
     if not -math.inf < value < math.inf:  # nor NaN; not math.isfinite, which torch.compile cannot trace
         raise InputError("scale", got=shown(scale), expected="a finite number", hint="the default is head_dim ** -0.5")

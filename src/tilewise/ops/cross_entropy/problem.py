@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.real import is_finite
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -156,7 +156,7 @@ def make_linear_call(
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and -math.inf < x < math.inf
+    return isinstance(x, (int, float)) and is_finite(x)
 
 
 def _check_floats(name: str, x: Any, shape: str) -> None:
@@ -173,8 +173,11 @@ def _check_floats(name: str, x: Any, shape: str) -> None:
 
 
 def _check_terms(ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction: Any) -> None:
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise InputError("ignore_index", got=shown(ignore_index), expected="an int", hint="-100 is PyTorch's")
+    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
+    if not whole or not -(2**63) <= ignore_index < 2**63:  # a target is int64
+        raise InputError(
+            "ignore_index", got=shown(ignore_index), expected="an int of 64 bits", hint="-100 is PyTorch's"
+        )
     if not _is_number(label_smoothing) or not 0.0 <= label_smoothing <= 1.0:
         raise InputError(
             "label_smoothing", got=shown(label_smoothing), expected="a number from 0 to 1", hint="0 is off"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError, shown
+from tilewise.core.real import is_finite
 from tilewise.quant.codes import KINDS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -88,9 +88,9 @@ def make_call(
             _check_vector(name, vector, x)
     if residual is not None:
         _check_residual(residual, x)
-    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+    if not is_finite(eps) or eps < 0:
         raise InputError("eps", got=shown(eps), expected="a finite number, at least 0", hint="usual are 1e-6 and 1e-5")
-    if not isinstance(offset, (int, float)) or not -math.inf < offset < math.inf or (weight is None and offset != 0):
+    if not is_finite(offset) or (weight is None and offset != 0):
         raise InputError(
             "offset",
             got=shown(offset),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError, shown
+from tilewise.core.real import is_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -43,7 +43,7 @@ def make_call(x: Any, dim: Any, mask: Any, temperature: Any, dtype: Any, log: bo
             expected=f"an int from {-x.ndim} to {x.ndim - 1}",
             hint=f"x has {x.ndim} dimensions; -1 is the last",
         )
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
+    if not is_finite(temperature) or temperature <= 0:
         raise InputError(
             "temperature",
             got=shown(temperature),
