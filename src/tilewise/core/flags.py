@@ -30,4 +30,4 @@ def _check_other(name: str, value: Any) -> None:
     kind = type(value)
     if f"{kind.__module__}.{kind.__name__}" not in _BOOLEANS:
         hint = 'text such as "no" counts as true in Python, and so do most objects; bool(x) makes a number a boolean'
-        raise InputError(name, got=f"{kind.__name__} {shown(value)}", expected="True or False", hint=hint)
+        raise InputError(name, got=shown(value), expected="True or False", hint=hint)

@@ -140,7 +140,7 @@ class KVCache:
                 raise InputError("sequences", got=type(sequence).__name__, expected="live sequences", hint=hint)
         counts = [counts] * len(sequences) if isinstance(counts, int) else listed("counts", counts, "integers")
         for count in counts:
-            if type(count) is not int or count < 0:
+            if type(count) is not int:
                 check_count("counts", count, 0)
         if len(counts) != len(sequences):
             raise InputError(

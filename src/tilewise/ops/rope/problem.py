@@ -68,8 +68,6 @@ def make_call(q: Any, k: Any, rope: Any) -> Call:
 
 def check_inplace(call: Call) -> None:
     """Raise InputError unless q and k may be written to."""
-    if call.k is not None:
-        check_apart("k", call.given["k"], "q", call.given["q"])
     for name, x in call.given.items():
         if x.requires_grad and torch.is_grad_enabled():
             raise InputError(
@@ -86,6 +84,8 @@ def check_inplace(call: Call) -> None:
                 expected="unit stride in head_dim and no two elements in one place, to be written to",
                 hint="leave inplace out",
             )
+    if call.k is not None:
+        check_apart("k", call.given["k"], "q", call.given["q"])
 
 
 def results(call: Call) -> dict[str, torch.Tensor]:
