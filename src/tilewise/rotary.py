@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 from tilewise.core.readback import host_range, unreadable, values_checked
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -71,10 +72,7 @@ class Rope:
                 expected=expected,
                 hint="tokens of a batch lie one after another: use .flatten(), .to() and .contiguous()",
             )
-        if not isinstance(self.interleaved, bool):
-            raise InputError(
-                "Rope interleaved", got=repr(self.interleaved), expected="True or False", hint="which pairs are turned"
-            )
+        check_flags(**{"Rope interleaved": self.interleaved})
 
     @property
     def rotary_dim(self) -> int:

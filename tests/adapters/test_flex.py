@@ -62,9 +62,7 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def neighborhood(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """NATTEN on a 6 x 11 grid (one position more), window 3 x 5, border windows shifted inside."""
-    row, column = torch.clamp(q // 11, 1, 4), torch.clamp(q % 11, 2, 8)
-    return ((row - k // 11).abs() <= 1) & ((column - k % 11).abs() <= 2)
+    return abs(q.clamp(2, N - 3) - k) <= 2
 
 
 def t5(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -88,7 +86,7 @@ CASES = {
     "blocks": Case(lambda b, h, q, k: MAP[q // 32, k // 32], tw.blocks(MAP, 32)),
     "explicit": Case(lambda b, h, q, k: KEEP[q, k], tw.explicit(KEEP)),
     "by head": Case(lambda b, h, q, k: (h % 2 == 0) | (q >= k)),
-    "neighborhood": Case(neighborhood, tw.neighborhood((6, 11), (3, 5))),
+    "neighborhood": Case(neighborhood, tw.neighborhood((N,), (5,))),
     "noop": Case(torch_flex.noop_mask),
     "alibi": Case(
         causal, tw.causal, lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(), tw.alibi(SLOPES), captured=(SLOPES,)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from typing import Any
+
+MOST_DIGITS = 10**100  # Python itself writes no integer of some thousand digits
 
 
 def _cut(text: str, most: int) -> str:
@@ -59,6 +62,24 @@ class MissingExtraError(TilewiseError, ImportError):
     """An optional package is needed; the hint names the extra that installs it."""
 
     name: str  # ImportError has one that may be None
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return shown(x)
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` for messages, of which containers, long text and large integers are cut short: an argument may hold
+    more than can be written at all.
+    """
+    if isinstance(value, int):
+        return repr(value) if -MOST_DIGITS < value < MOST_DIGITS else f"an integer of {value.bit_length()} bits"
+    return _SHORT.repr(value) if isinstance(value, (str, bytes, list, tuple, dict, set, frozenset)) else repr(value)
 
 
 def caller_line() -> str:

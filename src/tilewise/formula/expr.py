@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import FormulaError, caller_line
+from tilewise.core.errors import FormulaError, caller_line, shown
 from tilewise.formula.walk import render
 
 Number = int | float | bool
@@ -257,7 +257,7 @@ def cast(value: Any, dtype: Any) -> Expr:
     if kind is None:
         raise FormulaError(
             f"cast at {caller_line()}",
-            got=repr(dtype),
+            got=shown(dtype),
             expected="torch.bool, int32, int64, float16, bfloat16, float32 or float64",
             hint="use torch.float32 or torch.int32",
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import FormulaError, caller_line
+from tilewise.core.errors import FormulaError, caller_line, shown
 from tilewise.formula.expr import (
     UNARY_FLOAT,
     Expr,
@@ -126,7 +126,7 @@ def _trunc(input: Any) -> Expr:
 def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expr:
     if rounding_mode not in (None, "floor", "trunc"):
         raise FormulaError(
-            "rounding_mode", got=repr(rounding_mode), expected="None, 'floor' or 'trunc'", hint="x // y is 'floor'"
+            "rounding_mode", got=shown(rounding_mode), expected="None, 'floor' or 'trunc'", hint="x // y is 'floor'"
         )
     if rounding_mode != "trunc":
         return binary("floordiv" if rounding_mode else "div", input, other)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.formula.check import prove
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import Mask, as_mask
@@ -61,7 +61,7 @@ class TileMap:
             least = 0 if name in lengths else 1
             if not isinstance(size, int) or size < least:
                 hint = "lengths may be 0, tiles, batch and heads start at 1"
-                raise InputError(f"TileMap {name}", got=repr(size), expected=f"an integer >= {least}", hint=hint)
+                raise InputError(f"TileMap {name}", got=shown(size), expected=f"an integer >= {least}", hint=hint)
         tiles_q, tiles_k = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
         if mask is None:
             full = torch.full((1, 1, tiles_q, tiles_k), FULL, dtype=torch.int8, device=device)

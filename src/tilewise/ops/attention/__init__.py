@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import being_traced
 from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
@@ -211,6 +212,9 @@ def plan(
     return AttentionPlan(call, choose(call, impl))
 
 
+_ARGUMENTS = tuple(attention.__kwdefaults__ or ())
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Which implementation a call runs on, and why the others do not: rows of (name, summary, verdict).
@@ -242,6 +246,10 @@ def why(
 
     Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.
     """
+    unknown = [name for name in arguments if name not in _ARGUMENTS]
+    if unknown:
+        expected = f"arguments of tilewise.attention: {', '.join(_ARGUMENTS)}"
+        raise InputError(f"why {unknown[0]}", got=shown(arguments[unknown[0]]), expected=expected, hint="by keyword")
     select = arguments.pop("select", None)
     in_rows, layout = _in_rows(q, k, v, select, arguments), arguments.get("layout")
     if in_rows is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import being_traced, host_values
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Dense, Packed, Paged
@@ -257,10 +257,15 @@ def scale_of(scale: Any, head_dim: int) -> float:
     number = isinstance(scale, (numbers.Real, torch.Tensor, torch.SymInt, torch.SymFloat))
     try:
         value = float(scale) if number and not isinstance(scale, bool) else math.nan
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ):  # a tensor of several elements, an integer beyond floats
         value = math.nan
     if not -math.inf < value < math.inf:  # nor NaN; not math.isfinite, which torch.compile cannot trace
-        raise InputError("scale", got=repr(scale), expected="a finite number", hint="the default is head_dim ** -0.5")
+        raise InputError("scale", got=shown(scale), expected="a finite number", hint="the default is head_dim ** -0.5")
     return value
 
 
@@ -269,7 +274,7 @@ def dropout_of(dropout: Any) -> float:
     number = isinstance(dropout, (int, float, numbers.Real))  # False too: `self.training and 0.1`
     if not number or not 0.0 <= dropout < 1.0:
         raise InputError(
-            "dropout", got=repr(dropout), expected="a probability in [0, 1)", hint="0.0 turns it off, as in evaluation"
+            "dropout", got=shown(dropout), expected="a probability in [0, 1)", hint="0.0 turns it off, as in evaluation"
         )
     return float(dropout)
 
@@ -296,7 +301,7 @@ def _check_seed(seed: Any, device: torch.device) -> None:
     if not good:
         raise InputError(
             "seed",
-            got=repr(seed),
+            got=shown(seed),
             expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}",
             hint="None draws one from PyTorch's generator",
         )

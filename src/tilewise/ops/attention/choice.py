@@ -17,7 +17,7 @@ from tilewise.formula.expr import Expr
 from tilewise.formula.formula import Mask, mask
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Packed
-from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.problem import Call, check_mask
 from tilewise.ops.quantize.problem import DTYPES, WIDEST, has_sums
 from tilewise.ops.select.problem import Call as Rows
 from tilewise.ops.select.table import TAKE
@@ -250,6 +250,8 @@ def pooled(call: Call, classes: torch.Tensor, block: tuple[int, int], alike: boo
 def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
     """The tiles that a call, dense or packed, takes by a selection; `impl` is of the prediction."""
     classes = classes_of(call, select.block)
+    for part in select.masks:
+        check_mask(call, part, "select")
     taken = [(classes != EMPTY) & (_classes(part.bound, call, select.block) != EMPTY) for part in select.masks]
     if select.predictions and classes.numel():
         alike = any(max(_values(part.theta)) >= 0.0 for part in select.predictions)

@@ -69,6 +69,10 @@ class AttentionPlan:
     def __repr__(self) -> str:
         return f"AttentionPlan(impl={self.impl!r}, q={self._examples[0]})"
 
+    def __reduce__(self) -> Any:
+        hint = "call tilewise.plan where it runs"
+        raise UnsupportedError("AttentionPlan", got="a pickle or a copy of it", expected="the plan itself", hint=hint)
+
     def update(self) -> None:
         """Plan for what the layout's tensors hold now. On a GPU nothing waits: it is one small kernel, or two.
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import being_traced, host_values
+from tilewise.core.flags import check_flags
+from tilewise.core.readback import being_traced, host_values, values_checked
 from tilewise.formula.check import to_be_proved
-from tilewise.formula.formula import as_mask, as_score
+from tilewise.formula.formula import Mask, as_mask, as_score
+from tilewise.formula.sizes import Size, Sizes, check_lengths, check_sizes, of_lengths
 from tilewise.formula.structure import Bound
 from tilewise.layouts import (
     Dense,
@@ -36,7 +38,7 @@ from tilewise.ops.attention.arguments import (
     scale_of,
     seed_of,
 )
-from tilewise.ops.attention.lengths import check_indices
+from tilewise.ops.attention.lengths import check_indices, lengths_now
 from tilewise.quant import KINDS, ByChannel, Encoded
 from tilewise.quant.blocks import Quantized
 from tilewise.quant.codes import decoded
@@ -172,10 +174,14 @@ def make_call(
 ) -> Call:
     """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
     layout = layout_of(layout)
+    check_flags(deterministic=deterministic, batch_invariant=batch_invariant)
     codes = quantize if isinstance(quantize, Quantized) else None
     scheme = None if quantize is None else check_scheme(quantize if codes is None else codes.scheme, "quantize")
-    bound_mask = None if mask is None else as_mask(mask).bound
-    bound_score = None if score is None else as_score(score).bound
+    mask = None if mask is None else as_mask(mask)
+    score = None if score is None else as_score(score)
+    bound_mask = None if mask is None else mask.bound
+    bound_score = None if score is None else score.bound
+    sizes = (() if mask is None else mask.sizes) + (() if score is None else score.sizes)
     pages = layout.pages if isinstance(layout, Paged) else None
     cu_seqlens_q = layout.cu_seqlens_q if isinstance(layout, (Packed, Paged)) else None
     cu_seqlens_k = layout.keys if isinstance(layout, Packed) else None
@@ -187,7 +193,7 @@ def make_call(
     unproved = not being_traced() and (to_be_proved(bound_mask) or to_be_proved(bound_score))
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if unproved else None
     bounds = NO_BOUNDS if isinstance(layout, Dense) else layout.bounds
-    key = (signature, numbers, cu_seqlens_q.shape if isinstance(cu_seqlens_q, torch.Tensor) else None, bounds)
+    key = (signature, numbers, cu_seqlens_q.shape if isinstance(cu_seqlens_q, torch.Tensor) else None, bounds, sizes)
     checked = signature is not None and key in _checked
     if not checked:
         check_tensors(q, k, v, layout, scales is not None)
@@ -196,6 +202,8 @@ def make_call(
             if bound is not None:
                 check_captured(bound, what, q)
     share_prefixes = isinstance(layout, Paged) and layout.share_prefixes
+    if share_prefixes is not False:
+        check_flags(share_prefixes=share_prefixes)
     if share_prefixes and batch_invariant:
         raise InputError(
             "batch_invariant",
@@ -244,12 +252,15 @@ def make_call(
         codes=codes,
         bounds=bounds,
     )
+    for_all = not checked
     if not checked:
         for_all = not unproved or check_indices(call)
-        if signature is not None and for_all:
-            if len(_checked) > 4096:
-                _checked.clear()
-            _checked.add(key)
+    if sizes:
+        _check_sizes(call, sizes, checked)
+    if for_all and signature is not None:
+        if len(_checked) > 4096:
+            _checked.clear()
+        _checked.add(key)
     return call
 
 
@@ -293,6 +304,23 @@ def signature_of(
 
 
 _signatures: dict[tuple[Any, ...], Signature] = {}
+
+
+def _check_sizes(call: Call, sizes: tuple[Size, ...], checked: bool) -> None:
+    """Raise InputError for a size that a formula was made for and the call does not have."""
+    dense = not call.packed and call.pages is None
+    if not checked:
+        check_sizes(sizes, Sizes(call.batch, call.num_heads_q, call.rows_q, call.rows_k, dense))
+    if not dense and of_lengths(sizes) and values_checked(call.q.device):
+        check_lengths(sizes, lengths_now(call) or ())
+
+
+def check_mask(call: Call, mask: Mask, what: str) -> None:
+    """Raise InputError or FormulaError unless a mask beside the call's own is for such a call."""
+    check_captured(mask.bound, what, call.q)
+    if to_be_proved(mask.bound) and not being_traced():
+        check_indices(replace(call, mask=mask.bound, score=None))
+    _check_sizes(call, mask.sizes, False)
 
 
 def check_values(call: Call) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.real import is_finite
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -144,9 +144,9 @@ def make_linear_call(
     _check_terms(ignore_index, label_smoothing, z_loss, reduction)
     _check_target(target, x, "x", ignore_index, weight.shape[0])
     if softcap is not None and (not _is_number(softcap) or softcap <= 0):
-        raise InputError("softcap", got=repr(softcap), expected="None or a number above 0", hint="30.0 in Gemma 2")
+        raise InputError("softcap", got=shown(softcap), expected="None or a number above 0", hint="30.0 in Gemma 2")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise InputError("chunk", got=repr(chunk), expected="None or an int of 1 or more", hint="tokens at a time")
+        raise InputError("chunk", got=shown(chunk), expected="None or an int of 1 or more", hint="tokens at a time")
     wants = torch.is_grad_enabled() and reduction != "none"
     inputs = (("x", x), ("weight", weight), ("bias", bias))
     early = tuple(name for name, t in inputs if wants and t is not None and t.requires_grad)
@@ -156,7 +156,7 @@ def make_linear_call(
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and -math.inf < x < math.inf
+    return isinstance(x, (int, float)) and is_finite(x)
 
 
 def _check_floats(name: str, x: Any, shape: str) -> None:
@@ -173,14 +173,19 @@ def _check_floats(name: str, x: Any, shape: str) -> None:
 
 
 def _check_terms(ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction: Any) -> None:
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise InputError("ignore_index", got=repr(ignore_index), expected="an int", hint="-100 is PyTorch's")
+    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
+    if not whole or not -(2**63) <= ignore_index < 2**63:  # a target is int64
+        raise InputError(
+            "ignore_index", got=shown(ignore_index), expected="an int of 64 bits", hint="-100 is PyTorch's"
+        )
     if not _is_number(label_smoothing) or not 0.0 <= label_smoothing <= 1.0:
-        raise InputError("label_smoothing", got=repr(label_smoothing), expected="a number from 0 to 1", hint="0 is off")
+        raise InputError(
+            "label_smoothing", got=shown(label_smoothing), expected="a number from 0 to 1", hint="0 is off"
+        )
     if not _is_number(z_loss) or z_loss < 0.0:
-        raise InputError("z_loss", got=repr(z_loss), expected="a number of 0 or more", hint="1e-4 in PaLM")
+        raise InputError("z_loss", got=shown(z_loss), expected="a number of 0 or more", hint="1e-4 in PaLM")
     if reduction not in ("mean", "sum", "none"):
-        raise InputError("reduction", got=repr(reduction), expected='"mean", "sum" or "none"', hint="a string")
+        raise InputError("reduction", got=shown(reduction), expected='"mean", "sum" or "none"', hint="a string")
 
 
 def _check_target(target: Any, x: torch.Tensor, name: str, ignore_index: int, vocabulary: int) -> None:

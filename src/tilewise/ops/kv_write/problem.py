@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.overlap import check_apart
 from tilewise.core.readback import unreadable, values_checked
 from tilewise.quant import ByChannel, Encoded
 from tilewise.rotary import Rope, check_positions, check_rope
@@ -93,6 +94,7 @@ def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, rope: Any
     else:
         _check_no_gradient(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
         call = Write(k, v, k_pages, v_pages, slots, None, rope)
+    check_apart("v_pages", call.v_pages, "k_pages", call.k_pages)
     check_values(call)
     return call
 

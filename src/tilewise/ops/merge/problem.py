@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import host_values, values_checked
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -245,7 +245,7 @@ def _output_dtype(dtype: Any, common: torch.dtype) -> torch.dtype:
     if dtype not in allowed:
         names = ", ".join(str(x) for x in allowed)
         raise InputError(
-            "dtype", got=repr(dtype), expected=f"None or one of {names} for an o of {common}", hint="None keeps it"
+            "dtype", got=shown(dtype), expected=f"None or one of {names} for an o of {common}", hint="None keeps it"
         )
     kept: torch.dtype = dtype
     return kept

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.real import is_finite
 from tilewise.quant.codes import KINDS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -88,12 +88,12 @@ def make_call(
             _check_vector(name, vector, x)
     if residual is not None:
         _check_residual(residual, x)
-    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
-        raise InputError("eps", got=repr(eps), expected="a finite number, at least 0", hint="usual are 1e-6 and 1e-5")
-    if not isinstance(offset, (int, float)) or not -math.inf < offset < math.inf or (weight is None and offset != 0):
+    if not is_finite(eps) or eps < 0:
+        raise InputError("eps", got=shown(eps), expected="a finite number, at least 0", hint="usual are 1e-6 and 1e-5")
+    if not is_finite(offset) or (weight is None and offset != 0):
         raise InputError(
             "offset",
-            got=repr(offset),
+            got=shown(offset),
             expected="a finite number, 0.0 without a weight",
             hint="it is added to weight: 1.0 where weights are kept as their distance from 1",
         )
@@ -159,7 +159,7 @@ def _output_dtype(dtype: Any, of_x: torch.dtype) -> torch.dtype:
     if dtype not in allowed:
         names = ", ".join(str(x) for x in allowed)
         raise InputError(
-            "out_dtype", got=repr(dtype), expected=f"None or one of {names} for an x of {of_x}", hint="None keeps it"
+            "out_dtype", got=shown(dtype), expected=f"None or one of {names} for an x of {of_x}", hint="None keeps it"
         )
     kept: torch.dtype = dtype
     return kept
@@ -168,7 +168,7 @@ def _output_dtype(dtype: Any, of_x: torch.dtype) -> torch.dtype:
 def _check_quantize(quantize: Any, out_dtype: Any, tensors: tuple[torch.Tensor | None, ...]) -> None:
     """A known kind, nothing that contradicts it, and no gradient wanted."""
     if quantize not in CODES:
-        raise InputError("quantize", got=repr(quantize), expected="None, 'fp8' or 'int8'", hint="None gives o itself")
+        raise InputError("quantize", got=shown(quantize), expected="None, 'fp8' or 'int8'", hint="None gives o itself")
     if out_dtype is not None:
         raise InputError(
             "out_dtype",

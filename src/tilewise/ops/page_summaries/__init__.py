@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.layouts import Paged, PageSummaries, check_pages
 from tilewise.ops.kv_write import kv_write
 from tilewise.ops.kv_write.problem import DTYPES
@@ -52,7 +52,7 @@ def summarize_pages(
         tokens = batch
     elif not isinstance(tokens, int) or tokens < 0:
         hint = "the rows of k and v that were written"
-        raise InputError("tokens", got=repr(tokens), expected="the last of layout cu_seqlens_q", hint=hint)
+        raise InputError("tokens", got=shown(tokens), expected="the last of layout cu_seqlens_q", hint=hint)
     check_pages(layout.pages, starts, k_pages.new_empty(tokens), k_pages)
     with torch.no_grad():
         call = Call(k_pages, v_pages, table, seqlens, starts, tokens, bits_of(k_pages, summaries))

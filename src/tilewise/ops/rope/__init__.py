@@ -6,6 +6,7 @@ from typing import overload
 
 import torch
 
+from tilewise.core.flags import check_flags
 from tilewise.core.readback import being_traced
 from tilewise.ops.rope.problem import check_inplace, check_joint, make_call
 from tilewise.ops.rope.table import ROPE
@@ -54,6 +55,7 @@ def rope(
         InputError: an argument is wrong, or `inplace` where a gradient is taken.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
     """
+    check_flags(inplace=inplace)
     call = make_call(q, k, rope)
     if not inplace:
         turned = ROPE(call, impl)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.overlap import check_apart
 from tilewise.rotary import Rope, check_angles, check_rope
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -83,6 +84,8 @@ def check_inplace(call: Call) -> None:
                 expected="unit stride in head_dim and no two elements in one place, to be written to",
                 hint="leave inplace out",
             )
+    if call.k is not None:
+        check_apart("k", call.given["k"], "q", call.given["q"])
 
 
 def results(call: Call) -> dict[str, torch.Tensor]:
@@ -114,7 +117,7 @@ def check_joint(qkv: Any, num_heads_q: Any, num_heads_kv: Any) -> None:
     """Raise InputError unless qkv has that many heads of queries, of keys and of values."""
     for name, heads in (("num_heads_q", num_heads_q), ("num_heads_kv", num_heads_kv)):
         if not isinstance(heads, (int, torch.SymInt)) or isinstance(heads, bool) or heads < 1:
-            raise InputError(name, got=repr(heads), expected="a whole number, 1 or more", hint="heads, not numbers")
+            raise InputError(name, got=shown(heads), expected="a whole number, 1 or more", hint="heads, not numbers")
     _check_tensor("qkv", qkv)
     heads = num_heads_q + 2 * num_heads_kv
     if qkv.shape[-2] != heads:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.real import is_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,14 +39,14 @@ def make_call(x: Any, dim: Any, mask: Any, temperature: Any, dtype: Any, log: bo
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise InputError(
             "dim",
-            got=repr(dim),
+            got=shown(dim),
             expected=f"an int from {-x.ndim} to {x.ndim - 1}",
             hint=f"x has {x.ndim} dimensions; -1 is the last",
         )
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
+    if not is_finite(temperature) or temperature <= 0:
         raise InputError(
             "temperature",
-            got=repr(temperature),
+            got=shown(temperature),
             expected="a number above 0",
             hint="divide x beforehand where rows have temperatures of their own; the limit 0 is argmax",
         )
@@ -108,7 +108,7 @@ def _output_dtype(dtype: Any, given: torch.dtype) -> torch.dtype:
     if dtype not in allowed:
         names = ", ".join(str(x) for x in allowed)
         raise InputError(
-            "dtype", got=repr(dtype), expected=f"None or one of {names} for an x of {given}", hint="None keeps it"
+            "dtype", got=shown(dtype), expected=f"None or one of {names} for an x of {given}", hint="None keeps it"
         )
     kept: torch.dtype = dtype
     return kept
