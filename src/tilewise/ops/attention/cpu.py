@@ -36,6 +36,8 @@ def sdpa_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, call.mask is not None, attn_mask=None, scale=call.scale
     )
+    if not _finite(lse):
+        return tiled_forward(call)
     zero = lse == 0.0  # as PyTorch has it where each score is -inf, but others may be 0, too
     if bool(zero.any()) and bool((o[zero] == 0.0).all(-1).any()):
         return tiled_forward(call)
@@ -45,8 +47,8 @@ def sdpa_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def sdpa_backward(
     call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
 ) -> Gradients:
-    """The fused kernel's own backward; the tiled one when lse has a gradient."""
-    if dlse is not None:
+    """The fused kernel's own backward; the tiled one when lse has a gradient, or did the forward."""
+    if dlse is not None or not _finite(lse):
         return tiled_backward(call, o, lse, do, dlse)
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
     if call.group > 1:
@@ -66,6 +68,11 @@ def sdpa_backward(
     if call.group > 1:
         dk, dv = (x.unflatten(1, (-1, call.group)).sum(2) for x in (dk, dv))
     return Gradients(*(x.transpose(1, 2).to(call.q.dtype) for x in (dq, dk, dv)))
+
+
+def _finite(lse: torch.Tensor) -> bool:
+    """Whether no score was NaN or +inf and no row all -inf: there the fused kernel gives 0 in 16 bits, or lse NaN."""
+    return math.isfinite(float(lse.sum()))
 
 
 # tiled -------------------------------------------------------------------------------------------------------------
@@ -288,6 +295,7 @@ class _Sequence:
         q, do_rows = self._grouped(call.q, rows), self._grouped(do, rows)
         lse_rows, delta_rows = lse[:, :, rows], delta[:, :, rows].to(self.compute)
         lse2 = torch.where(lse_rows == -torch.inf, 0.0, lse_rows) * LOG2E
+        lse2 = lse2.masked_fill_(lse2 == torch.inf, torch.nan)  # as the weights of such rows are
         dq = torch.zeros_like(q)
         scaled, q = self._scaled(q), q * call.scale
         for keys, cuts in tile.runs:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.tensors import check_dense
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -44,6 +45,7 @@ class Call:
 def make_call(x: Any, block: Any, cu_seqlens: Any, similarity: bool, variance: bool) -> Call:
     """The call of `tile_means`; raises InputError. Cumulative lengths are taken as they are: attention checks them."""
     ndim = 4 if cu_seqlens is None else 3
+    check_dense("x", x, "a dense tensor of rows")
     if not isinstance(x, torch.Tensor) or x.ndim != ndim or x.dtype not in DTYPES:
         raise InputError(
             "x",
