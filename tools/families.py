@@ -58,6 +58,7 @@ _SHARED = (
             "arguments.py",
             "problem.py",
             "rows/needs.py",
+            "composed.py",
             "torch_op.py",
             "planned.py",
             "gradient.py",

@@ -137,8 +137,14 @@ def test_batched_gradients(name: str) -> None:
     close(*found)
 
 
-@ALL
-@pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd", "hessian", "vmap of grad"])
+JACOBIANS = ("attention_captured", "attention_sink", "merge", "rms_norm", "softmax", "swiglu", "cross_entropy", "rope")
+OF_FUNC = [
+    *((name, transform) for name in CASES for transform in ("grad", "vmap of grad")),
+    *((name, transform) for name in JACOBIANS for transform in ("jacrev", "jacfwd", "hessian")),
+]
+
+
+@pytest.mark.parametrize(("name", "transform"), OF_FUNC)
 def test_transforms_of_torch_func(name: str, transform: str) -> None:
     case, x = CASES[name], CASES[name].inputs()
 
@@ -261,19 +267,7 @@ def test_fake_tensors_have_the_shapes(name: str) -> None:
 
 # compiled ------------------------------------------------------------------------------------------------------------
 
-SOME = pytest.mark.parametrize(
-    "name",
-    [
-        "attention",
-        "attention_captured",
-        "attention_sink",
-        "merge",
-        "rms_norm",
-        "softmax",
-        "linear_cross_entropy",
-        "rope",
-    ],
-)
+SOME = pytest.mark.parametrize("name", ["attention_captured", "attention_sink", "merge", "rms_norm", "rope"])
 
 
 @SOME
@@ -375,8 +369,8 @@ def test_second_derivatives_of_too_many_scores_raise(through: str, monkeypatch: 
 def test_second_derivatives_of_selected_tiles(far: str) -> None:
     """Those of what is computed, with one key for each of the other tiles."""
     generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, 96, 1, 8, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
-    select = tw.Select(tw.TopK(0.5), block=(32, 32), far=far)
+    q, k, v = (torch.randn(1, 24, 1, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
+    select = tw.Select(tw.TopK(0.5), block=(8, 8), far=far)
     chosen = tw.select_tiles(q, k, select)
 
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

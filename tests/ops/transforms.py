@@ -47,7 +47,7 @@ def dense(
     return torch.einsum("bhij,bjhd->bihd", torch.softmax(s, -1)[..., :keys], v)
 
 
-Q, KV = (2, 5, 4, 8), (2, 7, 2, 8)
+Q, KV = (2, 3, 2, 4), (2, 4, 1, 4)
 TARGET = torch.tensor([1, 3, -100, 0])
 ENDS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)  # a sequence without a row among them
 MASK = torch.tensor([[True, True, False, True, True]])
@@ -121,25 +121,25 @@ CASES: dict[str, Case] = {
         lambda *x: _state((dense(*x), dense(*x, lse=True))),
     ),
     "attention_packed": Case(
-        ((5, 2, 8),) * 3, lambda *x: tw.attention(*x, mask=tw.causal, layout=tw.Packed(ENDS.to(x[0].device))), _packed
+        ((5, 1, 4),) * 3, lambda *x: tw.attention(*x, mask=tw.causal, layout=tw.Packed(ENDS.to(x[0].device))), _packed
     ),
     "attention_sink": Case(
-        (Q, KV, KV, (4,)), lambda q, k, v, s: tw.attention(q, k, v, sink=s), lambda q, k, v, s: dense(q, k, v, sink=s)
+        (Q, KV, KV, (2,)), lambda q, k, v, s: tw.attention(q, k, v, sink=s), lambda q, k, v, s: dense(q, k, v, sink=s)
     ),
     "attention_captured": Case(
-        (Q, KV, KV, (4, 7)),
+        (Q, KV, KV, (2, 4)),
         lambda q, k, v, t: tw.attention(q, k, v, score=lambda s, b, h, i, j: s + t[h, j] * 0.5),
         lambda q, k, v, t: dense(q, k, v, add=0.5 * t[:, None, :]),
     ),
     "attention_alibi": Case(
-        (Q, KV, KV, (4,)),
+        (Q, KV, KV, (2,)),
         lambda q, k, v, t: tw.attention(q, k, v, score=tw.alibi(t)),
         lambda q, k, v, t: dense(
-            q, k, v, add=-t[:, None, None] * (torch.arange(2, 7)[:, None] - torch.arange(7)).abs()
+            q, k, v, add=-t[:, None, None] * (torch.arange(1, 4)[:, None] - torch.arange(4)).abs()
         ),
     ),
     "attention_bias": Case(
-        (Q, KV, KV, (2, 4, 5, 7)),
+        (Q, KV, KV, (2, 2, 3, 4)),
         lambda q, k, v, t: tw.attention(q, k, v, score=tw.bias(t)),
         lambda q, k, v, t: dense(q, k, v, add=t),
     ),

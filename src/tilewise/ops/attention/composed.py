@@ -14,9 +14,10 @@ import torch
 from tilewise.core.errors import UnsupportedError
 from tilewise.core.tensors import no_transform
 from tilewise.ops.attention.problem import Call
-from tilewise.ops.attention.reference import attention_reference
+from tilewise.ops.attention.rows.reference import ROW as REFERENCE
 from tilewise.ops.derivatives import Found, gradients, no_second, run_backward
 
+_reference = REFERENCE.function("attention_reference")  # found now: torch.compile traces no import
 MOST_SCORES = 2**24  # 128 MiB in float64, of which autograd keeps some ten
 
 
@@ -38,7 +39,7 @@ def _composed(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
             expected=f"at most {MOST_SCORES:,} (batch x heads x queries x keys), which are there at once, in float64",
             hint="first derivatives of any size come from .backward() and torch.autograd.grad",
         )
-    o, lse = attention_reference(call)
+    o, lse = _reference(call)
     return o.to(call.q.dtype), lse.to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
 
 
