@@ -39,6 +39,8 @@ def not_dense(x: Any) -> tuple[str, str] | None:
     if kind not in _PLAIN:
         if not isinstance(x, torch.Tensor):
             return kind.__name__, "convert it with torch.as_tensor"
+        if x.is_nested:  # a subclass where it is jagged
+            return "a nested tensor", _HINTS["nested"]
         own = kind.__torch_dispatch__ not in (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
         if own and not kind.__module__.startswith(_STAND_INS):
             return f"a {kind.__name__}", _HINTS.get(kind.__name__, "pass the tensor that it wraps")
