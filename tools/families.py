@@ -60,6 +60,7 @@ _SHARED = (
             "facts.py",
             "lengths.py",
             "rows/needs.py",
+            "composed.py",
             "torch_op.py",
             "planned.py",
             "gradient.py",

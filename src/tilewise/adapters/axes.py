@@ -11,18 +11,14 @@ import tilewise as tw
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
 from tilewise.core.real import is_finite
+from tilewise.core.tensors import check_dense
 from tilewise.formula.expr import Expr
 
 
 def check_tensors(expected: str, ranks: Sequence[int], hint: str, **tensors: Any) -> None:
     """Raise InputError unless each is a dense tensor of one of `ranks`."""
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise InputError(name, got=type(x).__name__, expected=f"a tensor {expected}", hint="use torch.as_tensor")
-        if x.is_nested or x.layout != torch.strided:
-            got = f"a {'nested' if x.is_nested else x.layout} tensor"
-            jagged = "tilewise.attention(layout=tilewise.Packed(cu_seqlens)) runs sequences of different lengths"
-            raise InputError(name, got=got, expected=f"a dense tensor {expected}", hint=jagged)
+        check_dense(name, x, f"a dense tensor {expected}")
         if x.ndim not in ranks:
             raise InputError(name, got=f"shape {tuple(x.shape)}", expected=f"a tensor {expected}", hint=hint)
 

@@ -12,6 +12,7 @@ import torch
 from tilewise.core.dispatch import Row
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.readback import being_traced
+from tilewise.core.tensors import check_all_dense, plain, refuse_transforms
 from tilewise.ops.attention.arguments import check_sink
 from tilewise.ops.attention.problem import Call, check_values, codes_and_scales
 from tilewise.ops.attention.torch_op import compiled, is_empty, run_forward
@@ -126,6 +127,9 @@ class AttentionPlan:
         _check_sink_like(sink, self._call.sink, q)
         captured = () if self._call.score is None else self._call.score.tensors
         refuse_gradients(torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *captured)), sink)
+        if not traced and not plain(tensors):
+            check_all_dense(dict(zip(_NAMES, tensors, strict=False)))
+            refuse_transforms("AttentionPlan", tensors)
         call = replace(self._call, q=q, k=k, v=v, sink=sink, scales=scales)
         if traced:
             return compiled(self._row, call)

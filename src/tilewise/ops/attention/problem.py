@@ -11,6 +11,7 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.core.flags import check_flags
 from tilewise.core.readback import being_traced, host_values, values_checked
+from tilewise.core.tensors import plain, refuse_batched
 from tilewise.formula.check import to_be_proved
 from tilewise.formula.formula import Mask, as_mask, as_score
 from tilewise.formula.sizes import Size, Sizes, check_lengths, check_sizes, of_lengths
@@ -37,6 +38,7 @@ from tilewise.ops.attention.arguments import (
     layout_of,
     scale_of,
     seed_of,
+    seen_by_pytorch,
 )
 from tilewise.ops.attention.lengths import check_indices, lengths_now
 from tilewise.quant import KINDS, ByChannel, Encoded
@@ -91,6 +93,14 @@ class Call:
     codes: Quantized | None = None  # or have become already
     bounds: LengthBounds = NO_BOUNDS  # what is declared of the lengths of sequences
     skip: torch.Tensor | None = None  # by head: scores of a tile all so far below their rows' largest count for nothing
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that may take a gradient."""
+        captured = () if self.score is None else self.score.tensors
+        masking = () if self.mask is None else self.mask.tensors
+        sink = () if self.sink is None else (self.sink,)
+        return (self.q, self.k, self.v, *sink, *captured, *masking, *(self.scales or ()))
 
     @property
     def packed(self) -> bool:
@@ -189,8 +199,14 @@ def make_call(
     if isinstance(k, (Encoded, ByChannel)) or isinstance(v, (Encoded, ByChannel)):
         check_encoded(q, k, v, layout)
         k, v, scales = codes_and_scales(k, v)
-    signature = signature_of(q, k, v, bound_mask, bound_score, cu_seqlens_q is not None, pages, scales)
-    unproved = not being_traced() and (to_be_proved(bound_mask) or to_be_proved(bound_score))
+    captured = (*(bound_mask.tensors if bound_mask else ()), *(bound_score.tensors if bound_score else ()))
+    tensors = (q, k, v, sink, seed, *captured, cu_seqlens_q, cu_seqlens_k, *(pages or ()), *(scales or ()))
+    aside, readable = False, True  # whether PyTorch records or transforms the call
+    if not plain(tensors):
+        aside, readable = seen_by_pytorch(q, k, v, sink, captured, [x for x in tensors if isinstance(x, torch.Tensor)])
+    packed = cu_seqlens_q is not None
+    signature = None if aside else signature_of(q, k, v, bound_mask, bound_score, packed, pages, scales)
+    unproved = readable and (to_be_proved(bound_mask) or to_be_proved(bound_score))
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if unproved else None
     bounds = NO_BOUNDS if isinstance(layout, Dense) else layout.bounds
     key = (signature, numbers, cu_seqlens_q.shape if isinstance(cu_seqlens_q, torch.Tensor) else None, bounds, sizes)
@@ -211,7 +227,9 @@ def make_call(
             expected="one of both",
             hint="what requests share depends on the batch, and so do the bits of results",
         )
-    if isinstance(layout, Packed):
+    if aside:
+        refuse_batched("layout", (cu_seqlens_q, cu_seqlens_k, *(pages or ())))
+    if isinstance(layout, Packed) and not q.is_meta:
         check_packing(cu_seqlens_q, cu_seqlens_k, q, k)
     if pages is not None:
         check_pages(pages, cu_seqlens_q, q, k)

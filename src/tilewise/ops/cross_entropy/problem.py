@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError, shown
-from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.readback import values_checked
 from tilewise.core.real import is_finite
+from tilewise.core.tensors import check_dense, hidden
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -89,7 +90,9 @@ def linear_results(call: LinearCall) -> Tensors:
     found["lse"] = torch.empty(number, dtype=found["loss"].dtype, device=call.x.device)
     for name, x in (("x", call.x), ("weight", call.weight), ("bias", call.bias)):
         shape = x.shape if x is not None and name in call.early else (0,)
-        found[f"d{name}"] = torch.empty(shape, dtype=call.x.dtype, device=call.x.device)
+        # sums over tokens, not divided by their number yet, may leave float16
+        wide = call.x.dtype == torch.float16 and name != "x"
+        found[f"d{name}"] = torch.empty(shape, dtype=torch.float32 if wide else call.x.dtype, device=call.x.device)
     return found
 
 
@@ -160,9 +163,10 @@ def _is_number(x: Any) -> bool:
 
 
 def _check_floats(name: str, x: Any, shape: str) -> None:
-    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided or x.ndim < 1 or x.shape[-1] < 1:
-        got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise InputError(name, got=got, expected=f"a dense tensor {shape}", hint="rows lie along its last dimension")
+    expected, hint = f"a dense tensor {shape}", "rows lie along its last dimension"
+    check_dense(name, x, expected, hint)
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise InputError(name, got=f"a tensor of shape {tuple(x.shape)}", expected=expected, hint=hint)
     if x.dtype not in DTYPES:
         raise InputError(
             name,
@@ -200,7 +204,8 @@ def _check_target(target: Any, x: torch.Tensor, name: str, ignore_index: int, vo
             expected=f"{tuple(x.shape[:-1])} on {x.device}: one class for each row of {name}",
             hint="classes are the last dimension here, not the second as in torch.nn.functional.cross_entropy",
         )
-    if not values_checked(target.device) or unreadable(target):
+    check_dense("target", target, "a dense int64 tensor of classes")
+    if not values_checked(target.device) or hidden(target):
         return
     wrong = target[(target != ignore_index) & ((target < 0) | (target >= vocabulary))]
     if wrong.numel():

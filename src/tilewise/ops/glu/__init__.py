@@ -21,8 +21,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, impl: str | No
         impl: "triton", "cpu" or "reference"; None picks the first that can.
 
     Returns:
-        o (..., width) in the dtype of gate, rounded once. Differentiable once; the gradient of both halves is one
-        tensor where they were.
+        o (..., width) in the dtype of gate, rounded once. Differentiable, again and again; the gradient of both halves
+        is one tensor where they were.
 
     Raises:
         InputError: an argument is wrong.

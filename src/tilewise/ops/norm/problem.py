@@ -10,6 +10,7 @@ import torch
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.real import is_finite
+from tilewise.core.tensors import check_dense
 from tilewise.quant.codes import KINDS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -106,15 +107,12 @@ def make_call(
 def _described(x: Any) -> str:
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
-    if x.is_nested or x.layout != torch.strided:
-        return "a nested or sparse tensor"
     return f"{x.dtype} {tuple(x.shape)} on {x.device}"
 
 
 def _check_x(x: Any) -> None:
     expected = f"a dense floating-point tensor (..., width), width from 1 to {WIDEST}"
-    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided:
-        raise InputError("x", got=_described(x), expected=expected, hint="rows of activations")
+    check_dense("x", x, expected, "rows of activations")
     if x.dtype not in DTYPES:
         raise InputError(
             "x",
@@ -128,8 +126,8 @@ def _check_x(x: Any) -> None:
 
 def _check_vector(name: str, vector: Any, x: torch.Tensor) -> None:
     """Type, shape, dtype and device of weight or bias."""
-    good = isinstance(vector, torch.Tensor) and not vector.is_nested and vector.layout == torch.strided
-    if good and vector.shape == x.shape[-1:] and vector.dtype in (x.dtype, torch.float32) and vector.device == x.device:
+    check_dense(name, vector, f"a dense tensor ({x.shape[-1]},)")
+    if vector.shape == x.shape[-1:] and vector.dtype in (x.dtype, torch.float32) and vector.device == x.device:
         return
     dtypes = "torch.float32" if x.dtype == torch.float32 else f"{x.dtype} or torch.float32"
     raise InputError(
@@ -141,8 +139,8 @@ def _check_vector(name: str, vector: Any, x: torch.Tensor) -> None:
 
 
 def _check_residual(residual: Any, x: torch.Tensor) -> None:
-    good = isinstance(residual, torch.Tensor) and not residual.is_nested and residual.layout == torch.strided
-    if not good or (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
+    check_dense("residual", residual, f"what x is: {_described(x)}")
+    if (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
         raise InputError(
             "residual",
             got=_described(residual),

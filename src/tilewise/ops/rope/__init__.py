@@ -7,7 +7,7 @@ from typing import overload
 import torch
 
 from tilewise.core.flags import check_flags
-from tilewise.core.readback import being_traced
+from tilewise.core.tensors import check_all_dense, recorded, refuse_transforms, transformed
 from tilewise.ops.rope.problem import check_inplace, check_joint, make_call
 from tilewise.ops.rope.table import ROPE
 from tilewise.ops.rope.torch_op import turn_in_place, turn_joint
@@ -61,7 +61,10 @@ def rope(
         turned = ROPE(call, impl)
         return turned[0] if k is None else (turned[0], turned[1])
     check_inplace(call)
-    turn_in_place(call, impl, being_traced())
+    given = list(call.given.values())
+    check_all_dense({**call.given, "rope.cos": call.cos, "rope.sin": call.sin, "rope.positions": call.positions})
+    refuse_transforms("inplace", given)
+    turn_in_place(call, impl, recorded(given))
     return q if k is None else (q, k)
 
 
@@ -90,7 +93,7 @@ def rope_qkv(
     check_joint(qkv, num_heads_q, num_heads_kv)
     q, k, v = torch.split(qkv, [num_heads_q, num_heads_kv, num_heads_kv], -2)
     call = make_call(q, k, rope)
-    if qkv.requires_grad and torch.is_grad_enabled():
+    if qkv.requires_grad and torch.is_grad_enabled() and not transformed((qkv,)):
         return turn_joint(qkv, call, impl)
     turned = ROPE(call, impl)
     return turned[0], turned[1], v

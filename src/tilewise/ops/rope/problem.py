@@ -10,6 +10,7 @@ import torch
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.overlap import check_apart
+from tilewise.core.tensors import check_dense
 from tilewise.rotary import Rope, check_angles, check_rope
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -130,9 +131,7 @@ def check_joint(qkv: Any, num_heads_q: Any, num_heads_kv: Any) -> None:
 
 
 def _check_tensor(name: str, x: Any) -> None:
-    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided:
-        what = "a nested or sparse tensor" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise InputError(name, got=what, expected=f"a dense tensor {_SHAPE}", hint="heads come before their dimension")
+    check_dense(name, x, f"a dense tensor {_SHAPE}", "heads come before their dimension")
     if x.ndim not in (3, 4) or x.shape[-1] < 1 or x.shape[-2] < 1:
         raise InputError(
             name,

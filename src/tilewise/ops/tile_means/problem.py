@@ -11,6 +11,7 @@ import torch
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
+from tilewise.core.tensors import check_dense
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -46,6 +47,7 @@ def make_call(x: Any, block: Any, cu_seqlens: Any, similarity: bool, variance: b
     """The call of `tile_means`; raises InputError. Cumulative lengths are taken as they are: attention checks them."""
     check_flags(similarity=similarity, variance=variance)
     ndim = 4 if cu_seqlens is None else 3
+    check_dense("x", x, "a dense tensor of rows")
     if not isinstance(x, torch.Tensor) or x.ndim != ndim or x.dtype not in DTYPES:
         raise InputError(
             "x",
