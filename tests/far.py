@@ -161,9 +161,12 @@ CASES = [
 
 
 def check(name: str, tensor: str, axis: int, device: str, impl: str | None, dim: int) -> None:
-    """That a tensor far apart along an axis gives the bits of one that is not."""
+    """That a tensor far apart along an axis gives the numbers of one that is not."""
     tensors, call = MAKERS[name](device, impl, dim)
     apart: Any = {**tensors, tensor: far(tensors[tensor], axis)}
     want = call(**{name: x.clone() for name, x in tensors.items()})
     for found, x in zip(call(**apart), want, strict=True):
-        assert torch.equal(found, x), f"{name}: {tensor}, far apart along {axis}"
+        if device == "cpu":
+            assert torch.equal(found, x), f"{name}: {tensor}, far apart along {axis}"
+        else:  # whose implementation may be another, for sums in another order
+            torch.testing.assert_close(found.float(), x.float(), rtol=2.0**-9, atol=2.0**-9)

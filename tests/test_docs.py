@@ -79,3 +79,11 @@ def test_a_broken_block_fails_and_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(NameError) as caught:
         run(page, {}, gpu=False)
     assert (caught.traceback[-1].path.name, caught.traceback[-1].lineno + 1) == ("page.md", 5)
+
+
+def test_every_guarantee_names_tests_that_are_there() -> None:
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    promises = [line for line in text.splitlines() if line.startswith("| ") and "held by" not in line]
+    named = [re.findall(r"`(tests/[\w/.]+)`", line) for line in promises]
+    assert all(named), "a promise without a test"
+    assert [path for paths in named for path in paths if not (ROOT / path).exists()] == []

@@ -46,7 +46,7 @@ _TILES = tuple(_SCHEDULE + f"{name}.py" for name in ("__init__", "page_selection
 _FORMULA = ("src/tilewise/formula/*.py", *_TILES, "src/tilewise/core/[pr]*.py")
 _ATTENTION = "src/tilewise/ops/attention/"
 _DISPATCH = "src/tilewise/core/dispatch.py"
-_LAUNCH = "src/tilewise/ops/triton_launch.py"
+_LAUNCH = "src/tilewise/ops/triton_*.py"
 _SHARED = (
     _DISPATCH,
     "src/tilewise/layouts.py",
@@ -57,7 +57,10 @@ _SHARED = (
             "__init__.py",
             "arguments.py",
             "problem.py",
+            "facts.py",
+            "lengths.py",
             "rows/needs.py",
+            "composed.py",
             "torch_op.py",
             "planned.py",
             "gradient.py",

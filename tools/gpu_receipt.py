@@ -100,6 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     status = pytest.main([*tests_of(chosen), *options], plugins=[outcomes])
     if passed is not None and status == pytest.ExitCode.NO_TESTS_COLLECTED and passed.names:
         status = pytest.ExitCode.OK  # none was left
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        print("the tests did not run to their end, no receipt", file=sys.stderr)
+        return int(status)
     for family in chosen:
         if family.hash() != before[family.name]:
             print(f"{family.name}: its sources changed while the tests ran, no receipt", file=sys.stderr)

@@ -60,8 +60,8 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "alibi": lambda: {"mask": tw.causal, "score": tw.alibi(torch.ones(HEADS, requires_grad=True))},
     "slopes": lambda: {"mask": tw.causal, "score": tw.alibi(torch.ones(HEADS))},
     "softcap": lambda: {"mask": tw.causal, "score": tw.softcap(30.0)},
-    "document": lambda: {"mask": tw.causal & tw.document(torch.arange(LONG) // 30)},
-    "document ends": lambda: {"mask": tw.document(torch.arange(LONG) // 30, ascending=True)},
+    "document": dict,  # `OF_TOKENS`
+    "document ends": dict,
     "packed": lambda: {"mask": tw.causal, "layout": _packed()},
     "dropout": lambda: {"mask": tw.causal, "dropout": 0.1, "seed": 0},
     "maps dropout": lambda: {
@@ -79,6 +79,10 @@ FORMULAS: dict[str, Callable[[], dict[str, Any]]] = {
     "channels4": dict,  # of pages that tiles divide, beside values of 8 bits
     "channels2": dict,
     **CODED,
+}
+OF_TOKENS: dict[str, Callable[[int], dict[str, Any]]] = {  # formulas that know how many there are
+    "document": lambda tokens: {"mask": tw.causal & tw.document(torch.arange(tokens) // 30)},
+    "document ends": lambda tokens: {"mask": tw.document(torch.arange(tokens) // 30, ascending=True)},
 }
 PAGES, PAGE_SIZE = 64, 16
 CHANNELS = {"channels4": (4, 64), "channels2": (2, PAGE_SIZE)}  # bits and page size of keys by channel
@@ -165,7 +169,10 @@ class Variant:
         if self.row in ("triton_paged", "hopper_decode") or self.formula in ("pages", "small pages"):
             return self._paged(arguments)
         tokens = LONGER if self.formula.endswith("longer") else LONG
-        lead = (SEQLEN,) if "layout" in arguments else (2, tokens if self.row in ("hopper", "hopper_codes") else SEQLEN)
+        tokens = tokens if self.row in ("hopper", "hopper_codes") else SEQLEN
+        lead = (SEQLEN,) if "layout" in arguments else (2, tokens)
+        if self.formula in OF_TOKENS:
+            arguments = OF_TOKENS[self.formula](tokens)
         rows = (2, 4) if self.row == "triton_decode" else lead
         forward = self.row in ("triton_decode", "hopper_codes", "triton_codes") or self.formula == "left out"
         grad = not forward or self.formula == "sage2 sums"

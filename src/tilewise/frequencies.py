@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.real import is_finite
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -124,7 +125,7 @@ def rope_tables(
     _check_count("length", length, 1)
     if dtype not in _FLOATS:
         raise InputError(
-            "dtype", got=repr(dtype), expected="float16, bfloat16, float32 or float64", hint="float32 is usual"
+            "dtype", got=shown(dtype), expected="float16, bfloat16, float32 or float64", hint="float32 is usual"
         )
     frequency, factor = frequencies(rotary_dim, length, base, scaling)
     positions = torch.arange(length, dtype=torch.float64, device=device)
@@ -136,8 +137,8 @@ def frequencies(
     rotary_dim: int, length: int, base: float = 10000.0, scaling: Scaling | None = None
 ) -> tuple[torch.Tensor, float]:
     """Radians a token of each pair, float64 on the CPU, and by what cosines and sines are multiplied."""
-    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 1 < base < math.inf:
-        raise InputError("base", got=repr(base), expected="a number above 1", hint="10000 in the paper")
+    if not is_finite(base) or base <= 1:
+        raise InputError("base", got=shown(base), expected="a number above 1", hint="10000 in the paper")
     if scaling is not None and not isinstance(scaling, Scaling):
         raise InputError(
             "scaling",
@@ -153,7 +154,7 @@ def frequencies(
         stretch = max(length, scaling.original_length) / scaling.original_length
         more = scaling.factor * stretch - (scaling.factor - 1)
         base *= more ** (rotary_dim / (rotary_dim - 2))
-    plain = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
+    plain = float(base) ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor, 1.0
     if isinstance(scaling, YarnScaling):
@@ -190,7 +191,7 @@ def _check_count(name: str, value: Any, least: int) -> None:
     even = name != "rotary_dim" or (isinstance(value, int) and value % 2 == 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < least or not even:
         kind = "an even int" if least == 2 else "an int"
-        raise InputError(name, got=repr(value), expected=f"{kind} of {least} or more", hint="see `tilewise.Rope`")
+        raise InputError(name, got=shown(value), expected=f"{kind} of {least} or more", hint="see `tilewise.Rope`")
 
 
 def _check_scaling(scaling: Any) -> None:
@@ -201,10 +202,9 @@ def _check_scaling(scaling: Any) -> None:
             _check_count(name, value, 1)
         elif not (field.name == "attention_factor" and value is None):
             least = 1.0 if field.name == "factor" else 0.0
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not least <= value < math.inf or not value:
+            if not is_finite(value) or value < least or not value:
                 says = "a number of 1 or more" if least else "a number above 0"
-                raise InputError(name, got=repr(value), expected=says, hint="a model's rope_scaling has it")
+                raise InputError(name, got=shown(value), expected=says, hint="a model's rope_scaling has it")
 
 
 def _check_order(scaling: Any, less: str, more: str) -> None:

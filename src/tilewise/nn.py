@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 from tilewise.ops.cross_entropy import cross_entropy
 from tilewise.ops.norm import Output, layer_norm, rms_norm
 from tilewise.ops.softmax import log_softmax, softmax
@@ -34,6 +35,7 @@ class RMSNorm(torch.nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_flags(elementwise_affine=elementwise_affine)
         super().__init__(_one_dimension(normalized_shape), eps, elementwise_affine, device, dtype)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:  # type: ignore[override]
@@ -64,6 +66,7 @@ class LayerNorm(torch.nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_flags(elementwise_affine=elementwise_affine, bias=bias)
         super().__init__(_one_dimension(normalized_shape), eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:  # type: ignore[override]

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 from tilewise.core.readback import host_range, unreadable, values_checked
+from tilewise.core.tensors import hidden
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLE = "a floating-point tensor (num_positions, rotary_dim / 2) with unit stride in the last dimension"
@@ -71,10 +73,7 @@ class Rope:
                 expected=expected,
                 hint="tokens of a batch lie one after another: use .flatten(), .to() and .contiguous()",
             )
-        if not isinstance(self.interleaved, bool):
-            raise InputError(
-                "Rope interleaved", got=repr(self.interleaved), expected="True or False", hint="which pairs are turned"
-            )
+        check_flags(**{"Rope interleaved": self.interleaved})
 
     @property
     def rotary_dim(self) -> int:
@@ -121,7 +120,7 @@ def check_angles(rope: Rope) -> None:
                 expected="none: angles are constants",
                 hint="pass it after .detach()",
             )
-    if values_checked(rope.cos.device):
+    if values_checked(rope.cos.device) and not hidden(rope.positions):
         check_positions(rope)
 
 

@@ -191,12 +191,17 @@ def test_any_batch(lengths: list[tuple[int, int]], page_size: int, causal: bool,
     agree(planned(batch, page_size, **options).run(batch.q, batch.cache, return_lse=True), batch, **options)
 
 
-def test_a_last_page_of_length_0_is_full() -> None:
+def test_a_last_page_of_length_0_holds_nothing() -> None:
     batch = make([(2, 10), (1, 0), (1, 5)])
     first, indices, last = batch.pages
     assert last.tolist() == [5, 0, 5]
-    full = batch._replace(pages=(first, indices, torch.zeros_like(last)))
-    agree(planned(full, 5).run(batch.q, batch.cache, return_lse=True), batch)
+    seen = make([(2, 5), (1, 0), (1, 0)])
+    cache = batch.cache.clone()
+    cache[indices[0], :] = torch.stack([seen.k[:5], seen.v[:5]])
+    cache[indices[1:]] = torch.nan  # no token lies there
+    wrapper = planned(batch._replace(pages=(first, indices, torch.zeros_like(last))), 5)
+    agree(wrapper.run(batch.q, cache, return_lse=True), seen._replace(q=batch.q))
+    assert fi.get_seq_lens(first, torch.zeros_like(last), 5).tolist() == [5, 0, 0]
 
 
 def packed_bits(masks: list[torch.Tensor]) -> torch.Tensor:

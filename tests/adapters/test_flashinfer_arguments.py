@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import tilewise as tw
 from tests.adapters.test_flashinfer import DIM, HEADS, QO_HEADS, WORKSPACE, agree, make, planned
 from tilewise.adapters import flashinfer as fi
 from tilewise.core.errors import InputError, UnsupportedError
 
+attention_with_lse = tw.attention_with_lse
 BATCH = make([(2, 7), (1, 5)])
 SIZES = (QO_HEADS, HEADS, DIM, 5)
 TENSOR = torch.zeros(2, dtype=torch.int32)
@@ -91,10 +94,49 @@ def test_unknown_keywords_raise() -> None:
 
 
 def test_what_steers_other_kernels_is_taken() -> None:
-    wrapper = planned(
-        BATCH, 5, non_blocking=False, disable_split_kv=True, fixed_split_size=4, rope_theta=1e4, block_tables=TENSOR
-    )
+    wrapper = planned(BATCH, 5, non_blocking=False, rope_theta=1e4, block_tables=TENSOR)
     agree(wrapper.run(BATCH.q, BATCH.cache, return_lse=True, enable_pdl=True), BATCH)
+
+
+ALONE: dict[str, tuple[dict[str, Any], bool]] = {
+    "nothing": ({}, False),
+    "a part of 4 pages": ({"fixed_split_size": 4}, True),
+    "no parts": ({"disable_split_kv": True}, True),
+    "FlashInfer's defaults": ({"fixed_split_size": -1, "disable_split_kv": False}, False),
+    "none": ({"fixed_split_size": None}, False),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_parts_of_keys_that_no_batch_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both keywords promise bits that do not depend on the batch, which `batch_invariant` keeps."""
+    asked: list[bool] = []
+
+    def attention(*tensors: Any, batch_invariant: bool, **given: Any) -> Any:
+        asked.append(batch_invariant)
+        return attention_with_lse(*tensors, batch_invariant=batch_invariant, **given)
+
+    monkeypatch.setattr(tw, "attention_with_lse", attention)
+    options, wanted = ALONE[name]
+    agree(planned(BATCH, 5, **options).run(BATCH.q, BATCH.cache, return_lse=True), BATCH)
+    decode = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    decode.plan(*BATCH.pages, *SIZES, q_data_type="float32", **options)
+    decode.run(BATCH.q[:2], BATCH.cache)
+    ragged = fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    ragged.plan(BATCH.qo_indptr, BATCH.kv_indptr, QO_HEADS, HEADS, DIM, q_data_type="float32", **options)
+    agree(ragged.run(BATCH.q, BATCH.k, BATCH.v, return_lse=True), BATCH)
+    assert asked == [wanted] * 3
+
+
+def test_parts_of_packed_keys_are_refused_on_a_gpu() -> None:
+    ragged = fi.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1, device="meta"))
+    ends = torch.zeros(4, dtype=torch.int32, device="meta")
+    for options in ({"fixed_split_size": 4}, {"disable_split_kv": True}):
+        with pytest.raises(UnsupportedError, match=f"^{next(iter(options))}: got"):
+            ragged.plan(ends, ends, QO_HEADS, HEADS, DIM, **options)
+    for size in (0, -2, 1.5, "4", True):
+        with pytest.raises(InputError, match=r"^fixed_split_size: got"):
+            planned(BATCH, 5, fixed_split_size=size)
 
 
 def test_run_before_plan() -> None:
@@ -119,6 +161,12 @@ WRONG: dict[str, tuple[dict[int, Any], dict[str, Any], str]] = {
     "another window": ({}, {"window_left": 1.5}, "window_left: got 1.5"),
     "another mode": ({}, {"pos_encoding_mode": "XPOS"}, "pos_encoding_mode: got 'XPOS'"),
     "a mask too short": ({}, {"custom_mask": torch.ones(18, dtype=torch.bool)}, "custom_mask: got 18 entries"),
+    "a mask too long": ({}, {"custom_mask": torch.ones(20, dtype=torch.bool)}, "custom_mask: got 20 entries"),
+    "bits too many": (
+        {},
+        {"packed_custom_mask": torch.ones(4, dtype=torch.uint8)},
+        "packed_custom_mask: got 4 entries",
+    ),
     "a mask of floats": ({}, {"custom_mask": torch.ones(19)}, "custom_mask: got torch.float32"),
     "a negative soft cap": ({}, {"logits_soft_cap": -1.0}, "logits_soft_cap: got -1.0"),
     "an unknown type": ({}, {"q_data_type": "real"}, "q_data_type: got 'real'"),
@@ -157,6 +205,34 @@ def test_what_was_not_planned() -> None:
         )
 
 
+def test_sizes_of_index_tensors_are_compared() -> None:
+    ends, one, two = BATCH.qo_indptr, torch.tensor([1]), torch.tensor([1, 2])
+    appended = (
+        BATCH.k[:1],
+        BATCH.v[:1],
+        torch.tensor([0]),
+        torch.tensor([0]),
+        BATCH.cache.clone(),
+        indices,
+        first,
+        last,
+    )
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int, Any]] = {
+        "kv_last_page_len": (fi.get_seq_lens, (first, last, 5), 1, one),
+        "seq_lens": (fi.get_batch_indices_positions, (ends, two, 4), 1, one),
+        "positions": (fi.append_paged_kv_cache, appended, 3, two),
+        "batch_indices": (fi.append_paged_kv_cache, appended, 2, torch.tensor([2])),
+        "kv_last_page_len ": (fi.append_paged_kv_cache, appended, 7, last[:1]),
+    }
+    for name, (function, arguments, at, wrong) in calls.items():
+        function(*arguments)
+        with pytest.raises(InputError, match=f"^{name.strip()}: got"):
+            function(*arguments[:at], wrong, *arguments[at + 1 :])
+    mask = torch.ones(4, dtype=torch.uint8)  # of 3 * 12 bits
+    with pytest.raises(InputError, match=r"^packed_custom_mask: got 4 entries; expected 5"):
+        fi.single_prefill_with_kv_cache(BATCH.q, BATCH.k, BATCH.v, packed_custom_mask=mask)
+
+
 def test_plans_and_appends_read_nothing_from_a_gpu() -> None:
     workspace = torch.empty(1, device="meta")
     ends, numbers = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (4, 3))
@@ -173,8 +249,7 @@ def test_plans_and_appends_read_nothing_from_a_gpu() -> None:
     fi.MultiLevelCascadeAttentionWrapper(2, workspace).plan([ends] * 2, *([x] * 2 for x in table), *SIZES)
     cache, k = (torch.zeros(*shape, HEADS, DIM, device="meta") for shape in ((9, 2, 5), (6,)))
     request, position = fi.get_batch_indices_positions(ends, numbers, 6)
-    with pytest.raises(UnsupportedError, match=r"kv_write: .* got meta"):  # asked for once all slots are known
-        fi.append_paged_kv_cache(k, k, request, position, cache, table[1], ends, numbers)
+    fi.append_paged_kv_cache(k, k, request, position, cache, table[1], ends, numbers)
 
 
 def test_buffers_take_every_plan() -> None:

@@ -62,9 +62,7 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def neighborhood(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """NATTEN on a 6 x 11 grid (one position more), window 3 x 5, border windows shifted inside."""
-    row, column = torch.clamp(q // 11, 1, 4), torch.clamp(q % 11, 2, 8)
-    return ((row - k // 11).abs() <= 1) & ((column - k % 11).abs() <= 2)
+    return abs(q.clamp(2, N - 3) - k) <= 2
 
 
 def t5(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -88,7 +86,7 @@ CASES = {
     "blocks": Case(lambda b, h, q, k: MAP[q // 32, k // 32], tw.blocks(MAP, 32)),
     "explicit": Case(lambda b, h, q, k: KEEP[q, k], tw.explicit(KEEP)),
     "by head": Case(lambda b, h, q, k: (h % 2 == 0) | (q >= k)),
-    "neighborhood": Case(neighborhood, tw.neighborhood((6, 11), (3, 5))),
+    "neighborhood": Case(neighborhood, tw.neighborhood((N,), (5,))),
     "noop": Case(torch_flex.noop_mask),
     "alibi": Case(
         causal, tw.causal, lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(), tw.alibi(SLOPES), captured=(SLOPES,)
@@ -212,7 +210,15 @@ def test_block_mask_has_pytorchs_tiles() -> None:
         assert torch.equal(TileMap.from_block_mask(mine).classes, classes)
         assert torch.equal((mine.to_tile_map().classes > 0).expand_as(classes), classes > 0)
         assert torch.equal(mine[0, 1].kv_num_blocks, other[0, 1].kv_num_blocks)
-        assert mine.sparsity() == pytest.approx(100 * (1 - float((classes > 0).float().mean())))
+        assert mine.sparsity() == pytest.approx(other.sparsity())
+
+
+@pytest.mark.parametrize(("queries", "keys", "block"), [(100, 100, 64), (200, 130, (64, 128)), (64, 64, 128)])
+def test_sparsity_is_pytorchs_where_tiles_reach_beyond_a_length(queries: int, keys: int, block: Any) -> None:
+    given = (lambda b, h, i, j: (i >= j) & (h < 1), 2, 2, queries, keys)
+    mine = flex.create_block_mask(*given, device="cpu", BLOCK_SIZE=block)
+    other = torch_flex.create_block_mask(*given, device="cpu", BLOCK_SIZE=block)
+    assert mine.sparsity() == pytest.approx(other.sparsity())
 
 
 @pytest.mark.usefixtures("through_dynamo")

@@ -9,9 +9,10 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.formula.emit import Captured, Emitter, import_source, number_arguments, tensor_arguments
+from tilewise.formula.emit import Captured, Emitter, number_arguments, tensor_arguments
 from tilewise.formula.formula import Formula, as_mask, as_score
 from tilewise.formula.optimize import cheaper, hoist
+from tilewise.formula.source import import_source
 from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.offline import compiling_for, resources

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.ops.operands import too_wide
+from tilewise.ops.triton_operands import too_wide
 
 LINE = "tensor<{}xf16, #ttg.dot_op<{{opIdx = {}, parent = #mma, kWidth = {}}}>>"
 

@@ -14,6 +14,7 @@ from tilewise.core.errors import (
     TilewiseError,
     UnsupportedError,
     caller_line,
+    shown,
 )
 
 
@@ -53,3 +54,20 @@ def test_no_error_can_be_made_without_a_hint(kind: type[TilewiseError]) -> None:
 
 def test_the_line_named_is_the_users() -> None:
     assert caller_line().startswith(__file__ + ":")
+
+
+@pytest.mark.parametrize("field", ["name", "got", "expected", "hint"])
+def test_messages_are_short_and_end_with_the_hint(field: str) -> None:
+    parts = {"name": "mask", "got": "this", "expected": "that", "hint": "so"} | {field: "x" * 10**6}
+    error = InputError(parts.pop("name"), **parts)
+    assert len(str(error)) < 4000
+    assert "xxx..." in str(error)
+    assert str(error).endswith("..." if field == "hint" else "Hint: so")
+
+
+def test_what_no_message_could_hold_is_shown() -> None:
+    rows = [[0] * 10**6] * 10**6  # written out these were terabytes
+    assert len(shown(rows)) < 1000
+    assert shown(10**5000) == f"an integer of {(10**5000).bit_length()} bits"  # Python writes none so long
+    assert len(shown([10**5000, "x" * 10**6, {"a": rows}])) < 2000
+    assert shown((1, -2.5, "a", None, True)) == "(1, -2.5, 'a', None, True)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,44 @@ def test_an_index_past_the_end_stays_outside() -> None:
     q = torch.zeros(1, SK, 1, 4)
     with pytest.raises(FormulaError, match="which reaches -1 to -1"):
         tw.attention(q, q, q, mask=lambda b, h, i, j: KEEP[i][-SK - 1])
+
+
+WRAPPING: dict[str, Callable[..., Any]] = {  # with 8 keys inside a tensor of one element, or of 64
+    "mul": lambda j: (j * 2**57) // 2**60,
+    "shl": lambda j: (j << 57) >> 60,
+    "add": lambda j: ((j << 56) + (j << 56)) // 2**60,
+    "sub": lambda j: ((j << 56) - (-j << 56)) // 2**60,
+    "doubled": lambda j: functools.reduce(lambda x, _: x + x, range(57), j) // 2**60,
+    "neg": lambda j: -(j * -(2**57)) // 2**60,
+    "abs": lambda j: abs(j * 2**57) // 2**60,
+    "to_int": lambda j: (j.float() * 2.0**56).to(torch.int64) // 2**60,
+    "xor": lambda j: (j ^ 1) // 8,
+    "or": lambda j: (j | 5) // 8,
+    "and": lambda j: (j & 15) // 8,
+    "shr": lambda j: j >> 3,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPING)
+def test_an_index_that_wraps_between_its_ends_is_not_proved(name: str) -> None:
+    """At both ends of the keys it may be inside. Fewer keys, of which none is outside, are taken."""
+    table = torch.ones(1)
+    score = tw.score(lambda s, b, h, i, j: s + table[WRAPPING[name](j)])
+    for keys in (8, 129):
+        q, k = torch.zeros(1, 1, 1, 4), torch.zeros(1, keys, 1, 4)
+        if keys == 8:
+            assert set(WRAPPING[name](torch.arange(keys)).tolist()) == {0}
+            tw.attention(q, k, k, score=score)
+            continue
+        with pytest.raises(FormulaError, match="index 0 into captured tensor 0"):
+            tw.attention(q, k, k, score=score)
+
+
+def test_of_an_index_that_wraps_both_ends_may_be_inside() -> None:
+    """Who looks at the ends alone sees 0, and reads before the tensor."""
+    found = WRAPPING["mul"](torch.arange(129))
+    assert found[0] == found[-1] == 0
+    assert found.min() < 0
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
@@ -22,6 +24,7 @@ from tilewise.testing.strategies import (
     as_score_function,
     bool_trees,
     captured_tensors,
+    far_trees,
     float_trees,
 )
 
@@ -83,6 +86,46 @@ def check_bounds(formula: Any, tile: tuple[int, int, int, int], block: int) -> N
 
 @given(tree=bool_trees(), tile=tiles())
 def test_bounds_of_random_masks_are_sound(tree: Any, tile: Any) -> None:
+    check_bounds(tw.mask(as_mask_function(tree, captured_tensors())), *tile)
+
+
+FAR = torch.tensor([2**63 - 1, -(2**63), 2**62, 5])
+WRAPPING: dict[str, Any] = {  # of positions 0 to 7: between the ends something leaves 64 bits, and comes in again
+    "mul": lambda i, j: j * 2**60 * 4 < 3,
+    "mul_of_both": lambda i, j: (j << 33) * (i << 30) < 0,
+    "add": lambda i, j: FAR[0] + (j % 4) < 0,
+    "add_of_table": lambda i, j: FAR[j % 2] + FAR[(j + 1) % 4] < 0,
+    "sub": lambda i, j: FAR[1] - (j % 4) > 0,
+    "sub_of_table": lambda i, j: 3 - FAR[j % 4] < 3,
+    "neg": lambda i, j: -(FAR[j % 4] + 1) - 2 > 5,
+    "neg_of_the_least": lambda i, j: -FAR[j % 4] < -5,
+    "abs_of_the_least": lambda i, j: abs(FAR[j % 4]) < 0,
+    "floordiv": lambda i, j: FAR[j % 4] // -1 < -3,
+    "mod": lambda i, j: (j << 62) % 7 < 4,
+    "shl": lambda i, j: (j + 1 << i * 9) < 0,
+    "shl_by_much": lambda i, j: (3 << j * 11) > 2,
+    "shl_by_less_than_none": lambda i, j: (3 << j - 2) > 2,
+    "shr_by_less_than_none": lambda i, j: (j - 4 >> i - 3) < -1,
+    "xor": lambda i, j: (FAR[j % 4] ^ j) < 0,
+    "or": lambda i, j: (FAR[j % 4] | i) < -4,
+    "and": lambda i, j: (FAR[j % 4] & j - 4) < 0,
+    "to_int": lambda i, j: (2.0 ** (j * 10.0)).to(torch.int64) < 0,
+    "doubled": lambda i, j: functools.reduce(lambda x, _: x + x, range(62), j) < 0,
+    "beside": lambda i, j: torch.maximum(j * 2**60 * 4, i) < 4,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPING)
+def test_bounds_of_each_operation_that_wraps_are_sound(name: str) -> None:
+    mask = tw.mask(lambda b, h, i, j: WRAPPING[name](i, j))
+    for rows, columns in itertools.product([(0, 7), (2, 3), (5, 5), (4, 7)], repeat=2):
+        check_bounds(mask, (*rows, *columns), 8)
+
+
+@settings(max_examples=300)
+@given(tree=far_trees(), tile=tiles())
+def test_bounds_of_integers_that_wrap_are_sound(tree: Any, tile: Any) -> None:
+    """Beyond 64 bits integers begin anew at the other end, also between the ends of a tile."""
     check_bounds(tw.mask(as_mask_function(tree, captured_tensors())), *tile)
 
 

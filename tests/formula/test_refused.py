@@ -14,6 +14,12 @@ import torch
 import tilewise as tw
 from tests.formula.test_trace import ONE, ORDER, PLANE, SLOPES, THREE
 from tilewise.core.errors import FormulaError
+from tilewise.formula.emit import Emitter
+from tilewise.formula.grad import gradients
+from tilewise.formula.limits import largest_size
+from tilewise.formula.linear import linear
+from tilewise.formula.optimize import base_2, cheaper
+from tilewise.schedule.rule import tile_rule
 
 torch.library.define("tilewise_test::tanh", "(Tensor x) -> Tensor")  # a user's own operator, for what messages call it
 
@@ -53,8 +59,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "bool_index": (lambda b, h, i, j: ORDER[i > j] > 0, "bool expression"),
     "slice": (lambda b, h, i, j: PLANE[i, :] > 0, "slice"),
     "not_boolean": (lambda b, h, i, j: i - j, "int expression"),
-    "and_of_ints": (lambda b, h, i, j: (i & j) > 0, "operand of &"),
-    "invert_of_int": (lambda b, h, i, j: ~i > 0, "operand of ~"),
+    "and_of_floats": (lambda b, h, i, j: (i / 2 & j) > 0, "operand of &"),
+    "shift_of_floats": (lambda b, h, i, j: (i << j / 2) > 0, "operand of <<"),
+    "invert_of_float": (lambda b, h, i, j: ~(i / 2) > 0, "operand of ~"),
     "where_of_int": (lambda b, h, i, j: torch.where(i, j, 0) > 0, "operand of where"),
     "string": (lambda b, h, i, j: i > "a", "str"),
     "none": (lambda b, h, i, j: None, "NoneType"),
@@ -76,7 +83,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "vmap": (lambda b, h, i, j: torch.vmap(lambda x: x)(i) > j, "ValueError: vmap"),
     "func_grad": (lambda b, h, i, j: torch.func.grad(lambda x: x * i)(ONE) > j, "RuntimeError: grad"),
     "arity": (lambda b, h: b > h, "takes 2 positional arguments"),
-    "python_operator": (lambda b, h, i, j: i >> 2 > j, "unsupported operand type"),
+    "python_operator": (lambda b, h, i, j: i @ j > 2, "unsupported operand type"),
     "round": (lambda b, h, i, j: round(i) > j, "__round__"),
     "number_for_a_tensor": (lambda b, h, i, j: torch.maximum(i, 5) > j, "must be Tensor, not int"),
     "numpy_array": (lambda b, h, i, j: np.arange(11)[i] > j, "IndexError"),
@@ -171,19 +178,104 @@ def test_what_is_no_score_is_refused(value: Any) -> None:
         tw.attention(q, q, q, score=value)
 
 
-def test_a_formula_that_would_never_end_is_refused() -> None:
-    def doubling(b: Any, h: Any, i: Any, j: Any) -> Any:
-        x = i
-        for _ in range(40):
-            x = x + x
-        return x > j
+# graphs --------------------------------------------------------------------------------------------------------------
 
-    def long(b: Any, h: Any, i: Any, j: Any) -> Any:
-        x = i
-        for _ in range(1500):
-            x = x + 1
-        return x > j
 
-    for function in (doubling, long):
-        with pytest.raises(FormulaError, match="operations"):
-            tw.mask(function)
+def doubled(x: Any, times: int = 60) -> Any:
+    """A graph of few nodes, which is beyond counting as a tree."""
+    for _ in range(times):
+        x = x + x
+    return x
+
+
+def chain(x: Any) -> Any:
+    for _ in range(10_000):
+        x = x + 1
+    return x
+
+
+ENDLESS: dict[str, Callable[..., Any]] = {
+    "branch": lambda b, h, i, j: doubled(i) > 0 and j > 3,
+    "branch_on_a_chain": lambda b, h, i, j: chain(i) > 0 and j > 3,
+    "chain": lambda b, h, i, j: chain(i) > j,
+    "kind": lambda b, h, i, j: doubled(i),
+    "operand": lambda b, h, i, j: doubled(i * 0.5) & j > 2,
+    "power": lambda b, h, i, j: doubled(i) ** -1 > 2,
+    "index": lambda b, h, i, j: ORDER[doubled(i * 0.5)] > 0,
+    "detached": lambda b, h, i, j: doubled(SLOPES[h]).detach() > 0.0,
+    "fill": lambda b, h, i, j: i.masked_fill(i > j, doubled(j * 0.5)) > 0,
+    "attribute": lambda b, h, i, j: doubled(i).cumsum(0) > 0,
+    "string": lambda b, h, i, j: i > "a" * 10_000,
+    "list": lambda b, h, i, j: i > [0] * 10_000,
+    "nested": lambda b, h, i, j: i > doubled(tw.causal, 1),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_messages_about_large_formulas_come_soon_and_are_short(name: str) -> None:
+    with pytest.raises(FormulaError) as caught:
+        tw.mask(ENDLESS[name])
+    assert len(str(caught.value).encode()) < 4096
+
+
+def test_a_message_of_the_proof_is_short() -> None:
+    q = torch.zeros(1, 3, 1, 4)
+    with pytest.raises(FormulaError, match="index 0") as caught:
+        tw.attention(q, q, q, mask=lambda b, h, i, j: ORDER[doubled(i, 50)] > 0)
+    assert len(str(caught.value).encode()) < 4096
+
+
+def test_names_of_what_is_joined_often_are_short() -> None:
+    mask, score = tw.causal | tw.window(3, 2), tw.softcap(2.0)
+    for _ in range(60):
+        mask, score = mask & mask, score >> tw.softcap(3.0)
+        mask = ~mask
+    assert len(repr(mask)) < 1000
+    assert len(repr(score)) < 1000
+    for _ in range(3000):
+        mask = ~mask
+    assert len(repr(mask)) < 1000
+
+
+def test_a_formula_is_as_large_as_its_graph() -> None:
+    """What occurs twice counts once, is evaluated once and has one line in a kernel."""
+
+    def folded(b: Any, h: Any, i: Any, j: Any) -> Any:
+        y = j
+        for k in range(8):
+            y = torch.where(y > k, i - y, y + 1)
+        return y > 3
+
+    mask = tw.mask(folded)
+    i, j = torch.arange(9)[:, None], torch.arange(9)
+    assert torch.equal(mask.evaluate(i=i, j=j), folded(0, 0, i, j))
+    assert len(mask.text) < 600
+    twice = tw.mask(lambda b, h, i, j: doubled(i, 40) > j)
+    assert torch.equal(twice.evaluate(i=i, j=j), doubled(i, 40) > j)
+    assert tw.mask(lambda b, h, i, j: (i - j) * (i - j) > i).text == tw.mask(lambda b, h, i, j: (i - j) ** 2 > i).text
+
+
+def test_graphs_are_solved_and_emitted_as_graphs() -> None:
+    """Each takes one step for each node, not for each path."""
+
+    def paths(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        both = s
+        for _ in range(60):
+            both = both * torch.tanh(both) + both
+        seen = j <= i
+        for _ in range(60):
+            seen = (seen & (j <= 3)) | (seen & (i > h))
+        return torch.where(seen, both + doubled(i - j).float(), doubled(s))
+
+    score = tw.score(paths)
+    mask = tw.mask(lambda b, h, i, j: paths(i * 0.5, b, h, i, j) > 3.0)
+    both = tw.mask(lambda b, h, i, j: doubled(i, 60) - doubled(j, 60) < 3)
+    for formula in (mask, both):
+        rule = tile_rule(formula.text)
+        assert rule.spans is None
+        Emitter([]).function("f", ("i0", "i1", "j0", "j1"), [rule.sure, rule.maybe])
+    root = score.structure.root
+    assert linear(root, mask.structure.root) is None
+    for made in (root, *base_2(root, root)[:1], *gradients(root, [])):
+        Emitter([]).function("f", ("s", "i", "j"), [cheaper(made)])
+    assert largest_size(score.text, score.numbers) == math.inf

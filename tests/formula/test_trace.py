@@ -88,6 +88,15 @@ MASKS: dict[str, Callable[..., Any]] = {
     "div_trunc_float": lambda b, h, i, j: torch.div(i - j, 2.5, rounding_mode="trunc") == (i - 5).div(THREE).floor(),
     "div_trunc_zero": lambda b, h, i, j: torch.div(i - j, j - 40, rounding_mode="trunc") == 0,
     "bitwise_xor": lambda b, h, i, j: torch.bitwise_xor(i >= j, j > 3) ^ torch.bitwise_not(h == 1),
+    "bits": lambda b, h, i, j: ((i & 5) | (j ^ 3)) + (6 & j) - (1 | h) > (~i ^ -4) + 12,
+    "shifts": lambda b, h, i, j: (i << 2) - (j >> 1) + (1 << h) > (-j >> 1) + (40 >> i - 5),
+    "shifts_by_any": lambda b, h, i, j: ((i - 5 << j - 2) > 9) ^ ((i - 5 >> j - 2) < 0) ^ ((j << 63 + h) < 0),
+    "bits_by_name": lambda b, h, i, j: (
+        i.bitwise_and(j) + torch.bitwise_or(i, j) + torch.bitwise_xor(i, 3).bitwise_left_shift(1)
+        > torch.bitwise_right_shift(j, 1) + torch.bitwise_not(i)
+    ),
+    "bits_of_captured": lambda b, h, i, j: (THREE << j) % 7 + (ORDER[i] & THREE) + (THREE ^ j) - (THREE >> h) > 6,
+    "bits_of_booleans": lambda b, h, i, j: ((i >= j) & 1) + ((j > 3) << 2) + (6 ^ (h == 1)) + (j | (i > j)) > 9,
     "xor_bool": lambda b, h, i, j: (True ^ (i >= j)) ^ False,
     "captured_left": lambda b, h, i, j: (THREE - i <= 0) & (FLAG ^ (THREE // (j + 1) == 1)) & (FLAG & (i != j) | FLAG),
     "product": lambda b, h, i, j: (i >= j) * (j > 3) * True,

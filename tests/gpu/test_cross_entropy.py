@@ -114,3 +114,8 @@ def test_inductor_compiles_it_whole(name: str) -> None:
         loss = run(**inputs)
         found.append((loss, *torch.autograd.grad(loss, leaves)))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_float16_holds_gradients_whose_sums_it_does_not(reduction: str) -> None:
+    cases.check_large_sums(reduction, "triton", DEVICE)

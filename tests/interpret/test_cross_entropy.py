@@ -120,3 +120,8 @@ def test_a_broken_twin_is_caught(kernel, old, new, name, tmp_path: Path, monkeyp
     monkeypatch.setattr(triton_cross_entropy, kernel, getattr(copy, kernel))
     with pytest.raises(AssertionError):
         cases.check(BY_NAME[name], torch.float32, "triton")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_float16_holds_gradients_whose_sums_it_does_not(reduction: str) -> None:
+    cases.check_large_sums(reduction, "triton")

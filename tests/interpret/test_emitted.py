@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tilewise.testing.strategies import (
     as_score_function,
     bool_trees,
     captured_tensors,
+    far_trees,
     float_trees,
 )
 
@@ -134,6 +136,43 @@ def test_every_named_mask(name: str) -> None:
 @given(tree=bool_trees())
 def test_any_mask(tree: Tree) -> None:
     _emitted_mask_is_the_formula(as_mask(as_mask_function(tree, captured_tensors())), 1, 2)
+
+
+@EXAMPLES
+@given(tree=far_trees())
+def test_any_mask_of_integers_that_wrap(tree: Tree) -> None:
+    _emitted_mask_is_the_formula(as_mask(as_mask_function(tree, captured_tensors())), 1, 2)
+
+
+NARROW = torch.tensor([2**31 - 1, -(2**31), 2**30, 7] * 16, dtype=torch.int32)
+WIDTHS: dict[str, Any] = {  # what 32 bits do not hold, of operands that they hold
+    "numbers": lambda b, h, i, j: i - j + 500_000_000 + 500_000_000 + 500_000_000 + 500_000_000 + 500_000_000 > 0,
+    "captured_once": lambda b, h, i, j: NARROW[i] + j > 2**31 - 1,
+    "captured_sum": lambda b, h, i, j: NARROW[i] - NARROW[j] > 5,
+    "negated": lambda b, h, i, j: -NARROW[i] > j,
+    "absolute": lambda b, h, i, j: abs(NARROW[i]) > j,
+    "divided": lambda b, h, i, j: NARROW[i] // (h - 3) > j,
+    "doubled": lambda b, h, i, j: functools.reduce(lambda x, _: x + x, range(40), i - j) > 0,
+    "tripled": lambda b, h, i, j: functools.reduce(lambda x, _: x + x + x, range(25), i - j) % 7 > 2,
+    "shifted": lambda b, h, i, j: (i - j << 40) > (j << 39),
+    "shifted_back": lambda b, h, i, j: (NARROW[i] >> j) + (NARROW[j] >> 33) > -1,
+    "shifted_by_less": lambda b, h, i, j: (i << j - 4) + (-i >> j - 4) > 3,
+    "shifted_number": lambda b, h, i, j: 1 << j > i,
+    "morton": lambda b, h, i, j: (_spread(i) | (_spread(j) << 1)) & 0x7FFF > 99,
+    "bits": lambda b, h, i, j: ((i ^ j) & 5 | ~i) < (i > j) + -3,
+}
+
+
+def _spread(x: Any) -> Any:
+    """Bits of a number on every second place."""
+    for by, kept in ((8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
+        x = (x | (x << by)) & kept
+    return x
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_integers_are_as_wide_as_pytorchs(name: str) -> None:
+    _emitted_mask_is_the_formula(as_mask(WIDTHS[name]), 1, 2)
 
 
 def _emitted_score_is_the_formula(score: Any, wanted: tuple[bool, ...], b: int, h: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -170,24 +171,61 @@ for fn in (
 PROGRAMS = {"named": NAMED, "lambdas": LAMBDAS, "inductor": INDUCTOR, "numbers": NUMBERS, "shapes": SHAPES}
 
 
-COMPARED = """
-fn = lambda q, width: tw.attention(q, q, q, mask=lambda b, h, i, j: i - j < width)
-compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
-for width in (4, 5):
-    torch.testing.assert_close(compiled(q, width), fn(q, width), rtol=1e-5, atol=1e-5)
-"""
+CHANGING: dict[str, Callable[[int], Any]] = {  # masks of an int that becomes symbolic on the second call
+    "compared": lambda w: lambda b, h, i, j: i - j < w,
+    "compared_with_a_position": lambda w: lambda b, h, i, j: w > j,
+    "equal": lambda w: lambda b, h, i, j: (i == j) | (j == w) | (w != i - 1),
+    "not": lambda w: lambda b, h, i, j: ~(i < j) & ~(j == w),
+    "left": lambda w: lambda b, h, i, j: (w - j < i) & (w // (j + 1) > -1) | (w % (j + 1) == 1) | (2.0**j > w),
+    "right": lambda w: lambda b, h, i, j: (i // w == j // w) | ((i - j) % w == 0) | (i**2 < w),
+    "bits": lambda w: lambda b, h, i, j: (1 << j % 4) + (w << 1) > (i ^ w) + (j & w),
+    "captured": lambda w: lambda b, h, i, j: (IDS[i] == IDS[j]) & (IDS[IDS[i]] <= w) & (j < w + LIMIT),
+    "methods": lambda w: lambda b, h, i, j: (i.clamp(min=w) - j).abs().lt(w).logical_or(j.eq(0)),
+    "functions": lambda w: lambda b, h, i, j: torch.where(torch.maximum(i, j) - w < 9, j < w, torch.abs(i - j) < 3),
+    "floats": lambda w: lambda b, h, i, j: (i.float() * 0.5 > j.to(torch.float64)) | (-j > -w / 2),
+    "constant": lambda w: lambda b, h, i, j: w > 3,
+    "abs_without": lambda w: lambda b, h, i, j: abs(i - j) * 2 < 9 + IDS[i],
+}
+IDS, LIMIT = torch.arange(20) // 7, torch.tensor(3)
 
 
-@pytest.mark.xfail(reason="PyTorch 2.13: dynamo evaluates `object < symbolic int` without calling the object's __lt__")
-def test_a_changing_int_may_be_compared_in_a_lambda() -> None:
-    run_fresh(COMPARED)
-
-
-@pytest.mark.xfail(reason="PyTorch 2.13: dynamo does not trace ~ of an object")
-def test_not_may_be_written_in_a_lambda() -> None:
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_changing_int_may_be_used_as_any(name: str) -> None:
     q = torch.randn(1, 20, 2, 8)
-    fn = lambda q: tw.attention(q, q, q, mask=lambda b, h, i, j: ~(i < j))  # noqa: E731
-    torch.compile(fn, fullgraph=True, backend="aot_eager")(q)
+    torch._dynamo.reset()
+    fn = lambda q, width: tw.attention(q, q, q, mask=CHANGING[name](width))  # noqa: E731
+    compiled = torch.compile(fn, fullgraph=True, backend="eager")
+    for width in (4, 5, 7):
+        torch.testing.assert_close(compiled(q, width), fn(q, width), rtol=1e-5, atol=1e-5)
+
+
+def test_a_changing_int_in_a_score_has_gradients() -> None:
+    slopes = torch.rand(2, requires_grad=True)
+    q = torch.randn(1, 20, 2, 8, requires_grad=True)
+    torch._dynamo.reset()
+
+    def fn(q: torch.Tensor, width: int) -> torch.Tensor:
+        score = lambda s, b, h, i, j: torch.where(i - j < width, s * 2.0 - slopes[h] * (i - j), torch.tanh(s))  # noqa: E731
+        return tw.attention(q, q, q, score=score)
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    for width in (4, 5, 7):
+        got, want = compiled(q, width), fn(q, width)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(
+            *(torch.autograd.grad(o.square().sum(), (q, slopes)) for o in (got, want)), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.xfail(reason="PyTorch 2.13: dynamo compares no object with a symbolic int, and abs() asks no tensor")
+def test_a_changing_int_may_be_compared_beside_the_builtin_abs() -> None:
+    q = torch.randn(1, 20, 2, 8)
+    torch._dynamo.reset()
+    fn = lambda q, width: tw.attention(q, q, q, mask=lambda b, h, i, j: abs(i - j) < width)  # noqa: E731
+    compiled = torch.compile(fn, fullgraph=True, backend="eager")
+    for width in (4, 5):
+        compiled(q, width)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tilewise.core.errors import FormulaError, UnsupportedError
+from tilewise.core.errors import FormulaError
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, LENGTHS
@@ -189,13 +189,6 @@ def test_autograd_alone_keeps_the_inputs(impl: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t):
         tw.attention(x, x, x, mask=tw.causal, impl=impl).sum().backward()
     assert packed.count(x.shape) == 4  # q, k, v and o
-
-
-def test_a_second_derivative_is_refused_not_dropped() -> None:
-    x = torch.randn(1, 16, 2, 8, requires_grad=True)
-    (gradient,) = torch.autograd.grad(tw.attention(x, x, x, mask=tw.causal).sum(), x, create_graph=True)
-    with pytest.raises(UnsupportedError, match="a second derivative"):
-        gradient.square().sum().backward()
 
 
 def test_seed_is_drawn_from_pytorchs_generator() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.tools.running import ENVIRONMENT
 from tilewise.core.dispatch import Row
 from tools import families, gpu_receipt, receipts, support_matrix
 from tools.families import FAMILIES, Family
@@ -188,4 +189,16 @@ def test_the_gpu_tier_runs_all_files_of_the_families_that_are_named() -> None:
     every = gpu_receipt.tests_of(gpu_receipt.gpu_families())
     assert {Path(path) for path in every} == set((families.ROOT / "tests" / "gpu").glob("test_*.py"))
     some = gpu_receipt.gpu_families(["merge_triton", "kv_write_triton"])
-    assert [Path(path).name for path in gpu_receipt.tests_of(some)] == ["test_kv_write.py", "test_merge.py"]
+    names = ["test_far_rows.py", "test_kv_write.py", "test_merge.py"]
+    assert [Path(path).name for path in gpu_receipt.tests_of(some)] == names
+
+
+@pytest.mark.parametrize("status", [pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.OK])
+def test_a_run_that_was_cut_short_leaves_no_receipt(
+    status: pytest.ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_receipt.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_receipt, "current", lambda device: ENVIRONMENT)
+    monkeypatch.setattr(gpu_receipt.pytest, "main", lambda *_, **__: status)
+    assert gpu_receipt.main(["--families", "merge_triton", "--out", str(tmp_path)]) == int(status)
+    assert bool(list(tmp_path.rglob("receipts.jsonl"))) is (status == pytest.ExitCode.OK)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import tilewise as tw
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
+from tilewise.core.real import is_finite
+from tilewise.core.tensors import check_dense
 from tilewise.formula.expr import Expr
 
 
 def check_tensors(expected: str, ranks: Sequence[int], hint: str, **tensors: Any) -> None:
     """Raise InputError unless each is a dense tensor of one of `ranks`."""
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise InputError(name, got=type(x).__name__, expected=f"a tensor {expected}", hint="use torch.as_tensor")
-        if x.is_nested or x.layout != torch.strided:
-            got = f"a {'nested' if x.is_nested else x.layout} tensor"
-            jagged = "tilewise.attention(layout=tilewise.Packed(cu_seqlens)) runs sequences of different lengths"
-            raise InputError(name, got=got, expected=f"a dense tensor {expected}", hint=jagged)
+        check_dense(name, x, f"a dense tensor {expected}")
         if x.ndim not in ranks:
             raise InputError(name, got=f"shape {tuple(x.shape)}", expected=f"a tensor {expected}", hint=hint)
+
+
+def check_broadcast(name: str, table: torch.Tensor, full: Sequence[int]) -> None:
+    """Raise InputError unless each extent is that of (batch, heads, seqlen_q, seqlen_k), or 1."""
+    # not `in (1, size)`: under torch.compile a symbolic size is never found in a tuple
+    if any(n != 1 and n != size for n, size in zip(table.shape, full, strict=True)):
+        hint = "(batch, heads, seqlen_q, seqlen_k), where a dimension of 1 is shared"
+        raise InputError(name, got=f"shape {tuple(table.shape)}", expected=f"broadcastable to {tuple(full)}", hint=hint)
 
 
 def seqlen_first(x: torch.Tensor) -> torch.Tensor:
@@ -75,10 +79,11 @@ def window_mask(causal: bool, window_size: Any) -> tw.Mask | None:
 
     Raises InputError unless `window_size` is a pair of integers or None.
     """
+    check_flags(causal=causal)
     sides = window_size if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or not all(side is None or isinstance(side, int) for side in sides):
         raise InputError(
-            "window_size", got=repr(window_size), expected="(left, right), integers", hint="-1 is no limit"
+            "window_size", got=shown(window_size), expected="(left, right), integers", hint="-1 is no limit"
         )
     left, right = (None if side is None or side < 0 else int(side) for side in sides)
     right = 0 if causal else right
@@ -93,10 +98,10 @@ def distance_score(softcap: Any, alibi_slopes: Any, batch: int, heads: int) -> t
     Raises InputError unless `softcap` is None or a finite number >= 0, and the slopes are such a tensor or None.
     """
     softcap = 0.0 if softcap is None else softcap
-    number = isinstance(softcap, (int, float, numbers.Real)) and not isinstance(softcap, bool)
-    if not number or not 0.0 <= softcap < math.inf:
+    symbolic = isinstance(softcap, (torch.SymInt, torch.SymFloat))
+    if not symbolic and not (is_finite(softcap) and softcap >= 0):
         hint = "None turns it off too"
-        raise InputError("softcap", got=repr(softcap), expected="0 for none, or a finite number > 0", hint=hint)
+        raise InputError("softcap", got=shown(softcap), expected="0 for none, or a finite number > 0", hint=hint)
     score = tw.softcap(softcap) if softcap else None
     if alibi_slopes is None:
         return score

@@ -23,7 +23,8 @@ import torch
 
 import tilewise as tw
 from tilewise.adapters.axes import check_tensors, seqlen_first
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.core.readback import host_range, values_checked
 from tilewise.ops.attention.choice import Selected
 from tilewise.ops.tile_means import tile_means
@@ -68,6 +69,7 @@ def sliding_tile_attention(
     Raises:
         InputError: an argument is wrong. TypeError: a keyword that is not here.
     """
+    check_flags(has_text=has_text)
     shape = "(batch, heads, seqlen, dim)"
     check_tensors(shape, (4,), "heads stand before tokens", q=q, k=k, v=v)
     canvas = _canvas(seq_shape)
@@ -99,7 +101,7 @@ def _canvas(seq_shape: Any) -> Window:
     sides = seq_shape.split("x") if isinstance(seq_shape, str) else []
     if len(sides) != 3 or not all(side.isdecimal() and int(side) for side in sides):
         hint = "frames, height and width of the latent video"
-        raise InputError("seq_shape", got=repr(seq_shape), expected='"FxHxW", such as "30x48x80"', hint=hint)
+        raise InputError("seq_shape", got=shown(seq_shape), expected='"FxHxW", such as "30x48x80"', hint=hint)
     frames, height, width = map(int, sides)
     return frames, height, width
 
@@ -110,7 +112,7 @@ def _windows(window_size: Any, heads: int) -> tuple[Window, ...]:
     if len(windows) != heads or not whole:
         expected = f"{heads} windows (frames, height, width) in tiles, one for each head of q"
         hint = f"of one window for all: [(3, 3, 3)] * {heads}"
-        raise InputError("window_size", got=repr(window_size), expected=expected, hint=hint)
+        raise InputError("window_size", got=shown(window_size), expected=expected, hint=hint)
     return tuple((w[0], w[1], w[2]) for w in windows)
 
 
@@ -118,7 +120,7 @@ def _tile(tile_size: Any) -> Window:
     sides = list(tile_size) if isinstance(tile_size, Sequence) and not isinstance(tile_size, str) else []
     if len(sides) != 3 or not all(type(side) is int and side > 0 for side in sides):
         hint = "FastVideo's are (6, 8, 8)"
-        raise InputError("tile_size", got=repr(tile_size), expected="three integers >= 1", hint=hint)
+        raise InputError("tile_size", got=shown(tile_size), expected="three integers >= 1", hint=hint)
     return sides[0], sides[1], sides[2]
 
 
@@ -135,7 +137,7 @@ def _valid(text_length: Any, words: int, q: torch.Tensor) -> int:
         return words
     if type(text_length) is not int or not 0 <= text_length <= words:
         hint = "text stands behind the video, and what is behind its text_length tokens is padding"
-        raise InputError("text_length", got=repr(text_length), expected=f"an integer from 0 to {words}", hint=hint)
+        raise InputError("text_length", got=shown(text_length), expected=f"an integer from 0 to {words}", hint=hint)
     return text_length
 
 
@@ -193,7 +195,7 @@ def video_sparse_attn(
     blocks = k.shape[2] // size
     if type(topk) is not int or not 1 <= topk <= blocks:
         hint = "of the blocks of keys; all of them is attention over all tokens"
-        raise InputError("topk", got=repr(topk), expected=f"an integer from 1 to {blocks}", hint=hint)
+        raise InputError("topk", got=shown(topk), expected=f"an integer from 1 to {blocks}", hint=hint)
     _check_weight(compress_attn_weight, (*q.shape[:3], v.shape[3]))
     of_q, of_k, of_v = (
         _means_of_blocks(x, sizes, size)
@@ -265,7 +267,7 @@ def _block_tokens(block_size: Any) -> int:
     sides = [block_size] if type(block_size) is int else list(block_size) if isinstance(block_size, Sequence) else []
     if not sides or not all(type(side) is int and side > 0 for side in sides):
         hint = "64 tokens, or (4, 4, 4)"
-        raise InputError("block_size", got=repr(block_size), expected="an integer >= 1, or extents", hint=hint)
+        raise InputError("block_size", got=shown(block_size), expected="an integer >= 1, or extents", hint=hint)
     return math.prod(sides)
 
 

@@ -22,7 +22,8 @@ import torch
 import tilewise as tw
 from tilewise.adapters.axes import check_tensors, distance_score, unit_stride, window_mask
 from tilewise.adapters.kv_cache import CacheCall, attend
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.core.philox import keep_mask
 from tilewise.layouts import Packed, Paged
 
@@ -242,6 +243,7 @@ def flash_attn_with_kvcache(
         number of tokens apart. Both before any write; values are checked on a CPU only, where no token may be written
         twice, and on a GPU with TILEWISE_DEBUG=1.
     """
+    check_flags(causal=causal, rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     call = CacheCall(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
@@ -272,7 +274,7 @@ def _extent(name: str, value: Any) -> int:
     one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
     if not one and (not isinstance(value, (int, numbers.Integral)) or isinstance(value, bool)):
         hint = "the longest sequence; only S_dmask needs it"
-        raise InputError(name, got=repr(value), expected="an integer, or an integer tensor of one element", hint=hint)
+        raise InputError(name, got=shown(value), expected="an integer, or an integer tensor of one element", hint=hint)
     return int(value)
 
 
@@ -286,6 +288,7 @@ def _attention(
     block_table: torch.Tensor | None = None,
 ) -> Result:
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
+    check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     mask = window_mask(causal, window_size)
     if layout is None:
         hint = "flash_attn_varlen_func takes (total, heads, dim)"

@@ -18,7 +18,8 @@ import torch
 
 from tilewise.adapters.axes import window_mask
 from tilewise.adapters.kv_cache import CacheCall, attend, check_steering
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.core.flags import check_flags
 
 __all__ = ["flash_attn_with_kvcache", "get_scheduler_metadata"]
 
@@ -73,12 +74,13 @@ def flash_attn_with_kvcache(
     Raises:
         InputError: an argument is wrong. UnsupportedError: `qv`, `attention_chunk`, 8 bits. Both before any write.
     """
+    check_flags(causal=causal, rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     if qv is not None:
         hint = "tilewise.attention takes q and k with both parts side by side, up to head_dim 512"
         raise UnsupportedError("qv", got=type(qv).__name__, expected="None", hint=hint)
     if attention_chunk:
         hint = "tilewise.attention(mask=tilewise.chunked(size) & tilewise.causal) has chunks"
-        raise UnsupportedError("attention_chunk", got=repr(attention_chunk), expected="0", hint=hint)
+        raise UnsupportedError("attention_chunk", got=shown(attention_chunk), expected="0", hint=hint)
     if max_seqlen_q is not None:
         check_steering("max_seqlen_q", max_seqlen_q)
     if scheduler_metadata is not None and not isinstance(scheduler_metadata, torch.Tensor):
@@ -125,6 +127,7 @@ def get_scheduler_metadata(
     tilewise divides the work on the device, inside each call. Raises InputError for sizes that are no integers, lengths
     that are no such tensor, and for what the call itself would refuse of the other arguments.
     """
+    check_flags(causal=causal, has_softcap=has_softcap)
     sizes = {
         "batch_size": batch_size,
         "max_seqlen_q": max_seqlen_q,
@@ -140,7 +143,7 @@ def get_scheduler_metadata(
         check_steering(name, value)
     if attention_chunk:
         hint = "flash_attn_with_kvcache refuses it, too"
-        raise UnsupportedError("attention_chunk", got=repr(attention_chunk), expected="0", hint=hint)
+        raise UnsupportedError("attention_chunk", got=shown(attention_chunk), expected="0", hint=hint)
     window_mask(causal, window_size)
     _check_tuning(num_splits, pack_gqa, sm_margin)
     if not isinstance(cache_seqlens, torch.Tensor) or cache_seqlens.shape != (batch_size,):
@@ -154,6 +157,5 @@ def _check_tuning(num_splits: Any, pack_gqa: Any, sm_margin: Any) -> None:
     """Raise InputError for what FlashAttention-3's kernels could not be tuned with."""
     check_steering("num_splits", num_splits)
     check_steering("sm_margin", sm_margin)
-    if not isinstance(pack_gqa, (bool, type(None))):
-        hint = "None leaves it open; it changes nothing here"
-        raise InputError("pack_gqa", got=repr(pack_gqa), expected="True, False or None", hint=hint)
+    if pack_gqa is not None:
+        check_flags(pack_gqa=pack_gqa)

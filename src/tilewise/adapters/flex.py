@@ -26,9 +26,11 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import tilewise as tw
 from tilewise.adapters.axes import autocast, check_tensors, raw_mask, raw_score, seqlen_first
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.core.flags import check_flags
 from tilewise.formula.expr import Expr, load
-from tilewise.formula.walk import transform
+from tilewise.formula.sizes import Size
+from tilewise.formula.walk import symbols, transform
 from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, TileMap
 
 __all__ = [
@@ -98,8 +100,14 @@ class BlockMask(TorchBlockMask):
             return self._source
         shift = seqlen_k - seqlen_q
         if shift not in self._masks:
-            self._masks[shift] = raw_mask(self._source, shift)
+            self._masks[shift] = self._sized(raw_mask(self._source, shift))
         return self._masks[shift]
+
+    def _sized(self, mask: tw.Mask) -> tw.Mask:
+        """The mask, for the batch and the heads alone that it was made for, where it looks at these."""
+        looked = symbols(mask.expr)
+        axes = (("batch", "b", self._lead[0]), ("num_heads_q", "h", self._lead[1]))
+        return mask.sized(*(Size("block_mask", axis, n) for axis, symbol, n in axes if n > 1 and symbol in looked))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,8 +138,13 @@ class BlockMask(TorchBlockMask):
         return made
 
     def sparsity(self) -> float:
-        """Percentage of tiles that are not visited."""
-        return 100.0 * (1.0 - self.to_tile_map().density())
+        """What PyTorch calls so: 100 less the percentage of pairs in tiles that are visited. Tiles that reach beyond a
+        length count whole, so it may be below 0. 0 for a mask of no pairs.
+        """
+        tiles = self.to_tile_map()
+        pairs = tiles.classes.shape[0] * tiles.classes.shape[1] * tiles.seqlen_q * tiles.seqlen_k
+        visited = int((tiles.classes != EMPTY).sum()) * tiles.block_m * tiles.block_n
+        return 100.0 * (1.0 - visited / pairs) if pairs else 0.0
 
     def contiguous(self) -> BlockMask:
         """Itself: nothing here is laid out in memory."""
@@ -146,7 +159,7 @@ class BlockMask(TorchBlockMask):
 
         if device == self.device:
             return self
-        source = None if mask is None else tw.Mask(transform(mask.expr, moved), mask.name)
+        source = None if mask is None else tw.Mask(transform(mask.expr, moved), mask.name, mask.joins, mask.sizes)
         return BlockMask(source, shape=(*self._lead, *self.seq_lengths), block_size=self.BLOCK_SIZE, device=device)
 
     def __getitem__(self, index: Any) -> Any:
@@ -224,6 +237,10 @@ def create_block_mask(
         InputError: a size is wrong.
         FormulaError: `mask_mod` cannot be traced (a data-dependent branch, an operation outside the formula language).
     """
+    check_flags(
+        _compile=_compile, separate_full_blocks=separate_full_blocks, compute_dq_write_order=compute_dq_write_order,
+        dq_kv_order=dq_kv_order,
+    )  # fmt: skip
     shared = "None for a mask shared by all"
     batch, heads = (1 if n is None else _integer(name, n, 0, shared) for name, n in (("B", B), ("H", H)))
     lengths = [_integer(name, n, 0, "of the attention to come") for name, n in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN))]
@@ -231,7 +248,7 @@ def create_block_mask(
     hint = "(queries, keys) of a tile, 128 by default"
     if len(blocks) != 2:
         expected = "an integer >= 1, or two of them"
-        raise InputError("create_block_mask BLOCK_SIZE", got=repr(BLOCK_SIZE), expected=expected, hint=hint)
+        raise InputError("create_block_mask BLOCK_SIZE", got=shown(BLOCK_SIZE), expected=expected, hint=hint)
     block_m, block_n = (_integer("BLOCK_SIZE", n, 1, hint) for n in blocks)
     device = device if device is not None else torch.accelerator.current_accelerator() or "cpu"
     shape = (batch, heads, lengths[0], lengths[1])
@@ -242,7 +259,7 @@ def _integer(name: str, value: Any, least: int, hint: str) -> Any:
     """An argument of `create_block_mask` as an int; symbolic ones of torch.compile stay so."""
     whole = isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
     if not whole or value < least:
-        raise InputError(f"create_block_mask {name}", got=repr(value), expected=f"an integer >= {least}", hint=hint)
+        raise InputError(f"create_block_mask {name}", got=shown(value), expected=f"an integer >= {least}", hint=hint)
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, int) else value
 
 
@@ -257,7 +274,8 @@ def mask_of(block_mask: TorchBlockMask, seqlen_q: int, seqlen_k: int) -> tw.Mask
     known, mask_mod = getattr(block_mask, "_tilewise", None), block_mask.mask_mod
     if known is None or known[0] is not mask_mod:
         device = block_mask.kv_num_blocks.device
-        known = (mask_mod, BlockMask(_from_torch(block_mask), shape=(1, 1, seqlen_q, seqlen_k), device=device))
+        shape = (block_mask.shape[0], block_mask.shape[1], seqlen_q, seqlen_k)
+        known = (mask_mod, BlockMask(_from_torch(block_mask), shape=shape, device=device))
         block_mask._tilewise = known  # type: ignore[attr-defined]
     mask: tw.Mask | None = known[1].mask_for(seqlen_q, seqlen_k)
     return mask
@@ -325,6 +343,7 @@ def flex_attention(
     Raises:
         InputError: shapes that FlexAttention refuses too. UnsupportedError: `AuxRequest(max_scores=True)`.
     """
+    check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     hint = "x[None] adds a batch dimension"
     check_tensors("(batch, heads, seqlen, dim)", (4,), hint, query=query, key=key, value=value)
     if query.shape[1] != key.shape[1] and not enable_gqa:
@@ -337,7 +356,8 @@ def flex_attention(
             raise InputError("return_lse", got="True with return_aux", expected="one of them", hint=hint)
         if not isinstance(return_aux, AuxRequest):
             hint = "None returns the output alone"
-            raise InputError("return_aux", got=repr(return_aux), expected="AuxRequest(lse=True) or None", hint=hint)
+            raise InputError("return_aux", got=shown(return_aux), expected="AuxRequest(lse=True) or None", hint=hint)
+        check_flags(lse=return_aux.lse, max_scores=return_aux.max_scores)
         if return_aux.max_scores:
             raise UnsupportedError(
                 "return_aux", got="max_scores=True", expected="AuxRequest(lse=True)", hint="lse bounds the scores"

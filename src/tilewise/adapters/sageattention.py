@@ -27,7 +27,8 @@ import torch
 import tilewise as tw
 from tilewise.adapters.axes import check_tensors, unit_stride
 from tilewise.adapters.sdpa import formula_of, top_left_causal
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.core.flags import check_flags
 from tilewise.layouts import Packed
 
 __all__ = [
@@ -203,10 +204,14 @@ def sageattn_varlen(
     Raises:
         InputError: an argument is wrong. TypeError: a keyword that is not here.
     """
+    check_flags(is_causal=is_causal, smooth_k=smooth_k)
     hint = "sageattn takes four dimensions"
     check_tensors("(total, heads, dim)", (3,), hint, q=q, k=k, v=v)
     hint = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0)"
     check_tensors("(batch + 1,)", (1,), hint, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        got, expected = f"{cu_seqlens_k.shape[0]} entries", f"{cu_seqlens_q.shape[0]}, as cu_seqlens_q has"
+        raise InputError("cu_seqlens_k", got=got, expected=expected, hint="both are of the same sequences")
     cu = [x if x.dtype == torch.int32 else x.to(torch.int32) for x in (cu_seqlens_q, cu_seqlens_k)]
     mask = None
     if is_causal:
@@ -220,11 +225,12 @@ def sageattn_varlen(
 def _one_of(name: str, value: Any, allowed: tuple[str, ...], hint: str) -> None:
     """Raise InputError unless `value` is allowed."""
     if not isinstance(value, str) or value not in allowed:
-        raise InputError(name, got=repr(value), expected=f"one of {', '.join(map(repr, allowed))}", hint=hint)
+        raise InputError(name, got=shown(value), expected=f"one of {', '.join(map(repr, allowed))}", hint=hint)
 
 
 def _scheme(qk_quant_gran: Any, smooth_k: bool, smooth_v: bool, **values: str) -> tw.Sage:
     """The scheme of INT8 scores whose scales are shared so."""
+    check_flags(smooth_k=smooth_k, smooth_v=smooth_v)
     _one_of("qk_quant_gran", qk_quant_gran, ("per_thread", "per_warp"), "who shares a scale of queries and keys")
     smooth = tuple(side for side, wanted in (("k", smooth_k), ("v", smooth_v)) if wanted)
     if qk_quant_gran == "per_warp":
@@ -234,6 +240,7 @@ def _scheme(qk_quant_gran: Any, smooth_k: bool, smooth_v: bool, **values: str) -
 
 def by_block(smooth_k: bool) -> tw.Sage:
     """The scheme of SageAttention 1."""
+    check_flags(smooth_k=smooth_k)
     return tw.Sage(pv="fp16", q_scale="block", k_scale="block", smooth=("k",) if smooth_k else ())
 
 
@@ -264,6 +271,7 @@ def attend(
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = tw.attention_with_lse,
 ) -> Result:
     """What all of them do: `attention` of tensors (batch, seqlen, heads, dim), whose result goes back."""
+    check_flags(is_causal=is_causal, return_lse=return_lse)
     _one_of("tensor_layout", tensor_layout, ("HND", "NHD"), "H heads, N tokens, D dimensions, behind the batch")
     heads_first = tensor_layout == "HND"
     shape = "(batch, heads, seqlen, dim)" if heads_first else "(batch, seqlen, heads, dim)"

@@ -19,6 +19,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 import tilewise as tw
 from tilewise.adapters.axes import autocast, broadcast_load, check_tensors, raw_index, raw_mask, seqlen_first
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 
 __all__ = ["install", "installed", "scaled_dot_product_attention", "uninstall"]
 
@@ -52,6 +53,7 @@ def scaled_dot_product_attention(
         InputError: what PyTorch refuses too (heads that differ without `enable_gqa`, `attn_mask` with `is_causal`);
             and a mask of another shape over no queries or no keys, at which PyTorch does not look.
     """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     hint = "add the missing dimension with x[None]"
     check_tensors("(..., seqlen, dim)", range(2, 65), hint, query=query, key=key, value=value)
     if attn_mask is not None and is_causal:

@@ -29,6 +29,7 @@ import torch
 import tilewise as tw
 from tilewise.adapters import sageattention as sage
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 from tilewise.ops.attention.choice import Selected
 from tilewise.ops.select.problem import SLACK
 from tilewise.schedule.tilemap import FULL
@@ -205,6 +206,7 @@ def block_sparse_sage2_attn_cuda(
             tile has 128 queries and 64 keys, or 64 and 128 (theirs on Hopper), or 128 and 128, whichever gives that
             many tiles, the first of these where several do; on any GPU.
     """
+    check_flags(attention_sink=attention_sink)
     select = functools.partial(_given_tiles, mask_id=mask_id, lam=_lam(pvthreshd), attention_sink=attention_sink)
     given = (tensor_layout, False, scale, dropout_p, None, return_sparsity, return_lse)
     return _attention(q, k, v, select, sage.fastest(q, smooth_k), *given)
@@ -245,6 +247,7 @@ def _top(
 
 
 def _select(prediction: tw.Sparge | tw.TopK, attention_sink: bool) -> tw.Select:
+    check_flags(attention_sink=attention_sink)
     parts = (prediction, tw.sinks(1)) if attention_sink else (prediction,)
     return tw.Select(*parts, block=_TILE)
 
@@ -317,6 +320,7 @@ def _attention(
     return_sparsity: bool,
     return_lse: bool,
 ) -> Result:
+    check_flags(is_causal=is_causal, return_sparsity=return_sparsity, return_lse=return_lse)
     if dropout_p != 0.0:
         raise InputError("dropout_p", got=f"{dropout_p}", expected="0.0", hint="it is a function for inference")
     if return_sparsity and return_lse:

@@ -18,10 +18,11 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import tilewise as tw
 from tilewise.adapters import flex, transformers_continuous
-from tilewise.adapters.axes import autocast, broadcast_load, check_tensors, raw_index, seqlen_first
+from tilewise.adapters.axes import autocast, broadcast_load, check_broadcast, check_tensors, raw_index, seqlen_first
 from tilewise.adapters.sdpa import additive, top_left_causal
 from tilewise.adapters.transformers_fused import Fused, fuse, unfuse
 from tilewise.core.errors import FormulaError, InputError, MissingExtraError, UnsupportedError
+from tilewise.core.flags import check_flags
 
 __all__ = ["Fused", "attention_forward", "attention_mask", "fuse", "register", "unfuse"]
 
@@ -91,9 +92,10 @@ class _Mask(flex.BlockMask):
         if shift not in self._masks:
             # with a growing cache both are the number of keys seen: the query's place on the key axis needs no offset
             later = 0 if isinstance(q_offset, int) and q_offset == shift else q_offset - shift
-            self._masks[shift] = tw.mask(
+            mask = tw.mask(
                 lambda b, h, i, j: self._function(b, h, _plus(i, later), _plus(j, kv_offset)), "transformers mask"
             )
+            self._masks[shift] = self._sized(mask)
         return self._masks[shift]
 
 
@@ -198,12 +200,15 @@ def attention_forward(
         UnsupportedError: a model that selects keys or sinks for each query; or, beside a paged cache, a mask or a
             position bias.
     """
+    if is_causal is not None:
+        check_flags(is_causal=is_causal)
     for name in ("indices", "block_indices", "sinks"):  # what ignoring would change the result
         if kwargs.get(name) is not None:
             raise UnsupportedError(name, got="a tensor", expected="None", hint="use attn_implementation='eager'")
     hint = "x[None] adds a batch dimension"
     check_tensors("(batch, heads, seqlen, dim)", (4,), hint, query=query, key=key, value=value)
     sizes = (query.shape[-2], key.shape[-2])
+    full = (query.shape[0], query.shape[1], *sizes)
     shift = sizes[1] - sizes[0]
     score = None if not softcap else tw.softcap(softcap)
     if kwargs.get("cache") is not None:
@@ -223,9 +228,10 @@ def attention_forward(
         else:
             mask = _pattern(causal, sliding_window)
         if attention_mask is not None:
-            mask = _both(mask, _padding(attention_mask, sizes[1]))
+            mask = _both(mask, _padding(attention_mask, query.shape[0], sizes[1]))
     else:
         table = attention_mask[..., : sizes[1]]
+        check_broadcast("attention_mask", table, full)
         if table.dtype == torch.bool:
             mask = tw.mask(lambda b, h, i, j: broadcast_load(table, b, h, raw_index(i, shift), j), "attention_mask")
         else:
@@ -238,6 +244,7 @@ def attention_forward(
     if bias is not None:
         hint = "x[None] adds a dimension that is shared"
         check_tensors("(1 or batch, heads, seqlen_q, seqlen_k)", (4,), hint, position_bias=bias)
+        check_broadcast("position_bias", bias, full)
         added = tw.score(lambda s, b, h, i, j: s + broadcast_load(bias, b, h, raw_index(i, shift), j), "position_bias")
         score = added if score is None else score >> added
 
@@ -273,8 +280,13 @@ def _pattern(causal: bool, sliding_window: int | None) -> tw.Mask | None:
     return _both(mask, tw.mask(lambda b, h, i, j: abs(i - j) < sliding_window, "sliding_window"))
 
 
-def _padding(keep: torch.Tensor, seqlen_k: int) -> tw.Mask:
+def _padding(keep: torch.Tensor, batch: int, seqlen_k: int) -> tw.Mask:
     keep = keep[:, -seqlen_k:].bool()
+    if keep.shape[0] != batch or keep.shape[1] != seqlen_k:
+        expected = f"({batch}, {seqlen_k}) or more columns, of which the last count"
+        raise InputError(
+            "attention_mask", got=f"shape {tuple(keep.shape)}", expected=expected, hint="False for padding"
+        )
     return tw.mask(lambda b, h, i, j: keep[b, j], "padding")
 
 

@@ -13,16 +13,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules import module as _of_all
 
 import tilewise as tw
 from tilewise.adapters.axes import autocast
 from tilewise.core.errors import InputError, MissingExtraError
+from tilewise.core.flags import check_flags
 
 __all__ = ["Fused", "fuse", "unfuse"]
 
 Forward = Callable[..., Any]
+Holds = Callable[[Any], bool]
 _ROTATE = "apply_rotary_pos_emb"
+_LINEAR = torch.nn.Linear.forward
 _MARK = "_by_tilewise"
+_PLACES = "_rotary_by_tilewise"
 
 
 class Fused(NamedTuple):
@@ -41,6 +46,10 @@ def fuse(
     as below. Left as it is what computes anything else than Llama's or Gemma's, and what has a forward of its own
     already: fused before, or spread over devices by accelerate. A fused model is not to be pickled as a whole.
 
+    What goes past a module's call looks at it each time, and leaves the work to the model's own code where it was
+    wrapped, replaced or hooked since: lm_head (LoRA, a bias), activations, rotary embeddings, a class or a function of
+    transformers that was patched. Hooks and wrappers of modules that are replaced themselves work as ever.
+
     Args:
         model: a module that holds modules of transformers.
         norms: of "RMSNorm" by `tilewise.rms_norm`, which rounds once where Llama's rounds before the weight too.
@@ -58,12 +67,14 @@ def fuse(
         InputError: `model` is no module.
         MissingExtraError: transformers is not installed.
     """
+    check_flags(norms=norms, activations=activations, rotary=rotary, loss=loss)
     if not isinstance(model, torch.nn.Module):
         raise InputError("model", got=type(model).__name__, expected="a torch.nn.Module", hint="load the model first")
+    places = _places(model)
     finders: tuple[tuple[bool, str, Callable[[Any], Forward | None]], ...] = (
         (norms, "RMSNorm", _norm),
         (activations, "MLP", _gated),
-        (rotary, "Attention", functools.partial(_rotated, _angles_twice(model))),
+        (rotary, "Attention", functools.partial(_rotated, places if _angles_twice(model) else [])),
         (loss, "ForCausalLM", _loss),
     )
     replaced: Counter[str] = Counter()
@@ -78,6 +89,8 @@ def fuse(
                 left[name] += 1
                 continue
             setattr(forward, _MARK, True)
+            if ending == "Attention":
+                setattr(module, _PLACES, places)
             module.forward = types.MethodType(forward, module)
             replaced[name] += 1
     return Fused(dict(replaced), dict(left))
@@ -88,6 +101,7 @@ def unfuse(model: torch.nn.Module) -> None:
     for module in model.modules():
         if hasattr(vars(module).get("forward"), _MARK):
             del module.forward
+            vars(module).pop(_PLACES, None)
 
 
 # what is recognised --------------------------------------------------------------------------------------------------
@@ -165,24 +179,30 @@ def _gives_twice(embedding: torch.nn.Module) -> bool:
 def _norm(module: Any) -> Forward | None:
     known, kind = _known(), type(module)
     if _same(kind.forward, known.llama.LlamaRMSNorm.forward):
-        return _norm_forward
+        return _while(kind.forward, _norm_forward)
     gemma = known.gemma.Gemma2RMSNorm
     if _same(kind.forward, gemma.forward) and _same(kind._norm, gemma._norm):
-        return _offset_norm_forward
+        norm = kind._norm
+        return _while(kind.forward, _offset_norm_forward, lambda self: type(self)._norm is norm)
     return None
 
 
 def _gated(module: Any) -> Forward | None:
-    known = _known()
-    if not _same(type(module).forward, known.llama.LlamaMLP.forward):
+    known, original = _known(), type(module).forward
+    if not _same(original, known.llama.LlamaMLP.forward):
         return None
-    unit = known.units.get(type(module.act_fn))
-    return None if unit is None else _gated_forward(unit)
+    kind = type(module.act_fn)
+    unit, act = known.units.get(kind), kind.forward
+    if unit is None:
+        return None
+    return _while(
+        original, _gated_forward(unit), lambda self: type(self.act_fn) is kind and _untouched(self.act_fn, act)
+    )
 
 
-def _rotated(angles_twice: bool, module: Any) -> Forward | None:
+def _rotated(places: list[_Place], module: Any) -> Forward | None:
     llama, forward = _known().llama, type(module).forward
-    if not angles_twice or _ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+    if not places or _ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None
     rotate = forward.__globals__.get(_ROTATE)
     if not _same(rotate, llama.apply_rotary_pos_emb) or not _same(rotate.__globals__["rotate_half"], llama.rotate_half):
@@ -191,7 +211,15 @@ def _rotated(angles_twice: bool, module: Any) -> Forward | None:
     names = {name: x for name, x in forward.__globals__.items() if name != "__name__"} | {_ROTATE: _rotate}
     ours = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__
-    return ours
+    now = forward.__globals__
+    used = {name: now[name] for name in forward.__code__.co_names if name in now}
+
+    def holds(self: Any) -> bool:
+        places: list[_Place] = getattr(self, _PLACES)
+        same = all(now.get(name) is x for name, x in used.items())
+        return same and all(x is getattr(at, name, None) and _untouched(x, code) for at, name, x, code in places)
+
+    return _while(forward, ours, holds)
 
 
 def _loss(module: Any) -> Forward | None:
@@ -199,9 +227,60 @@ def _loss(module: Any) -> Forward | None:
     capped = _same(forward, known.gemma.Gemma2ForCausalLM.forward)
     if not capped and not _same(forward, known.llama.LlamaForCausalLM.forward):
         return None
-    if type(module.lm_head) is not torch.nn.Linear or module.lm_head.bias is not None:
+    if not _plain(module.lm_head):
         return None
-    return _loss_forward(forward, capped)
+    return _while(forward, _loss_forward(forward, capped))
+
+
+# what is looked at in each call --------------------------------------------------------------------------------------
+
+
+def _while(original: Forward, ours: Forward, holds: Holds | None = None) -> Forward:
+    """`ours` while a module's class has the forward that was recognised and `holds` says so, else the class's own."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self)
+        if kind.forward is original and (holds is None or holds(self)):
+            return ours(self, *args, **kwargs)
+        return kind.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _untouched(module: Any, forward: Forward) -> bool:
+    """Whether calling the module is this forward and nothing else: no other one of its own or its class's, no hook."""
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        _of_all._global_forward_hooks, _of_all._global_forward_pre_hooks, _of_all._global_backward_hooks,
+        _of_all._global_backward_pre_hooks,
+    )  # fmt: skip
+    return getattr(module.forward, "__func__", None) is forward and not any(map(len, hooks))
+
+
+def _plain(head: Any) -> bool:
+    """Whether a call of the last layer is a product with its weight."""
+    plain = type(head) is torch.nn.Linear and head.bias is None and _untouched(head, _LINEAR)
+    return plain and type(head.weight) in (torch.nn.Parameter, torch.Tensor)
+
+
+class _Place(NamedTuple):
+    """Where a rotary embedding is, and what its class computed when it was looked at."""
+
+    parent: torch.nn.Module
+    name: str
+    embedding: torch.nn.Module
+    forward: Forward
+
+
+def _places(model: torch.nn.Module) -> list[_Place]:
+    """Of all rotary embeddings."""
+    return [
+        _Place(parent, name, x, type(x).forward)
+        for parent in model.modules()
+        for name, x in parent.named_children()
+        if type(x).__name__.endswith("RotaryEmbedding")
+    ]
 
 
 # what is computed instead --------------------------------------------------------------------------------------------
@@ -258,8 +337,8 @@ def _loss_forward(original: Forward, capped: bool) -> Forward:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked = kwargs.get("labels") is None or "logits_to_keep" in kwargs
-        plain = asked or not self.training or self.loss_function is not known.loss
-        return original(self, *args, **kwargs) if plain else fused(self, *args, **kwargs)
+        ours = not asked and self.training and self.loss_function is known.loss and _plain(self.lm_head)
+        return fused(self, *args, **kwargs) if ours else original(self, *args, **kwargs)
 
     return forward
 

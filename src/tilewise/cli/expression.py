@@ -44,6 +44,16 @@ def _library() -> dict[str, Any]:
 NAMES = _library()
 
 
+class _Numbers(list[Any]):
+    """A list that knows how many numbers it holds, those of a list that is repeated counted each time."""
+
+    held = 1
+
+
+def _held(value: Any) -> int:
+    return value.held if isinstance(value, _Numbers) else 1
+
+
 class Reader:
     """Reads one expression; tensors are put on `device`. Every refusal is a FormulaError that names the place."""
 
@@ -75,7 +85,9 @@ class Reader:
             return node.value
         if isinstance(node, ast.List | ast.Tuple):
             items = [self.value(item) for item in node.elts]
-            return items if isinstance(node, ast.List) else tuple(items)
+            if isinstance(node, ast.Tuple):
+                return tuple(items)
+            return self.limited(node, sum(map(_held, items)), lambda: items)
         if isinstance(node, ast.Call):
             return self.call(node)
         if isinstance(node, ast.UnaryOp):
@@ -100,15 +112,17 @@ class Reader:
                     break
                 return _OPERATORS[type(node.op)](left, right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return self.limited(node, len(left) + len(right), lambda: left + right)
+            return self.limited(node, _held(left) + _held(right), lambda: left + right)
         if isinstance(node.op, ast.Mult) and isinstance(left, list) and type(right) is int:
-            return self.limited(node, len(left) * max(right, 0), lambda: left * right)
+            return self.limited(node, _held(left) * max(right, 0), lambda: left * right)
         raise self.refuse(node, "& or | between masks, >> between scores, [..] + [..], [..] * number")
 
     def limited(self, node: ast.expr, length: int, make: Callable[[], list[Any]]) -> list[Any]:
         if length > MAX_LIST:
-            raise self.refuse(node, f"lists of at most {MAX_LIST:,} items")
-        return make()
+            raise self.refuse(node, f"lists of at most {MAX_LIST:,} items, those of lists in them counted")
+        made = _Numbers(make())
+        made.held = max(length, 1)
+        return made
 
     def call(self, node: ast.Call) -> Any:
         function = self.value(node.func) if isinstance(node.func, ast.Name) else None

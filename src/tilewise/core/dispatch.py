@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError, shown
 
 C = TypeVar("C", contravariant=True)  # the call of an operation
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,7 +73,7 @@ def named(rows: Sequence[Row[C]], impl: str) -> Row[C]:
     if row is None:
         names = ", ".join(row.name for row in rows)
         raise InputError(
-            "impl", got=repr(impl), expected=f"None or one of {names}", hint="None takes the first that can"
+            "impl", got=shown(impl), expected=f"None or one of {names}", hint="None takes the first that can"
         )
     return row
 
@@ -152,7 +152,7 @@ def on(kind: str, device_of: Callable[[C], torch.device]) -> Need[C]:
 
     def unmet(call: C) -> str | None:
         found = device_of(call).type
-        return None if found == kind else found
+        return None if found == kind or (found == "meta" and kind == "cpu") else found  # on meta nothing is run
 
     return Need(f"tensors on {kind}", unmet)
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from typing import Any
 
+MOST_DIGITS = 10**100  # Python itself writes no integer of some thousand digits
+
+
+def _cut(text: str, most: int) -> str:
+    """Text of at most so many characters: a message with all four parts is shorter than 4 kB, whatever came."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
 
 class TilewiseError(Exception):
-    """Root of every exception raised by tilewise.
+    """Root of every exception raised by tilewise. The message shows long parts cut; the attributes have all of them.
 
     Args:
         name: what is wrong, in the caller's words (an argument, a formula, an implementation).
@@ -18,7 +26,8 @@ class TilewiseError(Exception):
 
     def __init__(self, name: str, *, got: Any, expected: str, hint: str) -> None:
         # not by super().__init__, which torch.compile cannot trace: the message would be lost
-        self.args = (f"{name}: got {got}; expected {expected}. Hint: {hint}",)
+        said = f"{_cut(f'{name}', 600)}: got {_cut(f'{got}', 1000)}; expected {_cut(expected, 1800)}."
+        self.args = (f"{said} Hint: {_cut(hint, 500)}",)
         self.name = name
         self.got = got
         self.expected = expected
@@ -53,6 +62,24 @@ class MissingExtraError(TilewiseError, ImportError):
     """An optional package is needed; the hint names the extra that installs it."""
 
     name: str  # ImportError has one that may be None
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return shown(x)
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` for messages, of which containers, long text and large integers are cut short: an argument may hold
+    more than can be written at all.
+    """
+    if isinstance(value, int):
+        return repr(value) if -MOST_DIGITS < value < MOST_DIGITS else f"an integer of {value.bit_length()} bits"
+    return _SHORT.repr(value) if isinstance(value, (str, bytes, list, tuple, dict, set, frozenset)) else repr(value)
 
 
 def caller_line() -> str:

@@ -18,8 +18,9 @@ def being_traced() -> bool:
 
 
 def unreadable(tensor: torch.Tensor) -> bool:
-    """Whether values cannot be read now: a compiled region, a fake tensor, or a CUDA graph being captured."""
-    if being_traced() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    """Whether values cannot be read now: a compiled region, a fake tensor or one without memory, or a CUDA graph being
+    captured."""
+    if being_traced() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         return True
     return being_captured(tensor.device)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 import tilewise
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.demo import data
 from tilewise.demo.data import Tokenizer
 from tilewise.demo.model import ModelConfig, generate
@@ -137,7 +137,7 @@ def resolve(options: Options) -> tuple[torch.device, str, str, Size]:
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise InputError("device", got=repr(options.device), expected=expected, hint=hint) from error
+        raise InputError("device", got=shown(options.device), expected=expected, hint=hint) from error
     if device.type not in ("cpu", "cuda"):
         raise InputError("device", got=device.type, expected=expected, hint=hint)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -146,11 +146,11 @@ def resolve(options: Options) -> tuple[torch.device, str, str, Size]:
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     if dtype not in DTYPES:
         hint = "leave it out for bf16 on a GPU, fp32 on the CPU"
-        raise InputError("dtype", got=repr(dtype), expected=" or ".join(DTYPES), hint=hint)
+        raise InputError("dtype", got=shown(dtype), expected=" or ".join(DTYPES), hint=hint)
     name = options.size or ("medium" if device.type == "cuda" else "small")
     if name not in SIZES:
         hint = "leave it out for medium on a GPU, small on the CPU"
-        raise InputError("size", got=repr(name), expected=", ".join(SIZES), hint=hint)
+        raise InputError("size", got=shown(name), expected=", ".join(SIZES), hint=hint)
     overrides = {
         key: getattr(options, key) for key in ("steps", "batch", "seqlen") if getattr(options, key) is not None
     }

@@ -1,4 +1,4 @@
-"""Source code from formulas: device functions for Triton or Gluon, written to a cache folder and imported.
+"""Source code from formulas: device functions for Triton or Gluon, which `source` imports.
 
 Tensors arrive in a tuple `args` (each one's pointer, then its strides) and numbers in a tuple `nums`. Their values are
 never part of the source; only a tensor's rank and whether its last stride is 1 are.
@@ -6,24 +6,16 @@ never part of the source; only a tensor's rank and whether its last stride is 1 
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import os
-import pathlib
 import re
-import sys
-import tempfile
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.formula.expr import Expr
+from tilewise.formula.reach import INT32, NARROW, Range, reaches, within
 from tilewise.formula.structure import share
-from tilewise.formula.walk import postorder, reads, symbols
-
-EMITTER_VERSION = 6
+from tilewise.formula.walk import postorder, symbols
 
 
 class Captured(NamedTuple):
@@ -65,6 +57,7 @@ def encoded(n: int) -> int:
 _CALLS = {"min": "minimum", "max": "maximum", "abs": "abs", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2"}
 _CALLS |= {"sqrt": "sqrt", "sin": "sin", "cos": "cos", "floor": "floor"}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|"}
+_INFIX |= {"bitand": "&", "bitor": "|", "bitxor": "^"}
 _INFIX |= {"lt": "<", "le": "<=", "eq": "==", "ne": "!="}
 
 
@@ -164,8 +157,14 @@ class Emitter:
         """Assignments for every node, and the names of the roots."""
         lines: list[str] = []
         names: dict[int, str] = {}
+        reach = reaches(roots, NARROW)
         for node in postorder(roots):
-            code, is_leaf = self._node(node, [names[id(arg)] for arg in node.args])
+            args = [names[id(arg)] for arg in node.args]
+            if self._wants_64_bits(node, reach):
+                args = [
+                    self._wide(name) if arg.kind == "int" else name for arg, name in zip(node.args, args, strict=True)
+                ]
+            code, is_leaf = self._node(node, args)
             names[id(node)] = code if is_leaf else f"x{len(lines)}"
             if not is_leaf:
                 lines.append(f"x{len(lines)} = {code}")
@@ -187,8 +186,6 @@ class Emitter:
             if node.kind == "int":
                 return f"as_int({value})", False
             return value + {"float": f".to({self.prefix}.float32)", "bool": " != 0"}[node.kind], False
-        if node.kind == "int" and self._leaves_32_bits(node):
-            args = [self._wide(arg) for arg in args]
         if op == "div" and not symbols(node) & {"s", "g"}:
             return f"{self.prefix}.div_rn({', '.join(args)})", False  # exact: a mask may round the quotient down
         if op in ("min", "max") and node.kind == "float":
@@ -205,17 +202,31 @@ class Emitter:
             return f"{args[0]} >> {_shift(node)}", False  # which rounds down, too
         if op in ("floordiv", "mod") and node.kind == "float":
             return f"float_{op}({', '.join(args)})", False
+        if op in ("shl", "shr"):
+            return self._shifted(op, node.args[1], args), False
         if op in ("floordiv", "mod", "to_float", "to_int"):
             return f"{op}({', '.join(args)})", False
         source = {"neg": f"-{args[0]}", "not": f"{args[0]} == 0", "to_bool": f"{args[0]} != 0"}[op]
         return source, False
 
     @staticmethod
-    def _leaves_32_bits(node: Expr) -> bool:
-        """Whether an operation on integers may: a product of positions, a sum of any numbers, a cut to more bits."""
-        if node.op in ("min", "max"):
-            return any(arg.op == "lit" and abs(arg.value) >= 2**31 for arg in node.args)
-        return node.op == "mul" or (node.op in ("add", "sub", "neg") and reads(node))
+    def _shifted(op: str, by: Expr, args: list[str]) -> str:
+        if by.op == "lit" and 0 <= by.value < 64:
+            return f"{args[0]} {'<<' if op == 'shl' else '>>'} {by.value}"
+        number = f"{args[1]} * 0 + {args[0]}" if args[0].startswith("(") else args[0]  # a literal has no width
+        return f"shift_{'left' if op == 'shl' else 'right'}({number}, {args[1]})"
+
+    @staticmethod
+    def _wants_64_bits(node: Expr, reach: dict[int, Range]) -> bool:
+        """Whether an operation on integers may leave 32 bits, or meets a number that has."""
+        if node.op in ("load", "table"):
+            return False  # `_address` widens
+        if any(arg.op == "lit" and arg.kind == "int" and not within((arg.value,) * 2, INT32) for arg in node.args):
+            return True
+        if node.op in ("shl", "shr"):
+            by = node.args[1]
+            return node.op == "shl" or by.op != "lit" or not 0 <= by.value < 32
+        return node.kind == "int" and len(node.args) > 0 and (node.op == "mul" or not within(reach[id(node)], INT32))
 
     @staticmethod
     def _literal(node: Expr) -> str:
@@ -255,6 +266,8 @@ _HELPERS = (
     "float_mod",
     "floordiv",
     "mod",
+    "shift_left",
+    "shift_right",
     "sigmoid",
     "sigmoid_fast",
     "tanh",
@@ -269,31 +282,3 @@ def _shift(node: Expr) -> int:
     """By how many bits an integer is shifted where it is divided by a power of two that is known; else 0."""
     by = node.args[1].value if node.op == "floordiv" and node.kind == "int" and node.args[1].op == "lit" else 0
     return by.bit_length() - 1 if by > 0 and by & (by - 1) == 0 else 0
-
-
-def cache_folder() -> pathlib.Path:
-    """Where emitted modules live: `$TILEWISE_CACHE`, else `~/.cache/tilewise`."""
-    root = os.environ.get("TILEWISE_CACHE") or pathlib.Path.home() / ".cache" / "tilewise"
-    folder = pathlib.Path(root) / f"emitted-{EMITTER_VERSION}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def import_source(source: str) -> ModuleType:
-    """Write the source under its hash, atomically, and import it (Triton reads functions back from their file)."""
-    digest = hashlib.sha256(source.encode()).hexdigest()[:24]
-    name = f"tilewise_emitted_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    path = cache_folder() / f"{name}.py"
-    if not path.exists() or path.read_text() != source:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
-            handle.write(source)
-        os.replace(handle.name, path)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -8,19 +8,20 @@ structure: two formulas that differ only in numbers or tensors have the same str
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tilewise.core.errors import FormulaError, caller_line
+from tilewise.core.errors import FormulaError, caller_line, shown
 from tilewise.formula.walk import render
 
 Number = int | float | bool
 
 UNARY_FLOAT = ("tanh", "sigmoid", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos")
 COMPARISONS = ("lt", "le", "eq", "ne")
-LOGIC = ("and", "or", "not")
+LOGIC = ("and", "or", "xor")
+_BITS = {"bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>"}
 _ORDER = ("bool", "int", "float")
 _OF_BOOLS = {"mul": "and", "min": "and", "add": "or", "max": "or"}  # PyTorch's arithmetic of booleans is boolean
 
@@ -29,6 +30,29 @@ _KINDS: dict[Any, str] = {bool: "bool", int: "int", float: "float", torch.bool: 
 _KINDS |= dict.fromkeys((torch.int32, torch.int64), "int")  # narrower ones would wrap in PyTorch, and not here
 _KINDS |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), "float")
 _DTYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float32}
+
+
+Method = Callable[["Expr", Any], "Expr"]
+
+
+def _both(op: str) -> tuple[Method, Method]:
+    """An operator of two operands, and the one that stands on the right of what is no expression."""
+
+    def forward(self: Expr, other: Any) -> Expr:
+        return _of_two(op, self, other)
+
+    def reflected(self: Expr, other: Any) -> Expr:
+        return _of_two(op, other, self)
+
+    return forward, reflected
+
+
+def _of_two(op: str, left: Any, right: Any) -> Expr:
+    if op == "pow":
+        result: Expr = as_expr(left).pow(right)
+        return result
+    make = compare if op in COMPARISONS else bitwise if op in LOGIC else bits if op in _BITS else binary
+    return make(op, left, right)
 
 
 class Expr:
@@ -48,49 +72,13 @@ class Expr:
         self.value = value
 
     # arithmetic
-    def __add__(self, other: Any) -> Expr:
-        return binary("add", self, other)
-
-    def __radd__(self, other: Any) -> Expr:
-        return binary("add", other, self)
-
-    def __sub__(self, other: Any) -> Expr:
-        return binary("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Expr:
-        return binary("sub", other, self)
-
-    def __mul__(self, other: Any) -> Expr:
-        return binary("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Expr:
-        return binary("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Expr:
-        return binary("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Expr:
-        return binary("div", other, self)
-
-    def __floordiv__(self, other: Any) -> Expr:
-        return binary("floordiv", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Expr:
-        return binary("floordiv", other, self)
-
-    def __mod__(self, other: Any) -> Expr:
-        return binary("mod", self, other)
-
-    def __rmod__(self, other: Any) -> Expr:
-        return binary("mod", other, self)
-
-    def __pow__(self, other: Any) -> Expr:
-        result: Expr = self.pow(other)
-        return result
-
-    def __rpow__(self, base: Any) -> Expr:
-        result: Expr = as_expr(base).pow(self)
-        return result
+    __add__, __radd__ = _both("add")
+    __sub__, __rsub__ = _both("sub")
+    __mul__, __rmul__ = _both("mul")
+    __truediv__, __rtruediv__ = _both("div")
+    __floordiv__, __rfloordiv__ = _both("floordiv")
+    __mod__, __rmod__ = _both("mod")
+    __pow__, __rpow__ = _both("pow")
 
     def __neg__(self) -> Expr:
         return unary("neg", self)
@@ -102,17 +90,8 @@ class Expr:
         return unary("abs", self)
 
     # comparisons: > and >= are kept as < and <= on swapped operands
-    def __lt__(self, other: Any) -> Expr:
-        return compare("lt", self, other)
-
-    def __le__(self, other: Any) -> Expr:
-        return compare("le", self, other)
-
-    def __gt__(self, other: Any) -> Expr:
-        return compare("lt", other, self)
-
-    def __ge__(self, other: Any) -> Expr:
-        return compare("le", other, self)
+    __lt__, __gt__ = _both("lt")
+    __le__, __ge__ = _both("le")
 
     def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
         return compare("eq", self, other)
@@ -120,27 +99,15 @@ class Expr:
     def __ne__(self, other: Any) -> Expr:  # type: ignore[override]
         return compare("ne", self, other)
 
-    # logic
-    def __and__(self, other: Any) -> Expr:
-        return logic("and", self, other)
-
-    def __rand__(self, other: Any) -> Expr:
-        return logic("and", other, self)
-
-    def __or__(self, other: Any) -> Expr:
-        return logic("or", self, other)
-
-    def __ror__(self, other: Any) -> Expr:
-        return logic("or", other, self)
-
-    def __xor__(self, other: Any) -> Expr:
-        return logic("xor", self, other)
-
-    def __rxor__(self, other: Any) -> Expr:
-        return logic("xor", other, self)
+    # logic, of booleans; bits, of integers
+    __and__, __rand__ = _both("and")
+    __or__, __ror__ = _both("or")
+    __xor__, __rxor__ = _both("xor")
+    __lshift__, __rlshift__ = _both("shl")
+    __rshift__, __rrshift__ = _both("shr")
 
     def __invert__(self) -> Expr:
-        return negate(_as_bool(self, "~"))
+        return invert(self)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -290,7 +257,7 @@ def cast(value: Any, dtype: Any) -> Expr:
     if kind is None:
         raise FormulaError(
             f"cast at {caller_line()}",
-            got=repr(dtype),
+            got=shown(dtype),
             expected="torch.bool, int32, int64, float16, bfloat16, float32 or float64",
             hint="use torch.float32 or torch.int32",
         )
@@ -370,6 +337,38 @@ def logic(op: str, left: Any, right: Any) -> Expr:
         if x.op == "lit":
             return x if x.value is absorbing else y
     return compare("ne", a, b) if op == "xor" else Expr(op, (a, b), "bool")
+
+
+def bitwise(op: str, left: Any, right: Any) -> Expr:
+    """and, or, xor: of booleans their logic, of integers their bits."""
+    a, b = as_expr(left), as_expr(right)
+    return logic(op, a, b) if a.kind == b.kind == "bool" else bits("bit" + op, a, b)
+
+
+def bits(op: str, left: Any, right: Any) -> Expr:
+    """bitand bitor bitxor shl shr of integers, in 64 bits of two's complement; a boolean counts as 0 or 1.
+
+    As in PyTorch, bits shifted out to the left are lost, and shifting by less than 0 or more than 63 leaves of a number
+    0 to the left, and its sign (0 or -1) to the right.
+    """
+    a, b = _numeric(as_expr(left)), _numeric(as_expr(right))
+    for operand in (a, b):
+        if operand.kind != "int":
+            raise FormulaError(
+                f"operand of {_BITS[op]} at {caller_line()}",
+                got=f"the {operand.kind} expression {render(operand)}",
+                expected="booleans, or integers",
+                hint="parenthesise comparisons joined by & and |; cast with .to(torch.int64)",
+            )
+    return Expr(op, (a, b), "int")
+
+
+def invert(value: Any) -> Expr:
+    """~: not of a boolean, all bits of an integer."""
+    x = as_expr(value)
+    if x.kind == "float":
+        return negate(_as_bool(x, "~"))  # which says what it takes
+    return negate(x) if x.kind == "bool" else binary("sub", lit(-1), x)
 
 
 def alike(first: Expr, second: Expr) -> Expr:

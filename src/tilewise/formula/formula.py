@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from tilewise.core.errors import FormulaError, InputError
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr, logic, negate
+from tilewise.formula.sizes import Size
 from tilewise.formula.structure import Binding, Bound, Structure, parse
 from tilewise.formula.trace import trace
 from tilewise.formula.walk import render, transform
 from tilewise.formula.walk import symbols as symbols_of
 
+MOST_JOINED = 30  # masks and scores in a row whose names make a name
+LONGEST = 400  # characters of a name
 Name = str | Callable[[], str] | None  # a function where the name costs something, or holds a symbolic number
 
 
@@ -22,13 +25,16 @@ class Formula:
     """A traced expression with its captured tensors and numbers.
 
     Two formulas are equal when their structure and numbers are equal and they capture the same tensors. `text` is the
-    structure alone: formulas with equal text run the same compiled kernel.
+    structure alone: formulas with equal text run the same compiled kernel. `joins` counts the names in a name.
     """
 
-    def __init__(self, expr: Expr, name: Name = None) -> None:
+    def __init__(self, expr: Expr, name: Name = None, joins: int = 0, sizes: tuple[Size, ...] = ()) -> None:
         binding = Binding()
         self.expr = expr
-        self.name = name
+        self.name = name if joins <= MOST_JOINED else None
+        self.joins = joins
+        self.sizes = sizes  # of the calls that it is for
+        self._shown: str | None = None
         self.text = binding.text(expr)
         self.tensors: tuple[torch.Tensor, ...] = tuple(binding.tensors)
         self.numbers: tuple[Any, ...] = tuple(binding.numbers)
@@ -53,10 +59,23 @@ class Formula:
         return hash(self._identity())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.expr, repr(self))  # a name may be a function, which cannot be pickled
+        return type(self), (self.expr, repr(self), 0, self.sizes)  # a name may be a function, which cannot be pickled
 
     def __repr__(self) -> str:
-        return (self.name if isinstance(self.name, str) else self.name and self.name()) or render(self.expr)
+        if self._shown is None:  # once: a name asks for those of what it joins, which may be the same often
+            name = self.name if isinstance(self.name, str) else self.name and self.name()
+            shown = name or render(self.expr)
+            self._shown = shown if len(shown) <= LONGEST else shown[:LONGEST] + "..."
+        return self._shown
+
+    def _joined(self, *others: Formula) -> int:
+        """How many names a name has that joins these."""
+        return 1 + max(formula.joins for formula in (self, *others))
+
+    def sized(self, *sizes: Size) -> Self:
+        """This formula, for calls of these sizes alone."""
+        self.sizes = sizes
+        return self
 
     def evaluate(self, *, dtype: torch.dtype = torch.float32, **symbols: torch.Tensor) -> torch.Tensor:
         """Value for integer tensors `b`, `h`, `i`, `j` (and a float tensor `s` for a score), which broadcast.
@@ -79,18 +98,20 @@ class Mask(Formula):
 
     def __and__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(logic("and", self.expr, other.expr), lambda: f"{self._operand('&')} & {other._operand('&')}")
+        name = lambda: f"{self._operand('&')} & {other._operand('&')}"  # noqa: E731
+        return Mask(logic("and", self.expr, other.expr), name, self._joined(other), self.sizes + other.sizes)
 
     __rand__ = __and__
 
     def __or__(self, other: Any) -> Mask:
         other = as_mask(other)
-        return Mask(logic("or", self.expr, other.expr), lambda: f"{self._operand('|')} | {other._operand('|')}")
+        name = lambda: f"{self._operand('|')} | {other._operand('|')}"  # noqa: E731
+        return Mask(logic("or", self.expr, other.expr), name, self._joined(other), self.sizes + other.sizes)
 
     __ror__ = __or__
 
     def __invert__(self) -> Mask:
-        return Mask(negate(self.expr), lambda: f"~{self._operand('~')}")
+        return Mask(negate(self.expr), lambda: f"~{self._operand('~')}", self._joined(), self.sizes)
 
     def _operand(self, operator: str) -> str:
         text = repr(self)
@@ -115,7 +136,8 @@ class Score(Formula):
         def insert(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
             return self.expr if node.op == "sym" and node.value == "s" else None
 
-        return Score(transform(then.expr, insert), lambda: f"{self!r} >> {then!r}")
+        name = lambda: f"{self!r} >> {then!r}"  # noqa: E731
+        return Score(transform(then.expr, insert), name, self._joined(then), self.sizes + then.sizes)
 
     def __rrshift__(self, other: Any) -> Score:
         return as_score(other) >> self
@@ -137,12 +159,12 @@ def mask(fn: Callable[..., Any], name: Name = None) -> Mask:
     indexed by integer expressions. Raises FormulaError for a branch on a traced value or an operation outside the
     formula language.
     """
-    return Mask(trace(fn, ("b", "h", "i", "j"), "bool", "mask"), name)
+    return Mask(trace(fn, ("b", "h", "i", "j"), "bool", "mask", name is not None), name)
 
 
 def score(fn: Callable[..., Any], name: Name = None) -> Score:
     """Trace `fn(s, b, h, i, j) -> float` into a score; `s` is the scaled dot product. Raises FormulaError as `mask`."""
-    return Score(trace(fn, ("s", "b", "h", "i", "j"), "float", "score"), name)
+    return Score(trace(fn, ("s", "b", "h", "i", "j"), "float", "score", name is not None), name)
 
 
 def as_mask(value: Any) -> Mask:

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import FormulaError, caller_line
+from tilewise.core.errors import FormulaError, caller_line, shown
 from tilewise.formula.expr import (
     UNARY_FLOAT,
     Expr,
     as_expr,
     binary,
+    bits,
+    bitwise,
     cast,
     compare,
+    invert,
     lit,
     load,
     logic,
@@ -94,7 +97,11 @@ def _logical(op: str) -> Function:
 
 
 def _bitwise(op: str) -> Function:
-    return lambda input, other: logic(op, input, other)
+    return lambda input, other: bitwise(op, input, other)
+
+
+def _shift(op: str) -> Function:
+    return lambda input, other: bits(op, input, other)
 
 
 def _where(condition: Any, input: Any, other: Any) -> Expr:
@@ -119,7 +126,7 @@ def _trunc(input: Any) -> Expr:
 def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expr:
     if rounding_mode not in (None, "floor", "trunc"):
         raise FormulaError(
-            "rounding_mode", got=repr(rounding_mode), expected="None, 'floor' or 'trunc'", hint="x // y is 'floor'"
+            "rounding_mode", got=shown(rounding_mode), expected="None, 'floor' or 'trunc'", hint="x // y is 'floor'"
         )
     if rounding_mode != "trunc":
         return binary("floordiv" if rounding_mode else "div", input, other)
@@ -285,7 +292,9 @@ _ENTRIES: dict[str, Function] = {
     "bitwise_and": _bitwise("and"),
     "bitwise_or": _bitwise("or"),
     "bitwise_xor": _bitwise("xor"),
-    "bitwise_not": lambda input: ~as_expr(input),
+    "bitwise_not": lambda input: invert(input),
+    "bitwise_left_shift": _shift("shl"),
+    "bitwise_right_shift": _shift("shr"),
     "where": _where,
     "masked_fill": _masked_fill,
     "clamp clip": _clamp,
@@ -327,12 +336,24 @@ _SPACES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.sp
 _OPERATORS = dict.fromkeys(("add", "sub", "mul", "pow", "lt", "le", "gt", "ge", "eq", "ne")) | {
     "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
     "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
 }  # fmt: skip
+_BY_NAME = {f"__{name}__": TABLE[entry or name] for name, entry in _OPERATORS.items()}
 _FUNCTIONS: dict[Any, Function] = {torch.Tensor.__getitem__: getitem}
 for _space in _SPACES.values():
     _FUNCTIONS |= {getattr(_space, name): TABLE[name] for name in TABLE if callable(getattr(_space, name, None))}
 _FUNCTIONS |= {getattr(torch.Tensor, name): _METHODS[name] for name in TABLE if hasattr(torch.Tensor, name)}
-_FUNCTIONS |= {getattr(torch.Tensor, f"__{name}__"): TABLE[entry or name] for name, entry in _OPERATORS.items()}
+_FUNCTIONS |= {getattr(torch.Tensor, name): function for name, function in _BY_NAME.items()}
+_FUNCTIONS |= {torch.Tensor.__invert__: invert, torch.Tensor.__neg__: TABLE["neg"], torch.Tensor.__abs__: TABLE["abs"]}
+_FUNCTIONS |= {torch.Tensor.__pos__: as_expr, torch.rsub: lambda input, other: TABLE["sub"](other, input)}
+_REFLECTED = {f"__r{name}__": function for name, function in zip(_OPERATORS, _BY_NAME.values(), strict=True)}
+
+
+def operator_of(name: str) -> Function | None:
+    """The operator of two operands that a method of this name (`__add__`, `__radd__`) is, if it is one."""
+    if name in _REFLECTED:
+        return lambda right, left: _REFLECTED[name](left, right)
+    return _pow if name == "pow" else _BY_NAME.get(name)  # as `__pow__` calls itself
 
 
 def _qualified(func: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.formula import expr as e
 from tilewise.formula.expr import Expr
 from tilewise.formula.formula import Mask, mask
@@ -28,6 +28,7 @@ from tilewise.formula.order import (
     is_whole,
     tiles_of,
 )
+from tilewise.formula.sizes import Size
 
 Side = int | tuple[int, int]
 Sides = tuple[tuple[int, int], ...]  # of one window: (before, after) along each axis
@@ -86,7 +87,7 @@ def neighborhood(
         more = "".join(f", {key}={value}" for key, value, usual in given if set(value) != {usual})
         return f"neighborhood({shape}, {window}{more})"
 
-    return mask(visible, name)
+    return mask(visible, name).sized(Size("neighborhood shape", "seqlen_k", math.prod(shape), each=True))
 
 
 def _near(x: Expr, y: Expr, size: Any, width: int, stride: int, step: int, causal: bool) -> Expr:
@@ -211,7 +212,10 @@ def sliding_tile(
         seen = f"windows of {len(heads)} heads" if table is not None else _written(heads[0], causal)
         return f"sliding_tile({canvas}, {extents}, {seen}{more})"
 
-    return mask(visible, name)
+    sizes = [Size("sliding_tile canvas and text", "seqlen_k", volume + text, each=True)]
+    if isinstance(window, list):
+        sizes.append(Size("sliding_tile window", "num_heads_q", len(heads)))
+    return mask(visible, name).sized(*sizes)
 
 
 def _sides(window: Any, grid: tuple[int, ...], causal: bool) -> Sides:
@@ -243,12 +247,12 @@ def _written(window: Sides, causal: bool) -> tuple[Side, ...]:
 
 
 def _wrong_window(window: Any, grid: tuple[int, ...], hint: str) -> InputError:
-    return InputError("sliding_tile window", got=repr(window), expected=f"1 to {grid} tiles", hint=hint)
+    return InputError("sliding_tile window", got=shown(window), expected=f"1 to {grid} tiles", hint=hint)
 
 
 def _each_flag(name: str, value: Any, shape: tuple[int, ...]) -> tuple[bool, ...]:
     each = (value,) * len(shape) if isinstance(value, bool) else value
     if not isinstance(each, Sequence) or len(each) != len(shape) or not all(isinstance(x, bool) for x in each):
         hint = "causal=True, or for each axis whether it is causal"
-        raise InputError(name, got=repr(value), expected=f"True or False, or {len(shape)} of them", hint=hint)
+        raise InputError(name, got=shown(value), expected=f"True or False, or {len(shape)} of them", hint=hint)
     return tuple(each)

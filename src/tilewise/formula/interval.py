@@ -4,8 +4,9 @@
 greatest value it can take while i runs over [i0, i1] and j over [j0, j1]. For a mask, the lower one says "visible
 everywhere" (FULL) and the negated upper one "visible nowhere" (EMPTY). Being expressions themselves they are evaluated
 by PyTorch or emitted into a kernel like any other formula. Sound by construction: every rule may widen, none may
-narrow (float rules that round widen by `_WIDEN`, since kernels round differently). Where a float value may be NaN
-somewhere in the tile, an end is NaN or missing, and such a comparison is undecided.
+narrow (float rules that round widen by `_WIDEN`, since kernels round differently). Where an integer may leave 64 bits
+somewhere in the tile, and wrap, it may be any (`overflow`). Where a float value may be NaN somewhere in the tile, an
+end is NaN or missing, and such a comparison is undecided.
 
 A captured tensor enters through tables of minima and maxima (`Extremum`), which `Bounds.tables` lists and the caller
 builds. A dimension indexed by i or j, plus or minus something exact, is reduced in blocks of `block_i` or `block_j`
@@ -21,7 +22,10 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.formula.bits import LEAST, MOST, bit_bounds
 from tilewise.formula.expr import FALSE, TRUE, Expr, binary, cast, compare, lit, logic, negate, sym, unary, where
+from tilewise.formula.overflow import WRAPPING, fits
+from tilewise.formula.reach import IN_64_BITS, INT64, Range, reach, within
 from tilewise.formula.walk import postorder
 
 _WIDEN = 2.0**-18  # slack of float bounds, relative and absolute: far above float32 rounding, too little to matter
@@ -57,14 +61,24 @@ class Bounds:
         self.tables: list[Extremum] = []
         self._whole_tensors = whole_tensors
         self._done: dict[int, Interval] = {}
+        self._reach: dict[int, Range] = {}
 
     def of(self, root: Expr) -> Interval:
         for node in postorder([root]):
             if id(node) not in self._done:
-                self._done[id(node)] = self._rule(node, [self._done[id(a)] for a in node.args])
+                wraps = node.kind == "int" and self._may_wrap(node)
+                self._done[id(node)] = self._rule(node, [self._done[id(a)] for a in node.args], wraps)
         return self._done[id(root)]
 
-    def _rule(self, node: Expr, args: list[Interval]) -> Interval:
+    def _may_wrap(self, node: Expr) -> bool:
+        """Whether an integer may leave 64 bits, by what its operands can be at all."""
+        values = reach(node, [self._reach.get(id(arg), (0, 1)) for arg in node.args], IN_64_BITS)
+        self._reach[id(node)] = (max(values[0], INT64[0]), min(values[1], INT64[1]))
+        if node.op == "to_int":
+            return node.args[0].kind == "float"
+        return node.op in WRAPPING and not within(values, INT64)
+
+    def _rule(self, node: Expr, args: list[Interval], wraps: bool) -> Interval:
         if node.op == "sym":
             if node.value in ("i", "j"):
                 return Interval(sym(node.value + "0"), sym(node.value + "1"))
@@ -79,6 +93,8 @@ class Bounds:
             exact = Expr(node.op, tuple(_low(a) for a in args), node.kind, node.value)
             return Interval(exact, exact)
         result = _apply(node, args)
+        if wraps:
+            return _unless_wrapped(node.op, args, result)
         if node.kind != "float" or node.op in _EXACT_FLOAT:
             return result
         return _widen(result, node.op in _NAN_OF_INFINITY)
@@ -111,7 +127,7 @@ class Bounds:
             else:
                 dims.append("ends")
                 choices.append([index.low, index.high])
-                narrow = logic("and", narrow, compare("le", index.high - index.low, lit(1)))
+                narrow = logic("and", narrow, compare("le", index.high, index.low + lit(1)))
         kept = ["keep" if dim == "ends" else dim for dim in dims]
         close = Interval(*(self._extreme(node, kept, choices, kind) for kind in ("min", "max")))
         if "ends" not in dims:
@@ -184,6 +200,15 @@ def _widen(x: Interval, infinite_is_nan: bool) -> Interval:
     if infinite_is_nan:  # each end is poisoned by the other; an end that is finite adds 0
         low, high = low + (x.high - x.high), high + (x.low - x.low)
     return Interval(low, high)
+
+
+def _unless_wrapped(op: str, args: list[Interval], result: Interval) -> Interval:
+    """What was found where no integer between the ends wraps; any where one may."""
+    ends = [(arg.low, arg.high) for arg in args]
+    if any(end is None for pair in (*ends, result) for end in pair):
+        return Interval(None, None)
+    fit = fits(op, ends[0], ends[-1])  # type: ignore[arg-type]
+    return Interval(where(fit, result.low, lit(LEAST)), where(fit, result.high, lit(MOST)))
 
 
 def _hull(values: list[Expr]) -> Interval:
@@ -312,6 +337,10 @@ def _arithmetic(op: str, args: list[Interval], kind: str) -> Interval:
         return Interval(nothing - lit(1.0), nothing + lit(1.0))
     if op in ("mul", "div", "floordiv"):
         return _scaled(op, a, b)
+    if op in ("bitand", "bitor", "bitxor", "shl", "shr"):
+        if any(end is None for end in (*a, *b)):
+            return Interval(None, None)
+        return Interval(*bit_bounds(op, (_low(a), _high(a)), (_low(b), _high(b))))
     if op == "mod" and b.exact and a.low is not None and a.high is not None:
         return _mod(a.low, a.high, _low(b))
     return Interval(None, None)

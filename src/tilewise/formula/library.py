@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.real import is_finite
 from tilewise.formula import expr as e
 from tilewise.formula.expr import Expr
 from tilewise.formula.formula import Mask, Score, mask, score
+from tilewise.formula.sizes import Size
 
 
 def _causal(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
@@ -62,13 +65,13 @@ def prefix(lengths: torch.Tensor) -> Mask:
         lengths: integer tensor (batch,).
     """
     _tensor("prefix lengths", lengths, (1,), "integer", "a length for each batch element: torch.tensor([5, 9])")
-    return mask(lambda b, h, i, j: j < lengths[b], "prefix(lengths)")
+    return mask(lambda b, h, i, j: j < lengths[b], "prefix(lengths)").sized(*_of("prefix lengths", lengths, "batch"))
 
 
 def lengths(seqlens: torch.Tensor) -> Mask:
     """Right padding: keys from `seqlens[b]` on are invisible. `seqlens` is an integer tensor (batch,)."""
     _tensor("lengths seqlens", seqlens, (1,), "integer", "a length for each batch element: torch.tensor([5, 9])")
-    return mask(lambda b, h, i, j: j < seqlens[b], "lengths(seqlens)")
+    return mask(lambda b, h, i, j: j < seqlens[b], "lengths(seqlens)").sized(*_of("lengths seqlens", seqlens, "batch"))
 
 
 def sinks(count: int) -> Mask:
@@ -90,12 +93,14 @@ def document(ids: torch.Tensor, *, ascending: bool = False) -> Mask:
 
     Source: Krell et al., "Efficient Sequence Packing without Cross-contamination".
     """
+    check_flags(ascending=ascending)
     _tensor("document ids", ids, (1, 2), "integer", "its document for each position: torch.tensor([0, 0, 1])")
+    sizes = _of("document ids", ids, "batch", "seqlen_k")
     if ascending:
-        return _runs_of_documents(ids)
+        return _runs_of_documents(ids).sized(*sizes)
     if ids.ndim == 1:
-        return mask(lambda b, h, i, j: ids[i] == ids[j], "document(ids)")
-    return mask(lambda b, h, i, j: ids[b, i] == ids[b, j], "document(ids)")
+        return mask(lambda b, h, i, j: ids[i] == ids[j], "document(ids)").sized(*sizes)
+    return mask(lambda b, h, i, j: ids[b, i] == ids[b, j], "document(ids)").sized(*sizes)
 
 
 def _runs_of_documents(ids: torch.Tensor) -> Mask:
@@ -120,8 +125,8 @@ def _runs_of_documents(ids: torch.Tensor) -> Mask:
         where = (e.rising(x),) if ids.ndim == 1 else (b, e.rising(x))
         return (both[(0, *where)] <= y) & (y <= both[(1, *where)])
 
-    of_keys = mask(lambda b, h, i, j: inside(b, i, j))
-    of_queries = mask(lambda b, h, i, j: inside(b, j, i))
+    of_keys = mask(lambda b, h, i, j: inside(b, i, j), "document(ids)")
+    of_queries = mask(lambda b, h, i, j: inside(b, j, i), "document(ids)")
     return Mask(e.alike(of_keys.expr, of_queries.expr), "document(ids, ascending=True)")
 
 
@@ -134,7 +139,8 @@ def tree(entry: torch.Tensor, exit: torch.Tensor) -> Mask:
     """
     for name, times in (("tree entry", entry), ("tree exit", exit)):
         _tensor(name, times, (1,), "integer", "tilewise.tree_times(parents) makes both")
-    return mask(lambda b, h, i, j: (entry[j] <= entry[i]) & (exit[i] <= exit[j]), "tree(entry, exit)")
+    sizes = (*_of("tree entry", entry, "seqlen_k"), *_of("tree exit", exit, "seqlen_k"))
+    return mask(lambda b, h, i, j: (entry[j] <= entry[i]) & (exit[i] <= exit[j]), "tree(entry, exit)").sized(*sizes)
 
 
 def tree_times(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +196,9 @@ def blocks(visible: torch.Tensor, block_size: int) -> Mask:
         index = (*((b, h)[2 - lead :]), i // block_size, j // block_size)
         return e.cast(e.load(visible, index), bool)
 
-    return mask(body, lambda: f"blocks(map, {block_size})")
+    of_blocks = [Size("blocks map", "seqlen_k", extent, block_size) for extent in visible.shape[-2:]]
+    of_heads = _of("blocks map", visible[..., 0, 0] if lead else None, "batch", "num_heads_q")
+    return mask(body, lambda: f"blocks(map, {block_size})").sized(*of_heads, *of_blocks)
 
 
 def explicit(keep: torch.Tensor) -> Mask:
@@ -203,7 +211,7 @@ def explicit(keep: torch.Tensor) -> Mask:
     return mask(
         lambda b, h, i, j: e.cast(e.load(table, (*_lead(table, b, h), i - shift, j)), bool),
         lambda: f"explicit({tuple(keep.shape)})",
-    )
+    ).sized(*_of_table("explicit mask", table))
 
 
 def alibi(slopes: torch.Tensor) -> Score:
@@ -213,17 +221,17 @@ def alibi(slopes: torch.Tensor) -> Score:
         slopes: float tensor (num_heads_q,) or (batch, num_heads_q), differentiable.
     """
     _tensor("alibi slopes", slopes, (1, 2), "floating-point", "a slope for each query head: torch.rand(num_heads_q)")
+    sizes = _of("alibi slopes", slopes, "batch", "num_heads_q")
     if slopes.ndim == 1:
-        return score(lambda s, b, h, i, j: s - slopes[h] * abs(i - j), "alibi(slopes)")
-    return score(lambda s, b, h, i, j: s - slopes[b, h] * abs(i - j), "alibi(slopes)")
+        return score(lambda s, b, h, i, j: s - slopes[h] * abs(i - j), "alibi(slopes)").sized(*sizes)
+    return score(lambda s, b, h, i, j: s - slopes[b, h] * abs(i - j), "alibi(slopes)").sized(*sizes)
 
 
 def softcap(cap: float) -> Score:
     """cap * tanh(s / cap): scores stay within (-cap, cap) (Gemma Team, "Gemma 2")."""
     symbolic = isinstance(cap, (torch.SymInt, torch.SymFloat))
-    number = isinstance(cap, (int, float, numbers.Real)) and not isinstance(cap, bool)
-    if not symbolic and not (number and 0 < cap < math.inf):
-        raise InputError("softcap cap", got=repr(cap), expected="a finite number > 0", hint="leave it out for no cap")
+    if not symbolic and not (is_finite(cap) and cap > 0):
+        raise InputError("softcap cap", got=shown(cap), expected="a finite number > 0", hint="leave it out for no cap")
     return score(lambda s, b, h, i, j: float(cap) * e.unary("tanh", s / float(cap)), lambda: f"softcap({cap})")
 
 
@@ -237,8 +245,9 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
         bidirectional: half of the buckets for keys after the query; else those share bucket 0.
         max_distance: distance from which on the last bucket is used.
     """
+    check_flags(bidirectional=bidirectional)
     _tensor("relative_bias table", table, (2,), "floating-point", "a row for each bucket, a column for each head")
-    check_integer("relative_bias max_distance", max_distance, "T5 has 128")
+    check_integer("relative_bias max_distance", max_distance, "T5 has 128", most=2**31 - 1)
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
@@ -260,7 +269,8 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
             bucket = bucket + e.where(j > i, buckets, 0)
         return s + e.load(table, (bucket, h))
 
-    return score(biased, lambda: f"relative_bias({tuple(table.shape)})")
+    sizes = _of("relative_bias table", table[0], "num_heads_q")
+    return score(biased, lambda: f"relative_bias({tuple(table.shape)})").sized(*sizes)
 
 
 def bias(values: torch.Tensor) -> Score:
@@ -275,7 +285,7 @@ def bias(values: torch.Tensor) -> Score:
     return score(
         lambda s, b, h, i, j: s + e.load(table, (*_lead(table, b, h), i - shift, j)),
         lambda: f"bias({tuple(values.shape)})",
-    )
+    ).sized(*_of_table("bias", table))
 
 
 def tanh_score() -> Score:
@@ -292,11 +302,28 @@ def _lead(table: torch.Tensor, b: Expr, h: Expr) -> tuple[Expr, Expr]:
     return (b if table.shape[0] > 1 else e.lit(0)), (h if table.shape[1] > 1 else e.lit(0))
 
 
-def check_integer(name: str, value: Any, hint: str, least: int = 1, kind: str = "an integer") -> None:
+def _of(name: str, table: torch.Tensor | None, *axes: str) -> tuple[Size, ...]:
+    """The sizes of a table that has the last of these axes, as many as it has dimensions."""
+    shape = () if table is None else table.shape
+    return tuple(Size(name, axis, n) for axis, n in zip(axes[len(axes) - len(shape) :], shape, strict=True))
+
+
+def _of_table(name: str, table: torch.Tensor) -> tuple[Size, ...]:
+    """Of a table (1 or batch, 1 or heads, seqlen_q, seqlen_k)."""
+    sizes = _of(name, table, "batch", "num_heads_q", "seqlen_q", "seqlen_k")
+    shift = Size(name, "shift", table.shape[3] - table.shape[2])
+    return (*(size for size in sizes[:2] if size.extent != 1), *sizes[2:], shift)
+
+
+def check_integer(
+    name: str, value: Any, hint: str, least: int = 1, kind: str = "an integer", most: int | None = None
+) -> None:
     """Symbolic integers of torch.compile pass."""
     whole = isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool)
     if not isinstance(value, torch.SymInt) and not (whole and value >= least):
-        raise InputError(name, got=repr(value), expected=f"{kind} >= {least}", hint=hint)
+        raise InputError(name, got=shown(value), expected=f"{kind} >= {least}", hint=hint)
+    if most is not None and not isinstance(value, torch.SymInt) and value > most:
+        raise InputError(name, got=shown(value), expected=f"{kind} from {least} to {most}", hint=hint)
 
 
 def _tensor(name: str, value: Any, ranks: tuple[int, ...], kind: str, hint: str) -> None:

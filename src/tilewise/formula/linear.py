@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tilewise.formula.expr import Expr, cast, lit
-from tilewise.formula.walk import symbols
+from tilewise.formula.walk import postorder, symbols
 
 _MOVING = {"s", "i", "j"}
 
@@ -20,7 +20,11 @@ class Linear(NamedTuple):
 
 def linear(score: Expr, mask: Expr | None) -> Linear | None:
     """The parts of a score that is s plus something linear in i and j wherever `mask` shows a pair; else None."""
-    parts = _parts(score, mask is not None and _shows_only_the_past(mask))
+    past = mask is not None and _shows_only_the_past(mask)
+    found: dict[int, dict[str, Expr] | None] = {}
+    for node in postorder([score]):
+        found[id(node)] = _parts(node, [found[id(arg)] for arg in node.args], past)
+    parts = found[id(score)]
     if parts is None or not _is(parts.get("s"), 1):
         return None
     return Linear(*(cast(parts.get(name, lit(0.0)), float) for name in ("i", "j", "")))
@@ -28,18 +32,23 @@ def linear(score: Expr, mask: Expr | None) -> Linear | None:
 
 def _shows_only_the_past(mask: Expr) -> bool:
     """Whether j <= i is a condition of the mask."""
-    if mask.op == "and":
-        return any(map(_shows_only_the_past, mask.args))
-    return mask.op == "le" and [arg.op == "sym" and arg.value for arg in mask.args] == ["j", "i"]
+    stack, seen = [mask], set()
+    while stack:
+        node = stack.pop()
+        if node.op == "le" and [arg.op == "sym" and arg.value for arg in node.args] == ["j", "i"]:
+            return True
+        if node.op == "and" and id(node) not in seen:
+            seen.add(id(node))
+            stack.extend(node.args)
+    return False
 
 
-def _parts(node: Expr, past: bool) -> dict[str, Expr] | None:
-    """Coefficients of "s", "i" and "j", and under "" what is left; None where that is not all."""
+def _parts(node: Expr, parts: list[dict[str, Expr] | None], past: bool) -> dict[str, Expr] | None:
+    """Coefficients of "s", "i" and "j", and under "" what is left, of those of operands; None where that is not all."""
     if node.op == "sym" and node.value in _MOVING:
         return {node.value: lit(1)}
     if not symbols(node) & _MOVING:
         return {"": node}
-    parts = [_parts(arg, past) for arg in node.args]
     if any(part is None for part in parts):
         return None
     first, *others = (part for part in parts if part is not None)

@@ -7,12 +7,14 @@ import math
 import operator
 from collections.abc import Sequence
 
-from tilewise.formula.expr import Expr, cast, lit, sym
+from tilewise.formula.expr import Expr, cast, lit
+from tilewise.formula.reach import INT32, Limits, Once, reaches, within
 from tilewise.formula.structure import share
 from tilewise.formula.walk import postorder, symbols, transform
 
 _EXACT_IN_FLOAT = ("add", "sub", "neg", "abs", "min", "max", "where")
-_SMALL = 2**20
+_SHORT = Limits(2**20, 2**20, INT32)  # positions whose sums, a dozen of them, float32 holds
+_MANY = 64  # factors
 _SCORES = {"s", "g"}
 _MOVING = {"i", "j", "s", "g"}
 _LOG2E = math.log2(math.e)
@@ -72,8 +74,19 @@ def _product(args: tuple[Expr, ...]) -> Expr:
     return functools.reduce(operator.mul, [*moving, *([functools.reduce(operator.mul, fixed)] if fixed else [])])
 
 
-def _factors(node: Expr) -> list[Expr]:
-    return [factor for arg in node.args for factor in _factors(arg)] if node.op == "mul" else [node]
+def _factors(root: Expr) -> list[Expr]:
+    """What is multiplied; a product of too many, such as a power by squares, is one factor."""
+    factors: list[Expr] = []
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node.op == "mul":
+            stack.extend(reversed(node.args))
+        else:
+            factors.append(node)
+        if len(stack) + len(factors) > _MANY:
+            return [root]
+    return factors
 
 
 def base_2(score: Expr, scale: Expr) -> tuple[Expr, bool]:
@@ -87,26 +100,36 @@ def base_2(score: Expr, scale: Expr) -> tuple[Expr, bool]:
     return (cheaper(root * lit(_LOG2E)) if product else root), product
 
 
-def _as_float(node: Expr) -> Expr:
-    if {"i", "j"} <= symbols(node) and _of_positions(node):
-        return _converted(node)
-    return cast(node, float)
+def _as_float(root: Expr) -> Expr:
+    """A whole number as a float: converted by its positions where they, and all that is made of them, are exact."""
+    reach = reaches([root], _SHORT)
+    exact = all(
+        node.op in (*_EXACT_IN_FLOAT, "sym", "lit") and within(reach[id(node)], (-(2**24), 2**24))
+        for node in _whole_parts(root)
+    )
+    if not exact or not {"i", "j"} <= symbols(root):
+        return cast(root, float)
+    done: dict[int, Expr] = {}
+    for node in postorder([root]):
+        if node.kind != "int":
+            done[id(node)] = node
+        elif node.op in _EXACT_IN_FLOAT:
+            done[id(node)] = Expr(node.op, tuple(done[id(arg)] for arg in node.args), "float")
+        else:
+            done[id(node)] = cast(node, float)
+    return done[id(root)]
 
 
-def _of_positions(node: Expr) -> bool:
-    """Whether an integer is made of positions and small numbers alone, by operations that float32 does exactly."""
-    if node.op == "lit":
-        return bool(abs(node.value) <= _SMALL)
-    if node.op in _EXACT_IN_FLOAT:
-        return all(arg.kind == "bool" or _of_positions(arg) for arg in node.args)
-    return node.op == "sym"
-
-
-def _converted(node: Expr) -> Expr:
-    if node.op in _EXACT_IN_FLOAT:
-        args = tuple(arg if arg.kind == "bool" else _converted(arg) for arg in node.args)
-        return Expr(node.op, args, "float")
-    return cast(node, float)
+def _whole_parts(root: Expr) -> list[Expr]:
+    """The nodes that a whole number is made of, without what its conditions are made of."""
+    seen: dict[int, Expr] = {}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if id(node) not in seen and node.kind == "int":
+            seen[id(node)] = node
+            stack.extend(node.args)
+    return [*seen.values()]
 
 
 def hoist(roots: Sequence[Expr], fixed: str, first: int = 0, dear: bool = False) -> tuple[list[Expr], list[Expr]]:
@@ -130,7 +153,7 @@ def hoist(roots: Sequence[Expr], fixed: str, first: int = 0, dear: bool = False)
         for child in (*children, *([node] if any(node is root for root in roots) else ())):
             if wants_hoisting(child) and all(child is not known for known in hoisted):
                 hoisted.append(child)
-    replaced = {id(node): sym(f"once[{k}]", node.kind) for k, node in enumerate(hoisted, first)}
+    replaced = {id(node): Once.of(node, f"once[{k}]") for k, node in enumerate(hoisted, first)}
     rest = []
     for root in roots:
         done: dict[int, Expr] = {}

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.formula.library import check_integer
 
 Extents = Sequence[int]
@@ -160,7 +161,7 @@ def extents_of(name: str, value: Any) -> tuple[int, ...]:
     """1 to 3 extents of a grid."""
     hint = "one integer for each side of the grid, (n,) for a line of n"
     if not isinstance(value, Sequence) or not 1 <= len(value) <= 3:
-        raise InputError(name, got=repr(value), expected="1 to 3 extents, for example (32, 32)", hint=hint)
+        raise InputError(name, got=shown(value), expected="1 to 3 extents, for example (32, 32)", hint=hint)
     return _integers(name, value, hint)
 
 
@@ -169,7 +170,7 @@ def each_axis(name: str, value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     value = (value,) * len(shape) if is_whole(value) else value
     hint = "one extent for each of the grid's"
     if not isinstance(value, Sequence) or len(value) != len(shape):
-        raise InputError(name, got=repr(value), expected=f"{len(shape)} extents, as of {shape}", hint=hint)
+        raise InputError(name, got=shown(value), expected=f"{len(shape)} extents, as of {shape}", hint=hint)
     return _integers(name, value, hint)
 
 
@@ -184,13 +185,11 @@ def check_order(name: str, order: Any) -> str:
     """The order, if there is one of this name."""
     if not isinstance(order, str) or order not in ORDERS:
         hint = "how the canvas's tokens lie in the sequence"
-        raise InputError(f"{name} order", got=repr(order), expected=f"one of {ORDERS}", hint=hint)
+        raise InputError(f"{name} order", got=shown(order), expected=f"one of {ORDERS}", hint=hint)
     return order
 
 
 def check_text(name: str, text: Any, text_first: Any) -> None:
     """Raise unless they say how many tokens of text there are, and where."""
-    check_integer(f"{name} text", text, "how many tokens are on no grid", least=0)
-    if not isinstance(text_first, bool):
-        hint = "whether text lies before the canvas's tokens"
-        raise InputError(f"{name} text_first", got=repr(text_first), expected="True or False", hint=hint)
+    check_integer(f"{name} text", text, "how many tokens are on no grid", least=0, most=2**31 - 1)
+    check_flags(**{f"{name} text_first": text_first})

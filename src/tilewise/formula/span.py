@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 from tilewise.formula.expr import Expr, binary, lit, negate, unary, where
 from tilewise.formula.interval import Bounds
-from tilewise.formula.walk import reads, symbols
+from tilewise.formula.reach import IN_64_BITS, reaches, within
+from tilewise.formula.walk import postorder
 
 FAR = 2**30  # beyond any position
-_WIDE = 2**61  # sums of a few such are within 64 bits
+_WIDE = 2**61
+_TERMS = 3  # sums of so many integers within _WIDE, and of a position, are within 64 bits
 
 
 class Span(NamedTuple):
@@ -26,22 +28,7 @@ class Span(NamedTuple):
 
 def solve(mask: Expr, axis: str) -> Span | None:
     """The visible run along `axis` ('i' or 'j') in the other symbols, or None if it need not be one run."""
-    if axis not in symbols(mask):
-        return Span(where(mask, lit(-FAR), lit(FAR)), where(mask, lit(FAR), lit(-FAR)))
-    if mask.op == "and":
-        spans = [solve(arg, axis) for arg in mask.args]
-        if spans[0] is None or spans[1] is None:
-            return None
-        return Span(_later(spans[0].first, spans[1].first), _earlier(spans[0].last, spans[1].last))
-    if mask.op == "alike":
-        return next((span for span in (solve(arg, axis) for arg in mask.args) if span is not None), None)
-    if mask.op == "or":
-        return _union(mask, axis)
-    if mask.op == "not":
-        return _complement(mask.args[0], axis)
-    if mask.op in ("lt", "le"):
-        return _comparison(mask, axis)
-    return None
+    return _Solver(mask, axis).run(mask, True)
 
 
 def _later(a: Expr, b: Expr) -> Expr:
@@ -59,73 +46,116 @@ def _earlier(a: Expr, b: Expr) -> Expr:
     return binary("min", a, b)
 
 
-def _complement(inner: Expr, axis: str) -> Span | None:
-    if inner.op in ("lt", "le"):
-        return solve(Expr("le" if inner.op == "lt" else "lt", (inner.args[1], inner.args[0]), "bool"), axis)
-    if inner.op in ("and", "or"):
-        flipped = Expr("or" if inner.op == "and" else "and", tuple(negate(a) for a in inner.args), "bool")
-        return solve(flipped, axis)
-    return None
-
-
 def _unbounded(span: Span) -> tuple[bool, bool]:
     """Whether the run surely starts before, or ends after, every position."""
     return span.first.op == "lit" and span.first.value == -FAR, span.last.op == "lit" and span.last.value == FAR
 
 
-def _union(mask: Expr, axis: str) -> Span | None:
-    for condition, other in (mask.args, mask.args[::-1]):
-        if axis not in symbols(condition):
-            span = solve(other, axis)
-            if span is None:
-                return None
-            return Span(where(condition, lit(-FAR), span.first), where(condition, lit(FAR), span.last))
-    a, b = solve(mask.args[0], axis), solve(mask.args[1], axis)
-    if a is None or b is None:
+class _Linear(NamedTuple):
+    """coefficient * axis + rest, where `rest` is a sum of so many terms, each within _WIDE."""
+
+    coefficient: int
+    rest: Expr
+    terms: int
+
+
+class _Solver:
+    """Solves conditions of one mask, each once, however many paths of the graph lead there."""
+
+    def __init__(self, mask: Expr, axis: str) -> None:
+        self._axis = axis
+        self._reach = reaches([mask], IN_64_BITS)
+        self._moving: set[int] = set()
+        for node in postorder([mask]):
+            if (node.op == "sym" and node.value == axis) or any(id(arg) in self._moving for arg in node.args):
+                self._moving.add(id(node))
+        self._runs: dict[tuple[int, bool], Span | None] = {}
+        self._forms: dict[int, _Linear | None] = {}
+
+    def run(self, mask: Expr, holds: bool) -> Span | None:
+        """Where a condition of the mask holds, or where it does not."""
+        key = (id(mask), holds)
+        if key not in self._runs:
+            self._runs[key] = self._run(mask, holds)
+        return self._runs[key]
+
+    def _run(self, mask: Expr, holds: bool) -> Span | None:
+        if id(mask) not in self._moving:
+            seen = mask if holds else negate(mask)
+            return Span(where(seen, lit(-FAR), lit(FAR)), where(seen, lit(FAR), lit(-FAR)))
+        if mask.op == "not":
+            return self.run(mask.args[0], not holds)
+        if mask.op == "alike" and holds:
+            return next((span for span in (self.run(arg, True) for arg in mask.args) if span is not None), None)
+        if mask.op == ("and" if holds else "or"):
+            a, b = (self.run(arg, holds) for arg in mask.args)
+            return None if a is None or b is None else Span(_later(a.first, b.first), _earlier(a.last, b.last))
+        if mask.op == ("or" if holds else "and"):
+            return self._union(mask, holds)
+        if mask.op in ("lt", "le"):
+            left, right = mask.args if holds else mask.args[::-1]
+            return self._comparison(left, right, (mask.op == "lt") is holds)
         return None
-    (a_left, a_right), (b_left, b_right) = _unbounded(a), _unbounded(b)
-    if a_left and b_left:
-        return Span(lit(-FAR), binary("max", a.last, b.last))
-    if a_right and b_right:
-        return Span(binary("min", a.first, b.first), lit(FAR))
-    return None
 
-
-def _linear(expr: Expr, axis: str) -> tuple[int, Expr] | None:
-    """Write an integer expression as coefficient * axis + rest, with coefficient -1, 0 or 1."""
-    if axis not in symbols(expr):
-        return 0, _summable(expr)
-    if expr.op == "sym":
-        return 1, lit(0)
-    if expr.op == "neg":
-        inner = _linear(expr.args[0], axis)
-        return None if inner is None else (-inner[0], unary("neg", inner[1]))
-    if expr.op in ("add", "sub"):
-        a, b = _linear(expr.args[0], axis), _linear(expr.args[1], axis)
+    def _union(self, mask: Expr, holds: bool) -> Span | None:
+        for condition, other in (mask.args, mask.args[::-1]):
+            if id(condition) not in self._moving:
+                span, seen = self.run(other, holds), condition if holds else negate(condition)
+                if span is None:
+                    return None
+                return Span(where(seen, lit(-FAR), span.first), where(seen, lit(FAR), span.last))
+        a, b = (self.run(arg, holds) for arg in mask.args)
         if a is None or b is None:
             return None
-        coefficient = a[0] + b[0] if expr.op == "add" else a[0] - b[0]
-        return (coefficient, binary(expr.op, a[1], b[1])) if abs(coefficient) <= 1 else None
-    return None
-
-
-def _summable(expr: Expr) -> Expr:
-    """An integer whose sums with positions stay within 64 bits: tensors hold any ("no limit": the largest there is)."""
-    return binary("max", binary("min", expr, lit(_WIDE)), lit(-_WIDE)) if reads(expr) else expr
-
-
-def _comparison(mask: Expr, axis: str) -> Span | None:
-    left, right = mask.args
-    if left.kind != "int":
+        (a_left, a_right), (b_left, b_right) = _unbounded(a), _unbounded(b)
+        if a_left and b_left:
+            return Span(lit(-FAR), binary("max", a.last, b.last))
+        if a_right and b_right:
+            return Span(binary("min", a.first, b.first), lit(FAR))
         return None
-    difference = _linear(binary("sub", left, right), axis)
-    if difference is None or difference[0] == 0:
-        return None
-    coefficient, rest = difference
-    strict = lit(1 if mask.op == "lt" else 0)
-    if coefficient > 0:  # x + rest <(=) 0
-        return Span(lit(-FAR), unary("neg", rest) - strict)
-    return Span(rest + strict, lit(FAR))
+
+    def _comparison(self, left: Expr, right: Expr, strictly: bool) -> Span | None:
+        """Where left < right, or left <= right."""
+        if left.kind != "int":
+            return None
+        difference = self._sum("sub", left, right)
+        if difference is None or difference.coefficient == 0:
+            return None
+        strict, rest = lit(1 if strictly else 0), difference.rest
+        if difference.coefficient > 0:  # x + rest <(=) 0
+            return Span(lit(-FAR), unary("neg", rest) - strict)
+        return Span(rest + strict, lit(FAR))
+
+    def _sum(self, op: str, left: Expr, right: Expr) -> _Linear | None:
+        a, b = self._linear(left), self._linear(right)
+        if a is None or b is None or a.terms + b.terms > _TERMS:
+            return None
+        coefficient = a.coefficient + b.coefficient if op == "add" else a.coefficient - b.coefficient
+        if abs(coefficient) > 1:
+            return None
+        return _Linear(coefficient, binary(op, a.rest, b.rest), a.terms + b.terms)
+
+    def _linear(self, expr: Expr) -> _Linear | None:
+        """Write an integer expression so, with a coefficient of -1, 0 or 1."""
+        if id(expr) not in self._forms:
+            self._forms[id(expr)] = self._form(expr)
+        return self._forms[id(expr)]
+
+    def _form(self, expr: Expr) -> _Linear | None:
+        if id(expr) not in self._moving:
+            return _Linear(0, self._summable(expr), 1)
+        if expr.op == "sym":
+            return _Linear(1, lit(0), 0)
+        if expr.op == "neg":
+            inner = self._linear(expr.args[0])
+            return inner and _Linear(-inner.coefficient, unary("neg", inner.rest), inner.terms)
+        return self._sum(expr.op, *expr.args) if expr.op in ("add", "sub") else None
+
+    def _summable(self, expr: Expr) -> Expr:
+        """An integer whose sums with positions stay within 64 bits: tensors hold any ("no limit": the largest)."""
+        if within(self._reach[id(expr)], (-_WIDE, _WIDE)):
+            return expr
+        return binary("max", binary("min", expr, lit(_WIDE)), lit(-_WIDE))
 
 
 def span_bounds(span: Span) -> list[Expr] | None:

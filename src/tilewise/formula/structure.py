@@ -1,7 +1,7 @@
 """From a traced expression to structure plus slots: text that names the operations, and lists of tensors and numbers.
 
 The text is the identity of a kernel: numbers and tensors are numbered slots in it, so their values never recompile
-anything. Text is parsed back into shared nodes (equal subexpressions become one), once per process.
+anything. Text names what occurs twice once, and is parsed back into shared nodes, once per process.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 from tilewise.core.errors import FormulaError
 from tilewise.formula.expr import Expr
-from tilewise.formula.walk import rebuild, transform
+from tilewise.formula.walk import postorder, rebuild, transform
 
 MAX_NODES = 4000
-MAX_DEPTH = 250  # well within Python's recursion limit
+MAX_DEPTH = 250  # well within Python's recursion limit, for what pickles an expression or solves it for an axis
 SYMBOL_KINDS = {"b": "int", "h": "int", "i": "int", "j": "int", "s": "float"}
 
 
@@ -34,34 +34,62 @@ class Bound(NamedTuple):
 
 
 class Binding:
-    """Collects the tensors and numbers of expressions while they are written as text."""
+    """Collects the tensors and numbers of expressions while they are written as text.
+
+    What occurs twice is written once: `%n` stands for the n-th operation that ended before it. So the text is as long
+    as the graph is large, however many paths lead through it.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.numbers: list[Any] = []
-        self.nodes = 0
 
-    def text(self, expr: Expr, depth: int = 0) -> str:
+    def text(self, root: Expr) -> str:
         """Prefix text of an expression; a leaf's value goes to its slot."""
-        self.nodes += 1
-        if self.nodes > MAX_NODES or depth > MAX_DEPTH:
+        heads = self._heads(root)
+        found: dict[str, int] = {}  # equal subexpressions have one number
+        number: dict[int, int] = {}
+        depth: dict[int, int] = {}
+        written: list[str] = []
+        operands: list[tuple[int, ...]] = []
+        for node in postorder([root]):
+            args = tuple(number[id(arg)] for arg in node.args)
+            depth[id(node)] = 1 + max([depth[id(arg)] for arg in node.args], default=-1)
+            key = f"{heads[id(node)]} {args}"
+            if key not in found:
+                found[key] = len(written)
+                written.append(heads[id(node)])
+                operands.append(args)
+            number[id(node)] = found[key]
+        if len(written) > MAX_NODES or depth[id(root)] > MAX_DEPTH:
             raise FormulaError(
                 "formula",
-                got=f"more than {MAX_NODES} operations, or {MAX_DEPTH} in a chain",
-                expected="a smaller expression",
+                got=f"{len(written)} different operations, {depth[id(root)]} in a chain",
+                expected=f"at most {MAX_NODES} operations, and {MAX_DEPTH} in a chain",
                 hint="capture a table of the values and index it",
             )
-        if expr.op == "sym":
-            return str(expr.value)
-        if expr.op == "lit":
-            return repr(expr.value)
-        if expr.op == "num":
-            self.numbers.append(expr.value)
-            return f"#{len(self.numbers) - 1}:{expr.kind}"
-        head = expr.op
-        if expr.op == "load":
-            head = f"@{self._slot(expr.value)}:{expr.kind}"
-        return f"({' '.join([head] + [self.text(arg, depth + 1) for arg in expr.args])})"
+        return _in_a_line(number[id(root)], written, operands)
+
+    def _heads(self, root: Expr) -> dict[int, str]:
+        """What each node is without its operands; slots are given in the order in which they are read."""
+        heads: dict[int, str] = {}
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if id(node) not in heads:
+                heads[id(node)] = self._head(node)
+                stack.extend(reversed(node.args))
+        return heads
+
+    def _head(self, node: Expr) -> str:
+        if node.op == "sym":
+            return str(node.value)
+        if node.op == "lit":
+            return repr(node.value)
+        if node.op == "num":
+            self.numbers.append(node.value)
+            return f"#{len(self.numbers) - 1}:{node.kind}"
+        return f"(@{self._slot(node.value)}:{node.kind}" if node.op == "load" else f"({node.op}"
 
     def _slot(self, tensor: torch.Tensor) -> int:
         for slot, known in enumerate(self.tensors):
@@ -69,6 +97,25 @@ class Binding:
                 return slot
         self.tensors.append(tensor)
         return len(self.tensors) - 1
+
+
+def _in_a_line(root: int, written: list[str], operands: list[tuple[int, ...]]) -> str:
+    tokens: list[str] = []
+    ended: dict[int, int] = {}
+    stack = [(root, False)]
+    while stack:
+        at, ends = stack.pop()
+        if ends:
+            ended[at] = len(ended)
+            tokens.append(")")
+        elif at in ended:
+            tokens.append(f"%{ended[at]}")
+        else:
+            tokens.append(written[at])
+            if written[at].startswith("("):
+                stack.append((at, True))
+                stack.extend((arg, False) for arg in reversed(operands[at]))
+    return " ".join(tokens).replace(" )", ")")
 
 
 @dataclass(frozen=True)
@@ -115,13 +162,16 @@ def share(*roots: Expr) -> list[Expr]:
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Structure:
     """Text written by `Binding.text`, back into nodes."""
-    tokens = text.replace("(", " ( ").replace(")", " ) ").split()
     pool = Pool()
     loads: dict[int, Expr] = {}
     numbers: dict[int, str] = {}
-    position = 0
+    ended: list[Expr] = []
+    open_heads: list[str] = []
+    operands: list[list[Expr]] = [[]]
 
     def leaf(token: str) -> Expr:
+        if token.startswith("%"):
+            return ended[int(token[1:])]
         if token.startswith("#"):
             slot, kind = token[1:].split(":")
             numbers[int(slot)] = kind
@@ -133,35 +183,32 @@ def parse(text: str) -> Structure:
         number: int | float = float(token) if any(c in token for c in ".einf") else int(token)
         return pool.share(Expr("lit", (), "int" if isinstance(number, int) else "float", number), ())
 
-    def node() -> Expr:
-        nonlocal position
-        token = tokens[position]
-        position += 1
-        if token != "(":
-            return leaf(token)
-        head = tokens[position]
-        position += 1
-        args = []
-        while tokens[position] != ")":
-            args.append(node())
-        position += 1
-        if head.startswith("@"):
-            slot, kind = head[1:].split(":")
-            made = pool.share(Expr("load", tuple(args), kind, int(slot)), tuple(args))
-            loads[id(made)] = made
-        else:
-            made = pool.share(Expr(head, tuple(args), _kind(head, args)), tuple(args))
+    def operation(head: str, args: tuple[Expr, ...]) -> Expr:
+        if not head.startswith("@"):
+            return pool.share(Expr(head, args, _kind(head, args)), args)
+        slot, kind = head[1:].split(":")
+        made = pool.share(Expr("load", args, kind, int(slot)), args)
+        loads[id(made)] = made
         return made
 
-    root = node()
+    for token in text.replace(")", " )").split():
+        if token.startswith("("):
+            open_heads.append(token[1:])
+            operands.append([])
+        elif token == ")":
+            ended.append(operation(open_heads.pop(), tuple(operands.pop())))
+            operands[-1].append(ended[-1])
+        else:
+            operands[-1].append(leaf(token))
     kinds = tuple(numbers[slot] for slot in sorted(numbers))
-    return Structure(text, root, tuple(loads.values()), kinds)
+    return Structure(text, operands[0][0], tuple(loads.values()), kinds)
 
 
-_OF_ITS_ARGUMENT = ("neg", "rising", "abs", "floor", "add", "sub", "mul", "floordiv", "mod", "min", "max")
+_OF_ITS_ARGUMENT = ("neg", "rising", "abs", "floor", "add", "sub", "mul", "floordiv", "mod", "min", "max",
+                    "bitand", "bitor", "bitxor", "shl", "shr")  # fmt: skip
 
 
-def _kind(op: str, args: list[Expr]) -> str:
+def _kind(op: str, args: tuple[Expr, ...]) -> str:
     if op.startswith("to_"):
         return op[3:]
     if op in ("lt", "le", "eq", "ne", "and", "or", "not", "alike"):

@@ -32,12 +32,24 @@ class _Indexing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def trace(fn: Callable[..., Any], names: tuple[str, ...], kind: str, what: str) -> Expr:
-    """Call `fn` with one symbol for each name and check the kind of what comes back."""
+def _called(fn: Callable[..., Any], arguments: list[Expr], ours: bool) -> Any:
+    if not ours and torch.compiler.is_dynamo_compiling():
+        from tilewise.formula.compiled import call
+
+        whole, result = call(fn, arguments)
+        if whole:
+            return result
+    with _Indexing():
+        return fn(*arguments)
+
+
+def trace(fn: Callable[..., Any], names: tuple[str, ...], kind: str, what: str, ours: bool = False) -> Expr:
+    """Call `fn` with one symbol for each name and check the kind of what comes back. One of `ours` is written for
+    expressions, a user's for what PyTorch has.
+    """
     arguments = [sym(name, "float" if name == "s" else "int") for name in names]
     try:
-        with _Indexing():
-            result = fn(*arguments)
+        result = _called(fn, arguments, ours)
     except FormulaError:
         raise
     except (TypeError, IndexError, ValueError, RuntimeError) as wrong:

@@ -46,23 +46,39 @@ def symbols(root: Expr) -> set[str]:
     return {node.value for node in postorder([root]) if node.op == "sym"}
 
 
-def reads(root: Expr) -> bool:
-    """Whether a captured value enters, which may be as large as its type holds."""
-    return any(node.op in ("load", "table") for node in postorder([root]))
-
-
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%"}
 _INFIX |= {"lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "alike": "&"}
+_INFIX |= {"bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>"}
+
+
+_LONGEST = 400  # characters of an expression in a message
+_DEEPEST = 20
 
 
 def render(root: Expr) -> str:
-    """Readable infix text of an expression."""
-    if root.op in ("sym", "num", "lit"):
-        return str(root.value)
-    if root.op == "load":
-        shape = f"t{root.value}" if isinstance(root.value, int) else "tensor"
-        return f"{shape}[{', '.join(render(a) for a in root.args)}]"
-    parts = [render(a) for a in root.args]
-    if root.op in _INFIX:
-        return f"({parts[0]} {_INFIX[root.op]} {parts[1]})"
-    return f"{ {'neg': '-', 'not': '~'}.get(root.op, root.op) }({', '.join(parts)})"
+    """Readable infix text of an expression, "..." for what is too deep or too long for a message."""
+    parts: list[str] = []
+    length = 0
+    stack: list[tuple[Expr | str, int]] = [(root, 0)]
+    while stack:
+        item, depth = stack.pop()
+        if not isinstance(item, str):
+            stack.extend((part, depth + 1) for part in reversed(_pieces(item) if depth < _DEEPEST else ["..."]))
+            continue
+        parts.append(item)
+        length += len(item)
+        if length > _LONGEST and stack:
+            return "".join(parts)[:_LONGEST] + "..."
+    return "".join(parts)
+
+
+def _pieces(node: Expr) -> list[Expr | str]:
+    """The text of a node, with its operands in it."""
+    if node.op in ("sym", "num", "lit"):
+        return [str(node.value)]
+    if node.op in _INFIX:
+        return ["(", node.args[0], f" {_INFIX[node.op]} ", node.args[1], ")"]
+    operands = [piece for arg in node.args for piece in (arg, ", ")][:-1]
+    if node.op == "load":
+        return [f"t{node.value}" if isinstance(node.value, int) else "tensor", "[", *operands, "]"]
+    return [{"neg": "-", "not": "~"}.get(node.op, node.op), "(", *operands, ")"]

@@ -6,9 +6,11 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from tilewise.core.errors import InputError, OutOfPagesError
+from tilewise.core.errors import InputError, OutOfPagesError, shown
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +30,8 @@ class Sequence:
         return self.length // self.page_size
 
     def slot(self, token: int) -> int:
-        """The slot of one token, counted from 0."""
+        """The slot of one token, counted from 0. Raises InputError for a token that is not there."""
+        _check_index("token", token, self.length, "tokens of the sequence")
         return self.pages[token // self.page_size] * self.page_size + token % self.page_size
 
 
@@ -65,8 +68,8 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        _check_count("num_pages", num_pages, 1)
-        _check_count("page_size", page_size, 1)
+        check_count("num_pages", num_pages, 1)
+        check_count("page_size", page_size, 1)
         self.num_pages = num_pages
         self.page_size = page_size
         self.on_evict: Callable[[int], None] | None = None
@@ -108,8 +111,7 @@ class PageAllocator:
 
     def holders(self, page: int) -> int:
         """How many sequences hold `page`."""
-        if not 0 <= page < self.num_pages:
-            raise InputError("page", got=page, expected=f"0 to {self.num_pages - 1}", hint="pages are those of a table")
+        _check_index("page", page, self.num_pages, "pages are those of a table")
         return self._holders[page]
 
     def wasted_slots(self) -> int:
@@ -123,7 +125,7 @@ class PageAllocator:
 
     def create(self, shared: Iterable[int] = ()) -> Sequence:
         """A new sequence: empty, or beginning with full pages whose content is known, of which it becomes a holder."""
-        pages = list(shared)
+        pages = listed("shared", shared, "pages that are kept")
         for page in pages:
             self._check_known(page)
         for page in pages:
@@ -135,7 +137,7 @@ class PageAllocator:
     def needed(self, sequence: Sequence, n: int = 1) -> int:
         """Pages that `append(sequence, n)` would take now, the destination of a copy included."""
         self.check_live(sequence)
-        _check_count("n", n, 0)
+        check_count("n", n, 0)
         return self._growth(sequence, n) + self._copies(sequence, n)
 
     def append(self, sequence: Sequence, n: int = 1) -> Write:
@@ -146,7 +148,7 @@ class PageAllocator:
             InputError: the sequence was freed or is another allocator's, or `n` is negative.
         """
         self.check_live(sequence)
-        _check_count("n", n, 0)
+        check_count("n", n, 0)
         copied = self._copies(sequence, n)
         taken = self._take(self._growth(sequence, n) + copied)
         pages = sequence.pages
@@ -166,8 +168,13 @@ class PageAllocator:
         for a sequence that comes twice; nothing has changed. No page that is copied from is handed out again here, so
         the copies may be made at once.
         """
-        batch = list(wanted)
-        if len({sequence for sequence, _ in batch}) < len(batch):
+        batch = listed("wanted", wanted, "pairs of a sequence and how many tokens it grows by")
+        try:
+            once = len({sequence for sequence, _ in batch}) == len(batch)
+        except (TypeError, ValueError):
+            got, hint = shown(batch), "append_all([(sequence, 1), ...])"
+            raise InputError("wanted", got=got, expected="pairs (sequence, tokens)", hint=hint) from None
+        if not once:
             raise InputError("sequences", got="one twice", expected="each once", hint="add up its new tokens")
         writers: Counter[int] = Counter()
         for sequence, n in batch:
@@ -181,7 +188,7 @@ class PageAllocator:
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
         """`n` more sequences with the same tokens, in the same pages; what `append` gave must have been written."""
         self.check_live(sequence)
-        _check_count("n", n, 0)
+        check_count("n", n, 0)
         for page in sequence.pages:
             self._holders[page] += n
         forks = [Sequence(self.page_size, list(sequence.pages), sequence.length) for _ in range(n)]
@@ -191,9 +198,13 @@ class PageAllocator:
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Forget the tokens from `length` on, and hand back the pages that held nothing else."""
         self.check_live(sequence)
-        if not 0 <= length <= sequence.length:
+        check_count("length", length, 0)
+        if length > sequence.length:
             raise InputError(
-                "length", got=length, expected=f"0 to {sequence.length}, the sequence's length", hint="append grows it"
+                "length",
+                got=shown(length),
+                expected=f"0 to {sequence.length}, the sequence's length",
+                hint="append grows it",
             )
         self._drop(sequence, _pages_for(length, self.page_size))
         sequence.length = length
@@ -218,10 +229,7 @@ class PageAllocator:
         """
         self.check_live(sequence)
         self._check_known(page)
-        if not 0 <= index < sequence.full_pages:
-            raise InputError(
-                "index", got=index, expected=f"0 to {sequence.full_pages - 1}", hint="only full pages are replaced"
-            )
+        _check_index("index", index, sequence.full_pages, "only full pages are replaced")
         replaced = sequence.pages[index]
         alone = self._holders[replaced] == 1
         for other in [sequence] if alone else self._live:
@@ -232,10 +240,11 @@ class PageAllocator:
 
     def check_live(self, sequence: Sequence) -> None:
         """Raise InputError unless the sequence is one of this allocator and has not been freed."""
-        if sequence not in self._live:
+        known = isinstance(sequence, Sequence)
+        if not known or sequence not in self._live:
             raise InputError(
                 "sequence",
-                got="one that was freed, or another allocator's",
+                got="one that was freed, or another allocator's" if known else type(sequence).__name__,
                 expected="a live sequence",
                 hint="sequences come from create and fork, and end with free",
             )
@@ -316,8 +325,9 @@ class PageAllocator:
             self._release(sequence.pages.pop())
 
     def _check_known(self, page: int) -> None:
-        if page not in self._kept:
-            raise InputError("page", got=f"page {page}", expected="one that is kept", hint="call keep while it is used")
+        if not isinstance(page, int) or page not in self._kept:
+            got = f"page {_described(page)}"
+            raise InputError("page", got=got, expected="one that is kept", hint="call keep while it is used")
 
 
 def _pages_for(length: int, page_size: int) -> int:
@@ -336,6 +346,27 @@ def _runs(pages: list[int], start: int, stop: int, page_size: int) -> tuple[rang
     return tuple(runs)
 
 
-def _check_count(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise InputError(name, got=repr(value), expected=f"an integer, at least {least}", hint="give a count")
+def check_count(name: str, value: int, least: int) -> None:
+    """Raise InputError unless it is an integer, and no boolean, of at least so many."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        hint = "give a count; a tensor's are tensor.tolist()"
+        raise InputError(name, got=_described(value), expected=f"an integer, at least {least}", hint=hint)
+
+
+def _check_index(name: str, value: int, end: int, hint: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < end:
+        raise InputError(name, got=_described(value), expected=f"an integer from 0 to {end - 1}", hint=hint)
+
+
+def _described(value: object) -> str:
+    return shown(value) if isinstance(value, (int, float, str)) else type(value).__name__
+
+
+def listed(name: str, values: Iterable[T], what: str) -> list[T]:
+    """The values as a list; raises InputError for what cannot be gone through."""
+    try:
+        if isinstance(values, dict):
+            raise TypeError
+        return list(values)
+    except TypeError:
+        raise InputError(name, got=type(values).__name__, expected=f"a list of {what}", hint="one is [x]") from None

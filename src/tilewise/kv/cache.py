@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.kv.allocator import PageAllocator, Sequence, Write
+from tilewise.kv.allocator import PageAllocator, Sequence, Write, check_count, listed
 from tilewise.kv.open import Opened, OpenPages
 from tilewise.kv.pool import PagePool
 from tilewise.kv.prefix import PrefixCache
@@ -133,8 +133,15 @@ class KVCache:
             OutOfPagesError: too few pages for all of them; nothing has changed.
             InputError: counts that do not fit, a sequence twice, or one that was freed.
         """
-        sequences = list(sequences)
-        counts = [counts] * len(sequences) if isinstance(counts, int) else list(counts)
+        sequences = listed("sequences", sequences, "sequences that live")
+        for sequence in sequences:
+            if not isinstance(sequence, Sequence):
+                hint = "KVCache.new makes one"
+                raise InputError("sequences", got=type(sequence).__name__, expected="live sequences", hint=hint)
+        counts = [counts] * len(sequences) if isinstance(counts, int) else listed("counts", counts, "integers")
+        for count in counts:
+            if type(count) is not int:
+                check_count("counts", count, 0)
         if len(counts) != len(sequences):
             raise InputError(
                 "counts", got=f"{len(counts)}", expected=f"{len(sequences)}, one a sequence", hint="or one number"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.layouts import PageSummaries
 from tilewise.ops.kv_write import copy_pages
 from tilewise.ops.kv_write.problem import DTYPES
@@ -60,14 +61,15 @@ class PagePool:
         summaries: bool = False,
         columns: int | None = None,
     ) -> None:
+        check_flags(summaries=summaries)
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {
             "num_layers": num_layers, "num_pages": num_pages, "page_size": page_size, "num_heads_kv": num_heads_kv,
             "head_dim": head_dim, "head_dim_v": head_dim_v,
         }  # fmt: skip
         for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise InputError(name, got=repr(size), expected="an integer, at least 1", hint="give a count")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise InputError(name, got=shown(size), expected="an integer, at least 1", hint="give a count")
         if num_pages * page_size >= 2**31:
             raise InputError(
                 "num_pages",
@@ -79,7 +81,7 @@ class PagePool:
             raise InputError("dtype", got=dtype, expected="float16, bfloat16 or float32", hint="that of k and v")
         order = order or ("HND" if encoding else "NHD")
         if order not in ORDERS:
-            raise InputError("order", got=repr(order), expected="'NHD' or 'HND'", hint="how a page lies in memory")
+            raise InputError("order", got=shown(order), expected="'NHD' or 'HND'", hint="how a page lies in memory")
         page = (page_size, num_heads_kv) if order == "NHD" else (num_heads_kv, page_size)
         self.num_layers, self.num_pages, self.page_size, self.order = num_layers, num_pages, page_size, order
         self.encoding = encoding
@@ -129,8 +131,7 @@ class PagePool:
         """(k_pages, v_pages) of a layer, as `tilewise.kv_write` and `tilewise.attention` take them: views, or with an
         encoding two `Encoded` of views, or a `ByChannel` and one.
         """
-        if not 0 <= layer < self.num_layers:
-            raise InputError("layer", got=layer, expected=f"0 to {self.num_layers - 1}", hint="layers count from 0")
+        self._check_layer(layer)
         k, v, *scales = (self._ordered(x)[layer] for x in self._views)
         if not scales:
             return k, v
@@ -142,7 +143,13 @@ class PagePool:
 
     def summaries(self, layer: int) -> PageSummaries | None:
         """Of the pages of a layer; None where the pool keeps none."""
+        self._check_layer(layer)
         return self._summaries[layer] if self._summaries else None
+
+    def _check_layer(self, layer: int) -> None:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self.num_layers:
+            got = shown(layer) if isinstance(layer, (int, float, str)) else type(layer).__name__
+            raise InputError("layer", got=got, expected=f"0 to {self.num_layers - 1}", hint="layers count from 0")
 
     def copy(self, pairs: torch.Tensor) -> None:
         """Copy pages onto others in all layers, in one launch: `pairs` as `tilewise.copy_pages` takes them. Where keys
@@ -163,6 +170,8 @@ class PagePool:
             opened: int32 or int64 (n, 2): a page, and the row that gets its keys.
             places: int32 (n, 2): a page, and its place from now on, as `tilewise.quant.ByChannel` has it.
         """
+        if not self._channels:
+            raise InputError("open", got="a pool without", expected="keys by channel", hint="keys_by_channel=4")
         scale, least, rows = self._channels
         keys, rows = self._ordered(self._views[0]), self._ordered(rows)
         if opened.shape[0]:
@@ -208,7 +217,7 @@ def check_by_channel(
     if not isinstance(open_pages, int) or open_pages < 1:
         raise InputError(
             "open_pages",
-            got=repr(open_pages),
+            got=shown(open_pages),
             expected="an integer, at least 1",
             hint="pages that are not full keep their keys as they are: one for each sequence that lives",
         )

@@ -10,7 +10,8 @@ import collections.abc
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.kv.allocator import PageAllocator, Sequence
 
 Tokens = collections.abc.Sequence[int]
@@ -61,6 +62,8 @@ class PrefixCache:
 
     def match(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> int:
         """How many of the first tokens `start` would find now; takes nothing and leaves the order of eviction alone."""
+        check_flags(whole=whole)
+        _check_tokens(tokens)
         return sum(len(entry.tokens) for entry in self._walk(tokens, extra, whole))
 
     def start(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> Sequence:
@@ -71,6 +74,8 @@ class PrefixCache:
             extra: what else the keys and values depend on (an adapter of the weights, an image): others share nothing.
             whole: also take a page that ends the prompt. Otherwise at least one token is left, to compute logits from.
         """
+        check_flags(whole=whole)
+        _check_tokens(tokens)
         return self.allocator.create(entry.page for entry in self._walk(tokens, extra, whole))
 
     def insert(self, sequence: Sequence, tokens: Tokens, extra: Hashable = None) -> int:
@@ -88,6 +93,7 @@ class PrefixCache:
         """
         allocator, size = self.allocator, self.allocator.page_size
         allocator.check_live(sequence)
+        _check_tokens(tokens)
         if len(tokens) > sequence.length:
             raise InputError(
                 "tokens", got=len(tokens), expected=f"at most {sequence.length}", hint="append before you insert"
@@ -142,10 +148,20 @@ class PrefixCache:
             parent = entry
 
     def _key(self, parent: _Entry | None, tokens: tuple[int, ...], extra: Hashable) -> Hashable:
-        return self._hash((None if parent is None else parent.key, tokens, extra))
+        try:
+            return self._hash((None if parent is None else parent.key, tokens, extra))
+        except TypeError:
+            hint = "a tensor's are tensor.tolist(); what else keys depend on has to be hashable, too"
+            raise InputError("tokens", got=shown(tokens), expected="integers, and an extra", hint=hint) from None
 
     def _forget(self, page: int) -> None:
         del self._by_key[self._by_page.pop(page).key]
+
+
+def _check_tokens(tokens: object) -> None:
+    if not isinstance(tokens, collections.abc.Sequence) or isinstance(tokens, (str, bytes)):
+        hint = "a tensor's are tensor.tolist()"
+        raise InputError("tokens", got=type(tokens).__name__, expected="a sequence of integers", hint=hint)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilewise.core import dispatch
 from tilewise.core.dispatch import NAMED, TRITON, Need, Row
-from tilewise.core.readback import being_traced
+from tilewise.core.tensors import batched, check_all_dense, no_transform, plain, recorded, transformed
+from tilewise.ops.derivatives import gradients as gradients_of
+from tilewise.ops.derivatives import run_backward
+from tilewise.ops.forward_mode import refuse_forward_mode
 
 C = TypeVar("C")
 Tensors = dict[str, torch.Tensor]
@@ -34,6 +36,10 @@ class Operation(Generic[C]):
 
     A row's `forward(call, results)` fills the results; its `backward(call, kept, incoming, gradients)` the gradients,
     from those of the outputs. Where the first tensor of a call is empty, neither runs and all is 0.
+
+    `composed(call)` gives the outputs by PyTorch's own operations: for second derivatives, vmap and forward mode, which
+    are errors without it. The call that a backward sees must be enough for it, or `composed_backward(call, kept,
+    incoming, wanted)` gives the gradients so.
     """
 
     name: str
@@ -44,6 +50,8 @@ class Operation(Generic[C]):
     keeps: tuple[str, ...]
     outputs: int | Callable[[C], int] = 1
     alike: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    composed: Callable[[C], Sequence[torch.Tensor]] | None = None
+    composed_backward: Callable[[C, Tensors, Sequence[torch.Tensor], Sequence[str]], Tensors] | None = None
     _operators: list[Any] = dataclasses.field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -62,19 +70,26 @@ class Operation(Generic[C]):
         forward.register_fake(self._fake_forward)
         backward.register_fake(self._fake_backward)
         forward.register_autograd(self._autograd, setup_context=self._setup_context)
+        refuse_forward_mode(self.name, forward, backward)
         self._operators.extend((forward, backward))
 
     def __call__(self, call: C, impl: str | None = None) -> tuple[torch.Tensor, ...]:
         """The outputs; raises InputError for an unknown `impl`, UnsupportedError where nothing runs this call."""
+        by_field = fields_of(call)
+        tensors = list(by_field.values())
+        aside = not plain(tensors)
+        if aside:
+            check_all_dense(by_field)
         row = dispatch.choose(self.rows, self.name, call, impl)
-        if being_traced():
-            tensors, how = list(fields_of(call).values()), _written(call)
-            return tuple(self._operators[0](tensors, how, row.name)[: self.count(call)])
-        if torch.is_grad_enabled():
-            tensors = list(fields_of(call).values())
-            if any(x.requires_grad for x in tensors):
-                found: tuple[torch.Tensor, ...] = _Eager.apply(self, row, call, *tensors)  # type: ignore[no-untyped-call]
-                return found
+        if aside and transformed(tensors):
+            if self.composed is None:
+                raise no_transform(self.name, "tensors that vmap, torch.func or forward mode see")
+            return tuple(self.composed(call))[: self.count(call)]
+        if aside and recorded(tensors):
+            return tuple(self._operators[0](tensors, _written(call), row.name)[: self.count(call)])
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            found: tuple[torch.Tensor, ...] = _Eager.apply(self, row, call, *tensors)  # type: ignore[no-untyped-call]
+            return found
         return tuple(self.run_forward(row, call).values())[: self.count(call)]
 
     def count(self, call: C) -> int:
@@ -100,6 +115,41 @@ class Operation(Generic[C]):
         row.function(row.backward)(call, kept, incoming, gradients)
         return gradients
 
+    def differentiated(
+        self, first: Callable[..., Sequence[torch.Tensor]], call: C, kept: Tensors, incoming: Sequence[torch.Tensor],
+        wanted: Sequence[str],
+    ) -> Tensors:  # fmt: skip
+        """The gradients `wanted`, which `first(incoming, kept, wanted)` computes, differentiable once more."""
+        if not torch.is_grad_enabled() and not batched(incoming):  # nobody asks for more
+            incoming = [x.resolve_neg() for x in incoming]  # kernels read memory as it lies
+            return dict(zip(wanted, first(incoming, list(kept.values()), wanted), strict=True))
+        count, names = len(incoming), list(kept)
+
+        def by_kernels(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            return first(tensors[:count], list(tensors[count:]), wanted)
+
+        def by_operations(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            there = dict(zip(names, tensors[count:], strict=True))
+            return list(self._by_operations(self.with_kept(call, there), there, tensors[:count], wanted).values())
+
+        composed = None if self.composed is None and self.composed_backward is None else by_operations
+        found = run_backward(self.name, by_kernels, composed, [*incoming, *kept.values()], count)
+        return dict(zip(wanted, found, strict=True))  # type: ignore[arg-type]
+
+    def _by_operations(
+        self, call: C, kept: Tensors, incoming: Sequence[torch.Tensor], wanted: Sequence[str]
+    ) -> Tensors:
+        """Gradients by PyTorch's own operations."""
+        if self.composed_backward is not None:
+            return self.composed_backward(call, kept, incoming, wanted)
+        assert self.composed is not None
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            views = {name: x.view_as(x) for name, x in fields_of(call).items() if name in wanted}
+            outputs = self.composed(dataclasses.replace(call, **views))  # type: ignore[type-var]
+            found = gradients_of(outputs, [views[name] for name in wanted], incoming, create_graph)
+        return dict(zip(wanted, found, strict=True))  # type: ignore[arg-type]
+
     def kept(self, call: C, results: Tensors) -> Tensors:
         """What the backward is given, by name."""
         there = {**fields_of(call), **results}
@@ -113,6 +163,11 @@ class Operation(Generic[C]):
         """The call as the backward sees it."""
         changes: dict[str, Any] = {name: kept.get(name) for name in fields_of(call)}
         return dataclasses.replace(call, **changes)  # type: ignore[type-var]
+
+    def with_kept(self, call: C, kept: Tensors) -> C:
+        """The call with the tensors among its fields that were kept."""
+        fields = {field.name for field in dataclasses.fields(self.call)}  # type: ignore[arg-type]
+        return dataclasses.replace(call, **{name: x for name, x in kept.items() if name in fields})  # type: ignore[type-var]
 
     # as custom operators -------------------------------------------------------------------------------------------
 
@@ -145,10 +200,16 @@ class Operation(Generic[C]):
         ctx.save_for_backward(*self.kept(call, results).values())
 
     def _autograd(self, ctx: Any, incoming: list[torch.Tensor]) -> tuple[Any, ...]:
-        gradients = self._operators[1](
-            list(ctx.saved_tensors), incoming[: ctx.count], ctx.how, " ".join(ctx.wanted), ctx.impl
-        )
-        by_name = dict(zip(ctx.wanted, gradients, strict=True))
+        def first(
+            incoming: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], wanted: Sequence[str]
+        ) -> Sequence[torch.Tensor]:
+            found: list[torch.Tensor] = self._operators[1](
+                list(kept), list(incoming), ctx.how, " ".join(wanted), ctx.impl
+            )
+            return found
+
+        call, kept = self._kept_call(ctx.saved_tensors, ctx.how)
+        by_name = self.differentiated(first, call, kept, incoming[: ctx.count], ctx.wanted)
         return [by_name.get(self.alike.get(name, name)) for name in ctx.names], None, None
 
     def _read(self, tensors: Sequence[torch.Tensor], how: str) -> C:
@@ -184,15 +245,20 @@ class _Eager(torch.autograd.Function):
         return tuple(results.values())[: operation.count(call)]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[Any, ...]:
         operation: Operation[Any] = ctx.operation
         kept = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
-        fields = {name: kept[name] for name in ctx.names if name in kept}
-        call = dataclasses.replace(ctx.call, **fields)
         needed = zip(ctx.names, ctx.needs_input_grad[3:], strict=True)
         wanted = operation.sources(name for name, yes in needed if yes)
-        found = operation.run_backward(ctx.row, call, kept, incoming, wanted)
+
+        def first(
+            incoming: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], wanted: Sequence[str]
+        ) -> Sequence[torch.Tensor]:
+            there = dict(zip(ctx.kept, kept, strict=True))
+            call = operation.with_kept(ctx.call, there)
+            return list(operation.run_backward(ctx.row, call, there, incoming, wanted).values())
+
+        found = operation.differentiated(first, ctx.call, kept, incoming, wanted)
         return None, None, None, *(found.get(operation.alike.get(name, name)) for name in ctx.names)
 
 
@@ -223,7 +289,7 @@ def _written(call: Any) -> str:
         if isinstance(value, torch.Tensor):
             names.append(field.name)
         elif value is not None:
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
                 value = guard_scalar(value)
             text = repr(str(value)) if isinstance(value, torch.dtype) else repr(value)
             values.append(f"{field.name!r}: {text}")

@@ -16,7 +16,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.core.errors import UnsupportedError
-from tilewise.ops.operands import too_wide
+from tilewise.ops.triton_operands import too_wide
 
 remember = True  # whether compiled kernels are called directly on later launches; off while compiling without a GPU
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import host_range, values_checked
 from tilewise.quant.codes import SMALLEST
 
@@ -168,7 +168,7 @@ def encode_by_channel(x: torch.Tensor, bits: int) -> ByChannel:
 def check_bits(name: str, bits: int) -> int:
     """The bits, if they are 4 or 2; raises InputError for others, which argument `name` was."""
     if bits not in BITS:
-        raise InputError(name, got=repr(bits), expected="4 or 2", hint="bits of a code of keys by channel")
+        raise InputError(name, got=shown(bits), expected="4 or 2", hint="bits of a code of keys by channel")
     return bits
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 
 
 class Kind(NamedTuple):
@@ -109,7 +109,7 @@ class Encoded:
 def kind_of(name: str, kind: Any) -> Kind:
     """The kind of this name; raises InputError for another, which argument `name` was."""
     if kind not in KINDS:
-        raise InputError(name, got=repr(kind), expected=f"one of {', '.join(map(repr, KINDS))}", hint="or no encoding")
+        raise InputError(name, got=shown(kind), expected=f"one of {', '.join(map(repr, KINDS))}", hint="or no encoding")
     return KINDS[kind]
 
 

@@ -12,7 +12,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 
 QUERIES = 64  # of a block
 KEYS = 128  # of a block
@@ -202,7 +202,7 @@ def parse_scheme(text: str) -> Scheme:
     except (SyntaxError, AssertionError, KeyError, ValueError, TypeError) as error:
         raise InputError(
             "scheme",
-            got=repr(text),
+            got=shown(text),
             expected=f"one of {', '.join(_NAMES)} with its arguments",
             hint='for instance "Sage2()" or "Sage(qk=int8, rotate=hadamard)"',
         ) from error
@@ -220,7 +220,7 @@ def check_scheme(scheme: Any, name: str = "scheme") -> Scheme:
     if not isinstance(scheme, (Sage, FP8)):
         raise InputError(
             name,
-            got=repr(scheme),
+            got=shown(scheme),
             expected="a tilewise.Sage or a tilewise.FP8",
             hint="tilewise.Sage2() and tilewise.FA3FP8() are two of the published ones",
         )
@@ -229,7 +229,7 @@ def check_scheme(scheme: Any, name: str = "scheme") -> Scheme:
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...], says: str) -> None:
     if not isinstance(value, str) or value not in allowed:
-        raise InputError(name, got=repr(value), expected=f"one of {', '.join(map(repr, allowed))}", hint=says)
+        raise InputError(name, got=shown(value), expected=f"one of {', '.join(map(repr, allowed))}", hint=says)
 
 
 def _sides(name: str, value: Any) -> tuple[str, ...]:
@@ -237,11 +237,11 @@ def _sides(name: str, value: Any) -> tuple[str, ...]:
     good = isinstance(value, (tuple, list, set, frozenset)) and all(side in SIDES for side in value)
     if not good or len(set(value)) != len(value):
         raise InputError(
-            name, got=repr(value), expected="a tuple of some of 'q', 'k', 'v'", hint='("k",) centres keys, () nothing'
+            name, got=shown(value), expected="a tuple of some of 'q', 'k', 'v'", hint='("k",) centres keys, () nothing'
         )
     return tuple(side for side in SIDES if side in value)
 
 
 def _flush(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(name, got=repr(value), expected="1 or more", hint="blocks of 128 keys; 1 is most accurate")
+        raise InputError(name, got=shown(value), expected="1 or more", hint="blocks of 128 keys; 1 is most accurate")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.schedule.selection import MOST
 
 BY = ("bounds", "mean")
@@ -74,13 +75,14 @@ class SparQ:
     compensate: bool = True
 
     def __post_init__(self) -> None:
+        check_flags(**{"SparQ compensate": self.compensate})
         _check_count("SparQ rank", self.rank, 1, "a number of dimensions")
         _check_count("SparQ keys", self.keys, 1, "a number of tokens")
         if self.local is not None:
             _check_count("SparQ local", self.local, 1, "a number of tokens")
         if self.newest > self.keys:
             raise InputError(
-                "SparQ local", got=repr(self.local), expected=f"at most keys={self.keys}", hint="they are among these"
+                "SparQ local", got=shown(self.local), expected=f"at most keys={self.keys}", hint="they are among these"
             )
 
     @property
@@ -91,4 +93,4 @@ class SparQ:
 
 def _check_count(name: str, value: object, least: int, hint: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-        raise InputError(name, got=repr(value), expected=f"an integer from {least} to 2**31 - 1", hint=hint)
+        raise InputError(name, got=shown(value), expected=f"an integer from {least} to 2**31 - 1", hint=hint)

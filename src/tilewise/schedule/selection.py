@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.formula.formula import Mask
 
 SHORTEST = 2.0**-63  # a row that has a direction: a GPU's root takes squares below 2**-126 for 0
@@ -79,7 +80,7 @@ class TopK:
         if not values or not good:
             raise InputError(
                 "TopK k",
-                got=repr(self.k),
+                got=shown(self.k),
                 expected="integers from 1 to 2**31 - 1, or numbers in (0, 1]",
                 hint="8 takes eight tiles, 0.25 a quarter of those that can be seen",
             )
@@ -148,11 +149,12 @@ class Select:
         far: str = "drop",
         share_group: bool = False,
     ) -> None:
+        check_flags(**{"Select share_group": share_group})
         for part in parts:
             if not isinstance(part, (Sparge, TopK, Threshold, Mask)):
                 raise InputError(
                     "Select parts",
-                    got=repr(part),
+                    got=shown(part),
                     expected="predictions (Sparge, TopK, Threshold) and Masks",
                     hint="tilewise.mask(function) makes a Mask",
                 )
@@ -162,10 +164,10 @@ class Select:
         counts = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= LARGEST for n in pair)
         if len(pair) != 2 or not counts:
             expected, hint = "one or two integers from 1 to 65536", "128, or (128, 64) for 128 queries and 64 keys"
-            raise InputError("Select block", got=repr(block), expected=expected, hint=hint)
+            raise InputError("Select block", got=shown(block), expected=expected, hint=hint)
         if far not in FAR:
             hint = "a summary stands for the keys of a tile that is not computed"
-            raise InputError("Select far", got=repr(far), expected=f"one of {', '.join(map(repr, FAR))}", hint=hint)
+            raise InputError("Select far", got=shown(far), expected=f"one of {', '.join(map(repr, FAR))}", hint=hint)
         _keep(self, "parts", parts)
         _keep(self, "block", pair)
         _keep(self, "far", far)
@@ -222,7 +224,7 @@ def _by_head(owner: Any, name: str, field: str, low: float, high: float, open_be
         expected = (
             f"numbers in {'(' if open_below else '['}{low:g}, {high:g}]" if high < math.inf else f"numbers > {low:g}"
         )
-        raise InputError(name, got=repr(given), expected=expected, hint="one number, or a tuple of one for each head")
+        raise InputError(name, got=shown(given), expected=expected, hint="one number, or a tuple of one for each head")
     _keep(owner, field, tuple(map(float, values)) if isinstance(given, Sequence) else float(given))
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.formula.check import prove
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import Mask, as_mask
@@ -61,7 +61,7 @@ class TileMap:
             least = 0 if name in lengths else 1
             if not isinstance(size, int) or size < least:
                 hint = "lengths may be 0, tiles, batch and heads start at 1"
-                raise InputError(f"TileMap {name}", got=repr(size), expected=f"an integer >= {least}", hint=hint)
+                raise InputError(f"TileMap {name}", got=shown(size), expected=f"an integer >= {least}", hint=hint)
         tiles_q, tiles_k = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
         if mask is None:
             full = torch.full((1, 1, tiles_q, tiles_k), FULL, dtype=torch.int8, device=device)
@@ -219,14 +219,30 @@ class Tiles(NamedTuple):
         return self.first + (self.last - self.first).clamp(min=0) // 2
 
 
+def paired(queries: Tiles, keys: Tiles) -> tuple[Tiles, Tiles, torch.Tensor]:
+    """(Tiles of queries, tiles of keys, bool (tiles_q, tiles_k): whether both exist and are of one sequence). One that
+    is in no such pair stands where one that is in one does: what formulas read is proved to be inside for these alone.
+    """
+    exist = (queries.last >= queries.first)[:, None] & (keys.last >= keys.first)
+    same = exist & (queries.b[:, None] == keys.b)
+    return _moved_inside(queries, same.any(1)), _moved_inside(keys, same.any(0)), same
+
+
+def _moved_inside(tiles: Tiles, inside: torch.Tensor) -> Tiles:
+    if not inside.shape[0]:
+        return tiles
+    some = inside.to(torch.int8).argmax(0, keepdim=True)  # by a tensor of 1: by a number, the host would wait
+    any_inside = inside.any()
+    return Tiles(*(torch.where(inside, x, torch.where(any_inside, x.index_select(0, some), 0)) for x in tiles))
+
+
 def classify_pairs(
     mask: Bound | None, queries: Tiles, keys: Tiles, heads: int, block_m: int, block_n: int
 ) -> torch.Tensor:
     """The int8 classes of a mask's tiles of packed sequences, (1, heads or 1, slots_q, slots_k); pairs of different
     sequences are EMPTY.
     """
-    exist = (queries.last >= queries.first)[:, None] & (keys.last >= keys.first)
-    same = exist & (queries.b[:, None] == keys.b)
+    queries, keys, same = paired(queries, keys)
     if mask is None:
         return same.to(torch.int8)[None, None] * FULL
     rule = tile_rule(mask.text)
@@ -235,9 +251,9 @@ def classify_pairs(
         "b": queries.b[:, None],
         "h": torch.arange(heads if rule.by_head else 1, device=device)[:, None, None],
         "i0": queries.first[:, None],
-        "i1": torch.maximum(queries.first, queries.last)[:, None],
+        "i1": queries.last[:, None],
         "j0": keys.first,
-        "j1": torch.maximum(keys.first, keys.last),
+        "j1": keys.last,
         "block_i": torch.full((), block_m, device=device),
         "block_j": torch.full((), block_n, device=device),
     }

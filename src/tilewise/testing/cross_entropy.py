@@ -159,6 +159,19 @@ def check(case: LossCase, dtype: torch.dtype, impl: str, device: str = "cpu") ->
     operators.check(ours(case, impl), plain(case), inputs, _terms(case, inputs, largest))
 
 
+def check_large_sums(reduction: str, impl: str, device: str = "cpu") -> None:
+    """Gradients that float16 holds, of sums over tokens that it does not: divided by the operation or by the caller."""
+    x = torch.full((2048, 8), 64.0, dtype=torch.float16, device=device)
+    weight = torch.zeros(4, 8, dtype=torch.float16, device=device, requires_grad=True)
+    bias = torch.zeros(4, dtype=torch.float16, device=device, requires_grad=True)
+    target = torch.zeros(len(x), dtype=torch.int64, device=device)
+    loss = tw.linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction, chunk=512, impl=impl)
+    loss = loss / len(x) if reduction == "sum" else loss.mean()
+    found = torch.autograd.grad(loss, (weight, bias))
+    slopes = torch.tensor([-0.75, 0.25, 0.25, 0.25], dtype=torch.float16, device=device)
+    torch.testing.assert_close(found, (64.0 * slopes[:, None].expand(4, 8), slopes))
+
+
 def _terms(case: LossCase, inputs: Tensors, largest: float) -> dict[str, float]:
     """An error in a logit, of which there are `hidden` terms, multiplies a probability, and so a gradient."""
     found = operators.results(plain(case), inputs)

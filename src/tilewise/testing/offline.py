@@ -23,8 +23,8 @@ from tilewise.ops.attention.rows.needs import HOPPER
 from tilewise.ops.attention.table import named
 from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.ops.merge.problem import Call as MergeCall
-from tilewise.ops.operands import too_wide
 from tilewise.ops.operation import Operation, fields_of
+from tilewise.ops.triton_operands import too_wide
 from tilewise.testing.barriers import reused_barriers
 from tilewise.testing.instructions import instructions, launch
 from tilewise.testing.uniform_registers import read_unset

@@ -58,13 +58,41 @@ def _int_trees() -> st.SearchStrategy[Tree]:
                 inner,
                 st.sampled_from([-5, 2, 3, 7, 16]).map(lambda n: ("number", n)),
             ),
-            st.tuples(st.sampled_from(["abs", "neg"]), inner),
+            st.tuples(st.sampled_from(["abs", "neg", "not"]), inner),
+            st.tuples(st.sampled_from(["and", "or", "xor"]), inner, right),
+            st.tuples(st.sampled_from(["shift_left", "shift_right"]), inner, st.integers(0, 3).map(_number)),
             st.tuples(st.sampled_from(["minimum", "maximum"]), inner, inner),
             st.tuples(st.just("clamp"), inner, st.integers(-3, 4), st.integers(5, 30)),
             st.tuples(st.just("load_int"), inner),
         )
 
     return st.recursive(leaf, grow, max_leaves=5)
+
+
+def _number(n: int) -> Tree:
+    return ("number", n)
+
+
+def far_trees() -> st.SearchStrategy[Tree]:
+    """Trees of masks that compare integers which leave 64 bits, and wrap."""
+    leaf = st.sampled_from([("i",), ("j",), ("j",), ("h",)])
+    far = st.one_of(st.integers(-(2**61), 2**61 - 1), st.sampled_from([2**60, 2**58, 2**31, -(2**60), 3])).map(_number)
+    near = st.integers(-3, 70).map(_number)
+
+    def grow(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+        some = st.sampled_from([-(2**40), -7, -1, 2, 3, 2**55]).map(_number)
+        return st.one_of(
+            st.tuples(st.sampled_from(["add", "sub", "mul", "mul", "and", "or", "xor"]), inner, st.one_of(inner, far)),
+            st.tuples(st.sampled_from(["shift_left", "shift_right"]), inner, st.one_of(inner, near)),
+            st.tuples(st.sampled_from(["floordiv", "mod"]), inner, some),
+            st.tuples(st.sampled_from(["abs", "neg", "not"]), inner),
+            st.tuples(st.sampled_from(["minimum", "maximum"]), inner, inner),
+            st.tuples(st.just("load_far"), inner),
+            st.tuples(st.just("truncated"), inner),
+        )
+
+    ints = st.recursive(leaf, grow, max_leaves=6)
+    return st.tuples(st.sampled_from(["lt", "le", "eq", "ne"]), ints, st.one_of(ints, far))
 
 
 def bool_trees(max_leaves: int = 5) -> st.SearchStrategy[Tree]:
@@ -125,9 +153,11 @@ def float_trees() -> st.SearchStrategy[Tree]:
 
 
 def captured_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """What the trees index: `int` and `float` (SIZE,), `bool` and `plane` (SIZE, SIZE)."""
+    """What the trees index: `int`, `far` and `float` (SIZE,), `bool` and `plane` (SIZE, SIZE)."""
     generator = torch.Generator().manual_seed(seed)
+    ends = [-(2**63), 2**63 - 1, -(2**62), 2**62, 2**31, -(2**31), -1, 0, 1, 5, 2**63 - 5]
     return {
+        "far": torch.tensor(ends),
         "int": torch.randint(-3, 30, (SIZE,), generator=generator),
         "float": torch.randn(SIZE, generator=generator, dtype=torch.float64),
         "bool": torch.rand(SIZE, SIZE, generator=generator) < 0.5,
@@ -157,6 +187,9 @@ _DIRECT: dict[str, Callable[..., Any]] = {
     "or": lambda a, b: a | b,
     "xor": lambda a, b: a ^ b,
     "not": lambda a: ~a,
+    "shift_left": lambda a, b: a << b,
+    "shift_right": lambda a, b: a >> b,
+    "truncated": lambda a: (a.to(torch.float64) * 1.5).to(torch.int64),
     "where": torch.where,
     "to_bool": lambda a: a.to(torch.bool),
     "to_float": lambda a: a.to(torch.float64) * 0.1,
@@ -175,7 +208,7 @@ _DIRECT: dict[str, Callable[..., Any]] = {
     "square": torch.square,
     "floor": lambda a: torch.floor(a) + a % 0.75,
 }
-_LOADS = {"load_int": "int", "load_float": "float", "load_bool": "bool", "load_plane": "plane"}
+_LOADS = {"load_int": "int", "load_far": "far", "load_float": "float", "load_bool": "bool", "load_plane": "plane"}
 
 
 def evaluate_tree(tree: Tree, symbols: dict[str, Any], captured: dict[str, torch.Tensor]) -> Any:

@@ -52,6 +52,19 @@ def mod(a, b):
 
 
 @triton.jit
+def shift_left(a, b):
+    """a shifted by b bits, both of 64: by less than 0 or more than 63, all are gone, as in PyTorch."""
+    inside = (b >= 0) & (b < 64)
+    return tl.where(inside, a << tl.where(inside, b, 0), 0)
+
+
+@triton.jit
+def shift_right(a, b):
+    """a shifted by b bits, both of 64: by less than 0 or more than 63, the sign is left, as in PyTorch."""
+    return a >> tl.where((b >= 0) & (b < 64), b, 63)
+
+
+@triton.jit
 def float_mod(a, b):
     """Remainder of floats with the sign of the divisor, exact."""
     r = a % b

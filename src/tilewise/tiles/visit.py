@@ -167,6 +167,14 @@ def visit_ahead(t, ahead, count, begin, full_begin, num_full, listed, width, LIS
 
 
 @triton.jit
+def proved(rows, others):
+    """Positions of a program's rows as formulas get them: 0 where the sequence has none on the other side. What
+    formulas read is proved to be inside for sequences that have both, and for 0 (`ops.attention.problem`).
+    """
+    return tl.where(others > 0, rows, 0)
+
+
+@triton.jit
 def row_ends(b, h, rows, begin, end, args, nums, ROWS: tl.constexpr):
     """First and last visible position of the other axis for each row, int32, within [begin, end)."""
     none = rows * 0

@@ -253,3 +253,9 @@ def test_operators_of_a_linear_layer_pass_opcheck(reduction: str) -> None:
     target, early = torch.tensor([1, -100, 4]), ("x", "weight") if reduction == "mean" else ()
     how = f"(['x', 'weight', 'target'], {{{TERMS}, 'reduction': '{reduction}', 'chunk': 2, 'early': {early}}})"
     torch.library.opcheck(torch.ops.tilewise.linear_cross_entropy.default, ([x, weight, target], how, "cpu"))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_float16_holds_gradients_whose_sums_it_does_not(reduction: str, impl: str) -> None:
+    cases.check_large_sums(reduction, impl)

@@ -88,7 +88,7 @@ GOOD = torch.zeros(2, 4)
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "gate_list": ({"gate": [1.0]}, "gate", "list"),
     "gate_scalar": ({"gate": torch.tensor(1.0)}, "gate", "()"),
-    "gate_sparse": ({"gate": GOOD.to_sparse()}, "gate", "(2, 4)"),
+    "gate_sparse": ({"gate": GOOD.to_sparse()}, "gate", "torch.sparse_coo"),
     "gate_integers": ({"gate": GOOD.long()}, "gate", "torch.int64"),
     "gate_odd": ({"gate": GOOD[:, :3], "up": None}, "gate", "(2, 3)"),
     "up_list": ({"up": [1.0]}, "up", "list"),

@@ -177,7 +177,7 @@ Q, TABLE, HERE = torch.zeros(2, 3, 4, 8), torch.ones(10, 4), torch.arange(6)
 ROPE = tw.Rope(TABLE, TABLE, HERE)
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "q_list": ({"q": [1.0]}, "q", "list"),
-    "q_nested": ({"q": torch.nested.nested_tensor([torch.zeros(2, 3)])}, "q", "a nested or sparse tensor"),
+    "q_nested": ({"q": torch.nested.nested_tensor([torch.zeros(2, 3)])}, "q", "a nested tensor"),
     "q_rank": ({"q": Q[0, 0]}, "q", "(4, 8)"),
     "q_no_heads": ({"q": Q[..., :0, :]}, "q", "(2, 3, 0, 8)"),
     "q_no_dim": ({"q": Q[..., :0]}, "q", "(2, 3, 4, 0)"),

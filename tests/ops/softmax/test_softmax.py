@@ -91,7 +91,7 @@ GOOD = torch.zeros(2, 3)
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "x_list": ({"x": [1.0]}, "x", "list"),
     "x_scalar": ({"x": torch.tensor(1.0)}, "x", "()"),
-    "x_sparse": ({"x": GOOD.to_sparse()}, "x", "(2, 3)"),
+    "x_sparse": ({"x": GOOD.to_sparse()}, "x", "torch.sparse_coo"),
     "x_integers": ({"x": GOOD.long()}, "x", "torch.int64"),
     "dim_float": ({"dim": 1.0}, "dim", "1.0"),
     "dim_too_large": ({"dim": 2}, "dim", "2"),

@@ -1,13 +1,14 @@
 """FlashInfer's wrappers and functions (package flashinfer), run by tilewise: same names, arguments and conventions.
 
 The log-sum-exp has base 2 and shape (tokens, heads). Layouts NHD and HND, a paged cache as one tensor or as two, any
-page size; a last page of length 0 is a full one. `window_left` W leaves W + 1 keys visible. Workspaces are taken and
+page size. `window_left` W leaves W + 1 keys visible. Workspaces are taken and
 not used, except that they say on which device a plan lies; `plan` never waits for a GPU. Beyond FlashInfer: the CPU,
 float32, any head_dim up to 512, any number of query heads for each key/value head.
 
 Not offered, and refused by name: ROPE_LLAMA, keys and values of 8 bits and fewer, scales that are tensors, `jit_args`,
 multi-item scoring, several queries for each request in a decode wrapper, custom masks or ALiBi with buffers for CUDA
-graphs. What only steers FlashInfer's kernels (`backend`, `use_tensor_cores`, `fixed_split_size`, ...) changes nothing.
+graphs. `fixed_split_size` and `disable_split_kv` become `batch_invariant=True`, and are refused over packed keys on a
+GPU. What only steers FlashInfer's kernels (`backend`, `use_tensor_cores`, ...) changes nothing.
 Source: Ye et al., "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving" (2025).
 """
 

@@ -17,6 +17,7 @@ from tilewise.adapters.flashinfer.plan import (
     same_dtype,
 )
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 
 
 class MultiLevelCascadeAttentionWrapper:
@@ -33,6 +34,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
     ) -> None:
+        check_flags(use_cuda_graph=use_cuda_graph)
         levels = range(integer("num_levels", num_levels, 1, "the last one holds what requests do not share"))
         arrays = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
         buffers = zip(*(_of_levels("buffers", x, num_levels) for x in arrays), strict=True) if use_cuda_graph else None
@@ -79,6 +81,7 @@ class MultiLevelCascadeAttentionWrapper:
         `causal` is about the last level alone. A window or ALiBi would count from each level's own keys: refused where
         there is more than one.
         """
+        check_flags(causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction)
         hint = "positions of one level say nothing about another's"
         if len(self._levels) > 1:
             refuse(hint, window_left=window_left if window_left >= 0 else None)

@@ -16,6 +16,7 @@ from tilewise.adapters.flashinfer.plan import (
     custom_mask_of,
     dtype_of,
     finish,
+    integer,
     layout_name,
     natural,
     number,
@@ -24,6 +25,8 @@ from tilewise.adapters.flashinfer.plan import (
     variant_of,
 )
 from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.flags import check_flags
+from tilewise.core.readback import unreadable, values_checked
 
 
 def single_decode_with_kv_cache(
@@ -47,6 +50,7 @@ def single_decode_with_kv_cache(
 
     Returns out (heads, dim), with `return_lse` also lse (heads,), base 2.
     """
+    check_flags(use_tensor_cores=use_tensor_cores, return_lse=return_lse)
     if not isinstance(q, torch.Tensor) or q.ndim != 2:
         got = f"shape {tuple(q.shape)}" if isinstance(q, torch.Tensor) else type(q).__name__
         raise InputError("q", got=got, expected="a tensor (heads, dim)", hint="one token of one request")
@@ -88,6 +92,7 @@ def single_prefill_with_kv_cache(
     `custom_mask` is bool (seqlen_q, seqlen_k) and replaces `causal`; `packed_custom_mask` the same as bits. Returns out
     (tokens, heads, dim), with `return_lse` also lse (tokens, heads), base 2.
     """
+    check_flags(causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, return_lse=return_lse)
     refuse("tensors of scales go with 8-bit inputs", scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
     if not isinstance(q, torch.Tensor) or q.ndim != 3:
         got = f"shape {tuple(q.shape)}" if isinstance(q, torch.Tensor) else type(q).__name__
@@ -120,12 +125,13 @@ def _single(
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     custom = None
     if masks is not None and any(x is not None for x in masks):
-        queries, keys = (torch.tensor([x.shape[0]], device=q.device) for x in (q, k))
+        known = tuple(torch.tensor([x.shape[0]]) for x in (q, k))
+        queries, keys = (x.to(q.device) for x in known)
         if masks[0] is not None:
             shape = (q.shape[0], k.shape[0])
             check("custom_mask", masks[0], shape, torch.bool, f"bool {shape}")
         flat = None if masks[0] is None else masks[0].flatten()
-        custom = custom_mask_of(flat, masks[1], queries, keys, q.device)
+        custom = custom_mask_of(flat, masks[1], (queries, keys), q.device, (known[0], known[1]))
     variant = variant_of(
         q.shape[2], q.shape[1], q.device, queries=q.shape[0], keys=k.shape[0], custom=custom, **options
     )
@@ -178,7 +184,10 @@ def _check_rank(name: str, x: Any, rank: int) -> None:
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Tokens of each request, (batch,), as FlashInfer counts them: here a last page of length 0 holds nothing."""
+    """Tokens of each request, (batch,), as FlashInfer counts them: a last page of length 0 holds nothing."""
+    batch = _batch_of("kv_indptr", kv_indptr)
+    _check_index("kv_last_page_len", kv_last_page_len, batch)
+    integer("page_size", page_size, 1, "tokens in a page")
     return (kv_indptr[1:] - kv_indptr[:-1] - 1).clamp(min=0) * page_size + kv_last_page_len
 
 
@@ -189,8 +198,10 @@ def get_batch_indices_positions(
 
     Rows beyond append_indptr[-1] have request -1 and position 0.
     """
+    batch = _batch_of("append_indptr", append_indptr)
+    _check_index("seq_lens", seq_lens, batch)
+    integer("nnz", nnz, 0, "how many new tokens there are: append_indptr[-1], or more")
     rows = torch.arange(nnz, device=append_indptr.device, dtype=append_indptr.dtype)
-    batch = append_indptr.shape[0] - 1
     if not batch:
         return torch.full_like(rows, -1, dtype=torch.int32), torch.zeros_like(rows, dtype=torch.int32)
     found = torch.searchsorted(append_indptr[1:].contiguous(), rows, right=True)
@@ -198,6 +209,26 @@ def get_batch_indices_positions(
     request = found.clamp(max=batch - 1)
     positions = seq_lens.to(rows.device)[request] - append_indptr[1:][request] + rows
     return torch.where(known, found, -1).to(torch.int32), torch.where(known, positions, 0).to(torch.int32)
+
+
+def _check_index(name: str, x: Any, entries: int | None) -> None:
+    """Raise InputError unless x is a tensor of integers, (entries,); None is any number of them."""
+    if not isinstance(x, torch.Tensor) or x.ndim != 1 or x.dtype not in (torch.int32, torch.int64):
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise InputError(
+            name, got=got, expected="an int32 tensor of rank 1", hint="torch.tensor(..., dtype=torch.int32)"
+        )
+    if entries is not None and x.shape[0] != entries:
+        hint = "index tensors are of the same requests, or of the same tokens"
+        raise InputError(name, got=f"{x.shape[0]} entries", expected=f"{entries}, as the others have", hint=hint)
+
+
+def _batch_of(name: str, indptr: Any) -> int:
+    """How many requests running sums are of."""
+    _check_index(name, indptr, None)
+    if not indptr.shape[0]:
+        raise InputError(name, got="no entries", expected="running sums from 0", hint="one more than requests")
+    return int(indptr.shape[0]) - 1
 
 
 def append_paged_kv_cache(
@@ -216,16 +247,25 @@ def append_paged_kv_cache(
     The page table already has room for them. `kv_last_page_len` is taken and not needed. No wait for a GPU.
     """
     pools = pool_of(paged_kv_cache, layout_name(kv_layout))
+    _check_index("batch_indices", batch_indices, None)
     tokens, page_size = batch_indices.shape[0], pools[0].shape[1]
+    _check_index("positions", positions, tokens)
+    _check_index("kv_indices", kv_indices, None)
+    requests = _batch_of("kv_indptr", kv_indptr)
+    _check_index("kv_last_page_len", kv_last_page_len, requests)
     for name, x, pool in zip(("append_key", "append_value"), (append_key, append_value), pools, strict=True):
         expected = f"{pool.dtype} ({tokens}, {pool.shape[2]}, {pool.shape[3]}): as the cache, a row for each index"
         check(name, x, (tokens, *pool.shape[2:]), pool.dtype, expected)
     if not tokens or not kv_indices.shape[0]:
         return
     valid = batch_indices >= 0
+    if values_checked(batch_indices.device) and not unreadable(batch_indices) and int(batch_indices.max()) >= requests:
+        got, hint = f"request {int(batch_indices.max())}", "get_batch_indices_positions makes them"
+        raise InputError("batch_indices", got=got, expected=f"below {requests}, as kv_indptr says", hint=hint)
     batch, position = batch_indices.clamp(min=0).long(), positions.clamp(min=0).long()
     entry = kv_indptr[batch] + position // page_size
-    if batch.device.type == "cpu" and bool((entry >= kv_indptr[batch + 1])[valid].any()):
+    behind = (entry >= kv_indptr[batch + 1]) | (entry >= kv_indices.shape[0])
+    if batch.device.type == "cpu" and bool(behind[valid].any()):
         hint = "the page table must have room for the new tokens"
         raise InputError("positions", got="one behind its request's pages", expected="pages for all", hint=hint)
     page = kv_indices[entry.clamp(max=kv_indices.shape[0] - 1)].long()

@@ -11,12 +11,14 @@ from tilewise.adapters.flashinfer.plan import (
     Cache,
     Planned,
     State,
+    any_batch,
     custom_mask_of,
     heads_of,
     indices_of,
     indptr_of,
     integer,
     number,
+    page_lengths,
     pool_of,
     refuse,
     same_dtype,
@@ -25,6 +27,7 @@ from tilewise.adapters.flashinfer.plan import (
 )
 from tilewise.adapters.flashinfer.wrapper import PLAN_REFUSED, PLAN_STEERING, PagedWrapper
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 from tilewise.layouts import Paged
 
 
@@ -44,6 +47,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         jit_args: Any = None,
     ) -> None:
         buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        check_flags(use_tensor_cores=use_tensor_cores)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, jit_args)
         self.use_tensor_cores = use_tensor_cores
 
@@ -70,10 +74,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             indptr: int32 (batch + 1,): request r has pages indices[indptr[r]:indptr[r + 1]].
-            last_page_len: int32 (batch,): tokens in each request's last page, 0 for a full one.
+            last_page_len: int32 (batch,): tokens in each request's last page.
             pos_encoding_mode: "NONE" or "ALIBI". logits_soft_cap: None and 0 are none.
             q_data_type: float16 unless `data_type` says otherwise; keys and output have the same.
-            options: rope_scale, rope_theta and what steers FlashInfer's kernels; others are refused or errors.
+            options: fixed_split_size and disable_split_kv give each request the bits that it has alone
+                (`tilewise.attention(batch_invariant=True)`); rope_scale, rope_theta and what else steers FlashInfer's
+                kernels are taken; others are refused or errors.
         """
         each = options.pop("q_len_per_req", 1)
         refuse("several queries for each request are a prefill", q_len_per_req=None if each in (None, 1) else each)
@@ -95,7 +101,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         dtype = same_dtype(q_data_type, kv_data_type or data_type, o_data_type)
         self._check_fit(values)
         layout = self._layout(values, seqlens)
-        self._commit(Planned(layout, variant, num_kv_heads, head_dim, head_dim, dtype, page_size), values, seqlens)
+        alone = any_batch(options, True, self.device)
+        planned = Planned(layout, variant, num_kv_heads, head_dim, head_dim, dtype, page_size, alone)
+        self._commit(planned, values, seqlens)
 
     begin_forward = plan
 
@@ -198,6 +206,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             packed_custom_mask: the same as uint8 bits, little end first, each request from a whole byte.
             causal: the last token of a request stands at its last key.
         """
+        check_flags(use_fp16_qk_reduction=use_fp16_qk_reduction)
         tail_of("plan", options, steering=PLAN_STEERING, refused=PLAN_REFUSED)
         self._commit(
             *self._prepare(
@@ -205,6 +214,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
                 (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, page_size),
                 same_dtype(q_data_type, kv_data_type, o_data_type),
                 (custom_mask, packed_custom_mask),
+                any_batch(options, True, self.device),
                 causal=causal,
                 pos_encoding_mode=pos_encoding_mode,
                 window_left=window_left,
@@ -216,7 +226,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     begin_forward = plan
 
     def _prepare(
-        self, table: tuple[Any, ...], sizes: tuple[Any, ...], dtype: torch.dtype, masks: tuple[Any, Any], **variant: Any
+        self,
+        table: tuple[Any, ...],
+        sizes: tuple[Any, ...],
+        dtype: torch.dtype,
+        masks: tuple[Any, Any],
+        alone: bool = False,
+        **variant: Any,
     ) -> tuple[Planned, tuple[torch.Tensor, ...], torch.Tensor]:
         """A plan, its index tensors and lengths, all checked and nothing changed."""
         heads_q, heads_kv, head_dim, head_dim_v, page_size = sizes
@@ -226,11 +242,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         *pages, seqlens = self._table(indptr, indices, last_page_len, page_size, starts.shape[0] - 1)
         values, queries = (starts, *pages), starts[1:] - starts[:-1]
         self._no_graph(variant["pos_encoding_mode"], *masks)
-        custom = custom_mask_of(*masks, queries, seqlens, self.device)
+        known = None
+        if all(x.device.type == "cpu" for x in (table[0], indptr, last_page_len)):
+            known = table[0].diff(), page_lengths(indptr, last_page_len, page_size)
+        custom = custom_mask_of(*masks, (queries, seqlens), self.device, known)
         made = variant_of(head_dim, heads_q, self.device, queries=queries, keys=seqlens, custom=custom, **variant)
         self._check_fit(values)
         layout = self._layout(values, seqlens)
-        return Planned(layout, made, heads_kv, head_dim, head_dim_v, dtype, page_size), values, seqlens
+        return Planned(layout, made, heads_kv, head_dim, head_dim_v, dtype, page_size, alone), values, seqlens
 
     def forward(
         self,
@@ -249,6 +268,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         return_lse: bool = False,
     ) -> Any:
         """`run` with a variant of its own: as in FlashInfer these arguments replace the plan's, defaults too."""
+        check_flags(use_fp16_qk_reduction=use_fp16_qk_reduction)
         variant = self._variant(
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
@@ -287,6 +307,7 @@ class BatchAttention(PagedWrapper):
         use_profiler: bool = False,
     ) -> None:
         """As the paged prefill wrapper's `plan`, with the requests' lengths (batch,) in place of last_page_len."""
+        check_flags(use_profiler=use_profiler)
         refuse("not offered by this adapter", use_profiler=use_profiler)
         heads_of(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         integer("page_size", page_size, 1, "tokens in a page")

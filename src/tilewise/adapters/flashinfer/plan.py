@@ -16,12 +16,16 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.core.flags import check_flags
+from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.real import is_finite
 from tilewise.layouts import Packed, Paged
 
 State = tuple[torch.Tensor, torch.Tensor]
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLAGS = ("non_blocking", "disable_split_kv", "enable_pdl")  # of the keywords that signatures do not spell out
 LOG2_E = math.log2(math.e)
 
 
@@ -86,11 +90,12 @@ def variant_of(
     custom: tw.Mask | None = None,
 ) -> Variant:
     """The variant that FlashInfer's arguments describe."""
+    check_flags(causal=causal)
     if pos_encoding_mode not in ("NONE", "ALIBI"):
         known = pos_encoding_mode == "ROPE_LLAMA"
         kind: type[InputError | UnsupportedError] = UnsupportedError if known else InputError
         hint = "rotate q and k before the call"
-        raise kind("pos_encoding_mode", got=repr(pos_encoding_mode), expected="'NONE' or 'ALIBI'", hint=hint)
+        raise kind("pos_encoding_mode", got=shown(pos_encoding_mode), expected="'NONE' or 'ALIBI'", hint=hint)
     soft_cap = 0.0 if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap)
     if soft_cap < 0:
         raise InputError("logits_soft_cap", got=soft_cap, expected="a number >= 0", hint="None and 0 turn it off")
@@ -100,7 +105,7 @@ def variant_of(
         raise UnsupportedError("logits_soft_cap", got=f"{soft_cap} with ALIBI", expected="one of them", hint=hint)
     scale = head_dim**-0.5 if sm_scale is None else number("sm_scale", sm_scale)
     left = integer("window_left", window_left, None, "-1 is no limit")
-    return Variant(heads, device, scale, bool(causal), left, soft_cap, alibi, queries, keys, custom)
+    return Variant(heads, device, scale, causal, left, soft_cap, alibi, queries, keys, custom)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +119,7 @@ class Planned:
     head_dim_v: int
     dtype: torch.dtype
     page_size: int | None = None
+    batch_invariant: bool = False
 
 
 def attend(
@@ -141,12 +147,14 @@ def attend(
         sink=sinks,
         layout=planned.layout,
         scale=scale,
+        batch_invariant=planned.batch_invariant,
     )
     return (o[:, 0], lse[..., 0].mT) if one_each else (o, lse)
 
 
 def finish(state: State, v_scale: Any, out: Any, lse: Any, return_lse: bool) -> torch.Tensor | State:
     """FlashInfer's result of a state, written where the caller wants it."""
+    check_flags(return_lse=return_lse)
     o, natural_lse = state
     o = o if v_scale is None else o * number("v_scale", v_scale)
     based = natural_lse.mT * LOG2_E
@@ -181,19 +189,23 @@ def pool_of(cache: Any, kv_layout: str) -> tuple[Any, Any]:
 
 
 def page_lengths(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """int32 (batch,): tokens of each request. A last page of length 0 is full, and without pages there are none."""
+    """int32 (batch,): tokens of each request, all pages but the last full; none without pages, as FlashInfer has it."""
     pages = indptr[1:] - indptr[:-1]
-    last = torch.where(last_page_len == 0, page_size, last_page_len)
-    return torch.where(pages > 0, (pages - 1) * page_size + last, 0).to(torch.int32)
+    return torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0).to(torch.int32)
+
+
+Lengths = tuple[torch.Tensor, torch.Tensor]  # of each request: queries, keys
 
 
 def custom_mask_of(
-    mask: Any, packed: Any, queries: torch.Tensor, keys: torch.Tensor, device: torch.device
+    mask: Any, packed: Any, lengths_of: Lengths, device: torch.device, known: Lengths | None
 ) -> tw.Mask | None:
     """The mask of flattened booleans, or of bits, little end first, each request from a whole byte; None for neither.
 
-    As in FlashInfer the packed one is taken where both are given. Offsets are int64.
+    As in FlashInfer the packed one is taken where both are given. Offsets are int64. How many entries there must be is
+    compared where lengths can be read without waiting for a GPU: those that are `known`, on the CPU.
     """
+    queries, keys = lengths_of
     if mask is None and packed is None:
         return None
     lengths = keys.long()
@@ -203,13 +215,17 @@ def custom_mask_of(
         name, given, dtype = "packed_custom_mask", packed, torch.uint8
         sizes = (sizes + 7) // 8 * 8
     check(name, given, (None,), dtype, f"{dtype} of rank 1: the requests' (seqlen_q, seqlen_k) flattened, in turn")
+    known = lengths_of if values_checked(device) and not unreadable(keys) else known
+    if known is not None:
+        pairs = known[0].long() * known[1].long()
+        wanted = int((pairs if packed is None else (pairs + 7) // 8).sum())
+        if given.shape[0] != wanted:
+            expected = f"{wanted}: seqlen_q * seqlen_k of each request, one after another"
+            hint = "one entry for each pair, none for padding; packed, each request is padded to whole bytes"
+            raise InputError(name, got=f"{given.shape[0]} entries", expected=expected, hint=hint)
     bits = given.to(device)
     if packed is not None:
         bits = (bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).bool().flatten()
-    if device.type == "cpu" and int(sizes.sum()) > bits.shape[0]:
-        expected = f"at least {int(sizes.sum())}: seqlen_q * seqlen_k of each request"
-        hint = "one entry for each pair; packed, each request is padded to whole bytes"
-        raise InputError(name, got=f"{bits.shape[0]} entries", expected=expected, hint=hint)
     last = bits.shape[0] - 1
     if last < 0:  # no pairs at all
         return None
@@ -259,7 +275,7 @@ def dtype_of(name: str, value: Any) -> torch.dtype:
     """A dtype by name or as PyTorch has it."""
     found = getattr(torch, value, None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype):
-        raise InputError(name, got=repr(value), expected="a torch.dtype or its name", hint="'bfloat16'")
+        raise InputError(name, got=shown(value), expected="a torch.dtype or its name", hint="'bfloat16'")
     if found not in DTYPES:
         hint = "keys and values of 8 bits and fewer are not offered"
         raise UnsupportedError(name, got=str(found), expected="float16, bfloat16, float32 or float64", hint=hint)
@@ -291,7 +307,7 @@ def layout_name(kv_layout: Any) -> str:
     """NHD or HND."""
     if kv_layout not in ("NHD", "HND"):
         hint = "(tokens, heads, dim) is NHD, (heads, tokens, dim) is HND"
-        raise InputError("kv_layout", got=repr(kv_layout), expected="'NHD' or 'HND'", hint=hint)
+        raise InputError("kv_layout", got=shown(kv_layout), expected="'NHD' or 'HND'", hint=hint)
     return str(kv_layout)
 
 
@@ -300,7 +316,7 @@ def integer(name: str, value: Any, least: int | None, hint: str) -> int:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or (least is not None and value < least):
         expected = "an integer" if least is None else f"an integer >= {least}"
-        raise InputError(name, got=repr(value), expected=expected, hint=hint)
+        raise InputError(name, got=shown(value), expected=expected, hint=hint)
     return int(value)
 
 
@@ -309,8 +325,8 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor):
         hint = "pass a number; a tensor would be read at every call"
         raise UnsupportedError(name, got="a tensor", expected="a number", hint=hint)
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
-        raise InputError(name, got=repr(value), expected="a finite number", hint="None is 1, or FlashInfer's default")
+    if not is_finite(value):
+        raise InputError(name, got=shown(value), expected="a finite number", hint="None is 1, or FlashInfer's default")
     return float(value)
 
 
@@ -319,10 +335,27 @@ def tail_of(where: str, given: dict[str, Any], *, steering: Sequence[str], refus
     result and are taken, those that ask for what is not offered are refused by name, others are errors.
     """
     for name, value in given.items():
+        if name in FLAGS and value is not None:
+            check_flags(**{name: value})
         if name in refused:
             refuse("not offered by this adapter", **{name: value})
         elif name not in steering:
             raise TypeError(f"{where}() got an unexpected keyword argument {name!r}")
+
+
+def any_batch(options: dict[str, Any], layout_of_pages: bool, device: torch.device) -> bool:
+    """Whether a plan asks that other requests do not change the bits of one: by `fixed_split_size`, in pages, or
+    `disable_split_kv`. Which parts keys are divided into is tilewise's choice: `batch_invariant` says more.
+    """
+    size, never = options.get("fixed_split_size"), options.get("disable_split_kv")
+    if size is not None and integer("fixed_split_size", size, -1, "pages of a part; None and -1 leave it open") == 0:
+        raise InputError("fixed_split_size", got=0, expected="1 or more pages", hint="None and -1 leave it open")
+    wanted = bool(never) or (size is not None and size > 0)
+    if wanted and not layout_of_pages and device.type != "cpu":
+        name = "disable_split_kv" if never else "fixed_split_size"
+        hint = "bits that do not depend on the batch are offered over pages: BatchPrefillWithPagedKVCacheWrapper"
+        raise UnsupportedError(name, got=shown(options[name]), expected="None over packed keys", hint=hint)
+    return wanted
 
 
 def refuse(hint: str, **values: Any) -> None:

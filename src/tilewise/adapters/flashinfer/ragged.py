@@ -9,6 +9,7 @@ import torch
 
 from tilewise.adapters.flashinfer.plan import (
     Planned,
+    any_batch,
     custom_mask_of,
     heads_of,
     indptr_of,
@@ -19,6 +20,7 @@ from tilewise.adapters.flashinfer.plan import (
 )
 from tilewise.adapters.flashinfer.wrapper import PLAN_REFUSED, PLAN_STEERING, Wrapper
 from tilewise.core.errors import UnsupportedError
+from tilewise.core.flags import check_flags
 from tilewise.layouts import Packed
 
 
@@ -71,13 +73,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         o_data_type: str | torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        """As the paged wrapper's `plan`, for keys kv_indptr[r] to kv_indptr[r + 1] of request r."""
+        """As the paged wrapper's `plan`, for keys kv_indptr[r] to kv_indptr[r + 1] of request r. On a GPU
+        fixed_split_size and disable_split_kv are refused: packed keys have no such bits there.
+        """
+        check_flags(use_fp16_qk_reduction=use_fp16_qk_reduction)
         tail_of("plan", options, steering=PLAN_STEERING, refused=PLAN_REFUSED)
         head_dim_vo = head_dim_vo or head_dim_qk
         heads_of(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         starts = indptr_of("qo_indptr", qo_indptr, self.device)
         ends = indptr_of("kv_indptr", kv_indptr, self.device, starts.shape[0] - 1)
         queries, keys = (x[1:] - x[:-1] for x in (starts, ends))
+        on_host = qo_indptr.device.type == kv_indptr.device.type == "cpu"
+        known = (qo_indptr.diff(), kv_indptr.diff()) if on_host else None
         self._no_graph(pos_encoding_mode, custom_mask, packed_custom_mask)
         variant = variant_of(
             head_dim_qk,
@@ -90,11 +97,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             sm_scale=sm_scale,
             queries=queries,
             keys=keys,
-            custom=custom_mask_of(custom_mask, packed_custom_mask, queries, keys, self.device),
+            custom=custom_mask_of(custom_mask, packed_custom_mask, (queries, keys), self.device, known),
         )
         dtype = same_dtype(q_data_type, kv_data_type, o_data_type)
         self._check_fit((starts, ends))
-        planned = Planned(Packed(starts, ends), variant, num_kv_heads, head_dim_qk, head_dim_vo, dtype)
+        alone = any_batch(options, False, self.device)
+        sizes = (num_kv_heads, head_dim_qk, head_dim_vo)
+        planned = Planned(Packed(starts, ends), variant, *sizes, dtype, batch_invariant=alone)
         self._commit(planned, (starts, ends))
 
     begin_forward = plan
@@ -139,6 +148,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         return_lse: bool = False,
     ) -> Any:
         """`run` with a variant of its own: as in FlashInfer these arguments replace the plan's, defaults too."""
+        check_flags(use_fp16_qk_reduction=use_fp16_qk_reduction)
         variant = self._variant(
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,

@@ -26,6 +26,7 @@ from tilewise.adapters.flashinfer.plan import (
     variant_of,
 )
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 from tilewise.layouts import Packed, Paged
 
 PLAN_STEERING = (
@@ -46,6 +47,7 @@ class Wrapper:
             got, hint = type(float_workspace_buffer).__name__, "its device is the plan's; one byte is enough"
             raise InputError("float_workspace_buffer", got=got, expected="a tensor", hint=hint)
         refuse("write the variant as a tilewise mask and score", jit_args=jit_args)
+        check_flags(use_cuda_graph=use_cuda_graph)
         self.device = float_workspace_buffer.device
         self._kv_layout = layout_name(kv_layout)
         self._buffers: list[torch.Tensor] = []
@@ -110,16 +112,18 @@ class Wrapper:
         variant: Variant | None = None,
     ) -> Any:
         planned = self._ready()
-        q_scale, k_scale, v_scale, out, lse, return_lse, left, sinks = (
-            given.pop(name, None)
-            for name in ("q_scale", "k_scale", "v_scale", "out", "lse", "return_lse", "window_left", "sinks")
+        q_scale, k_scale, v_scale, out, lse, left, sinks = (
+            given.pop(name, None) for name in ("q_scale", "k_scale", "v_scale", "out", "lse", "window_left", "sinks")
         )
+        return_lse = given.pop("return_lse", False)
+        check_flags(return_lse=return_lse)
         refuse("arguments of a variant of one's own (jit_args)", args=args)
         tail_of("run", given, steering=("enable_pdl",), refused=RUN_REFUSED)
         variant = planned.variant if variant is None else variant
         if left is not None:
             variant = replace(variant, window_left=integer("window_left", left, None, "-1 is no limit"))
-        return finish(attend(planned, variant, tensors, (q_scale, k_scale), sinks), v_scale, out, lse, bool(return_lse))
+        state = attend(planned, variant, tensors, (q_scale, k_scale), sinks)
+        return finish(state, v_scale, out, lse, return_lse)
 
     def _variant(self, **options: Any) -> Variant:
         """The plan's variant with the options of one call of `forward`."""

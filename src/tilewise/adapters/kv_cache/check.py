@@ -11,8 +11,10 @@ import torch
 import tilewise as tw
 from tilewise.adapters.axes import check_tensors, distance_score, window_mask
 from tilewise.adapters.kv_cache.call import CacheCall, step_of
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.core.overlap import check_apart
 from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.real import is_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX = (torch.int32, torch.int64)
@@ -48,12 +50,17 @@ def check(call: CacheCall) -> Variant:
             hint = "a copy would not be written in place"
             raise InputError(name, got=f"strides {x.stride()}", expected="unit stride in the last dimension", hint=hint)
     _check_cache(call)
+    if call.k is not None:
+        check_apart("v_cache", call.v_cache, "k_cache", call.k_cache)
     check_steering("num_splits", call.num_splits)
     batch = (call.batch,)
     if isinstance(call.cache_seqlens, torch.Tensor):
         _check_index("cache_seqlens", call.cache_seqlens, batch, call.device)
     elif call.cache_seqlens is not None:
         check_steering("cache_seqlens", call.cache_seqlens, "or an int32 tensor (batch,)")
+        if call.cache_seqlens > call.capacity:
+            got, expected = shown(call.cache_seqlens), f"0 to {call.capacity}, the tokens that a request can have"
+            raise InputError("cache_seqlens", got=got, expected=expected, hint="tokens in the cache before this call")
     for name in ("cache_leftpad", "rotary_seqlens"):
         if getattr(call, name) is not None:
             _check_index(name, getattr(call, name), batch, call.device)
@@ -194,16 +201,16 @@ def check_steering(name: str, value: Any, also: str = "") -> None:
     """Raise InputError unless it is an integer >= 0."""
     if not isinstance(value, (numbers.Integral, torch.SymInt)) or isinstance(value, bool) or value < 0:
         expected = f"an integer >= 0 {also}".rstrip()
-        raise InputError(name, got=repr(value), expected=expected, hint="0 leaves it open, or is an empty cache")
+        raise InputError(name, got=shown(value), expected=expected, hint="0 leaves it open, or is an empty cache")
 
 
 def _variant(call: CacheCall) -> Variant:
     """Mask, score and scale; factors of q and k multiply what softcap sees."""
     scale, heads = call.softmax_scale, call.q.shape[-2]
-    number = isinstance(scale, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool)
-    if scale is not None and not (number and -math.inf < scale < math.inf):
+    symbolic = isinstance(scale, (torch.SymInt, torch.SymFloat))
+    if scale is not None and not symbolic and not is_finite(scale):
         hint = "None is head_dim ** -0.5"
-        raise InputError("softmax_scale", got=repr(scale), expected="a finite number", hint=hint)
+        raise InputError("softmax_scale", got=shown(scale), expected="a finite number", hint=hint)
     mask = window_mask(call.causal, call.window_size)
     score = distance_score(call.softcap, call.alibi_slopes, call.batch, heads)
     if call.alibi_slopes is not None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from tilewise.core.readback import being_traced
+from tilewise.core.errors import InputError, shown
+from tilewise.core.tensors import transformed
 from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
+from tilewise.ops.attention import composed
 from tilewise.ops.attention.choice import Selected
 from tilewise.ops.attention.lengths import reads
 from tilewise.ops.attention.paged_rows import PagedRows, rows_of_call
@@ -89,8 +91,9 @@ def _in_rows(q: Any, k: Any, v: Any, select: SelectLike, arguments: dict[str, An
 
 def _run(call: Call, impl: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     row = choose(call, impl)
-    traced = call.signature is None and being_traced()
-    return compiled(row, call) if traced else eager(row, call)
+    if call.signature is not None:
+        return eager(row, call)
+    return composed.forward(call) if transformed(call.tensors) else compiled(row, call)
 
 
 def attention(
@@ -160,7 +163,10 @@ def attention(
         (batch, seqlen_q, num_heads_q, head_dim_v), or (total_q, num_heads_q, head_dim_v) when packed; a query that
         sees no key, or whose every visible score is -inf, gives 0.
 
-    Differentiable once. On a GPU float32 products follow `torch.set_float32_matmul_precision`.
+    Differentiable. Second derivatives, `torch.func` (vmap, grad, jvp, ...), batched gradients and forward mode go
+    through PyTorch's operations, in float64 and with all scores at once: some 1.3 GB at the most, which is 2**24 scores
+    (batch x heads x queries x keys). More, or `quantize=`, is an UnsupportedError then. On a GPU float32 products of
+    first derivatives follow `torch.set_float32_matmul_precision`.
 
     Raises:
         InputError, FormulaError: an argument is wrong.
@@ -211,6 +217,9 @@ def plan(
     return AttentionPlan(call, choose(call, impl))
 
 
+_ARGUMENTS = tuple(attention.__kwdefaults__ or ())
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Which implementation a call runs on, and why the others do not: rows of (name, summary, verdict).
@@ -242,6 +251,10 @@ def why(
 
     Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.
     """
+    unknown = [name for name in arguments if name not in _ARGUMENTS]
+    if unknown:
+        expected = f"arguments of tilewise.attention: {', '.join(_ARGUMENTS)}"
+        raise InputError(f"why {unknown[0]}", got=shown(arguments[unknown[0]]), expected=expected, hint="by keyword")
     select = arguments.pop("select", None)
     in_rows, layout = _in_rows(q, k, v, select, arguments), arguments.get("layout")
     if in_rows is not None:

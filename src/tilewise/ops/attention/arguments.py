@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import being_traced, host_values
+from tilewise.core.tensors import check_all_dense, check_dense, recorded, transformed
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.quant import ByChannel, Encoded, Quantized
@@ -109,17 +111,7 @@ def check_tensors(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged, encode
         if paged and name != "q":
             shape = "(num_pages, page_size, heads, dim)"
         rank = shape.count(",") + 1
-        if not isinstance(x, torch.Tensor):
-            raise InputError(
-                name, got=type(x).__name__, expected=f"a tensor {shape}", hint="convert it with torch.as_tensor"
-            )
-        if x.is_nested or x.layout != torch.strided:
-            raise InputError(
-                name,
-                got=f"a {'nested' if x.is_nested else x.layout} tensor",
-                expected=f"a dense tensor {shape}",
-                hint="sequences of different lengths go through layout=tilewise.Packed(cu_seqlens)",
-            )
+        check_dense(name, x, f"a dense tensor {shape}")
         if x.ndim != rank:
             hint = (
                 "packed sequences need layout=tilewise.Packed(cu_seqlens)"
@@ -207,6 +199,20 @@ def check_shapes(
             )
 
 
+def seen_by_pytorch(
+    q: Any, k: Any, v: Any, sink: Any, captured: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> tuple[bool, bool]:
+    """Whether PyTorch records or transforms a call of these, and whether what formulas capture can be read; raises
+    InputError for the first that is no dense tensor with memory of its own.
+    """
+    named = {"q": q, "k": k, "v": v, "sink": sink, **{f"captured tensor {n}": x for n, x in enumerate(captured)}}
+    others = [x for x in tensors if all(x is not y for y in named.values())]
+    named |= {f"a tensor of layout, codes or seed ({n})": x for n, x in enumerate(others)}
+    check_all_dense({name: x for name, x in named.items() if isinstance(x, torch.Tensor)})
+    kept = recorded(tensors)
+    return kept or transformed(tensors), not kept and not transformed(captured)
+
+
 def check_sink(sink: Any, q: torch.Tensor) -> None:
     """One floating-point logit per query head."""
     expected = f"a floating-point tensor ({q.shape[-2]},) on {q.device}: one logit per query head"
@@ -257,10 +263,15 @@ def scale_of(scale: Any, head_dim: int) -> float:
     number = isinstance(scale, (numbers.Real, torch.Tensor, torch.SymInt, torch.SymFloat))
     try:
         value = float(scale) if number and not isinstance(scale, bool) else math.nan
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ):  # a tensor of several elements, an integer beyond floats
         value = math.nan
     if not -math.inf < value < math.inf:  # nor NaN; not math.isfinite, which torch.compile cannot trace
-        raise InputError("scale", got=repr(scale), expected="a finite number", hint="the default is head_dim ** -0.5")
+        raise InputError("scale", got=shown(scale), expected="a finite number", hint="the default is head_dim ** -0.5")
     return value
 
 
@@ -269,7 +280,7 @@ def dropout_of(dropout: Any) -> float:
     number = isinstance(dropout, (int, float, numbers.Real))  # False too: `self.training and 0.1`
     if not number or not 0.0 <= dropout < 1.0:
         raise InputError(
-            "dropout", got=repr(dropout), expected="a probability in [0, 1)", hint="0.0 turns it off, as in evaluation"
+            "dropout", got=shown(dropout), expected="a probability in [0, 1)", hint="0.0 turns it off, as in evaluation"
         )
     return float(dropout)
 
@@ -296,7 +307,7 @@ def _check_seed(seed: Any, device: torch.device) -> None:
     if not good:
         raise InputError(
             "seed",
-            got=repr(seed),
+            got=shown(seed),
             expected=f"an integer in [0, 2**63) or an int64 tensor of one element on {device}",
             hint="None draws one from PyTorch's generator",
         )

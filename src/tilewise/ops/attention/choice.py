@@ -17,7 +17,7 @@ from tilewise.formula.expr import Expr
 from tilewise.formula.formula import Mask, mask
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Packed
-from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.problem import Call, check_mask
 from tilewise.ops.quantize.problem import DTYPES, WIDEST, has_sums
 from tilewise.ops.select.problem import Call as Rows
 from tilewise.ops.select.table import TAKE
@@ -28,7 +28,7 @@ from tilewise.ops.tile_scores.table import TILE_SCORES
 from tilewise.quant.blocks import rows_of_block
 from tilewise.quant.schemes import Scheme
 from tilewise.schedule.selection import PerHead, Prediction, Select, Sparge, TopK
-from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, Tiles, classify, classify_pairs
+from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, Tiles, classify, classify_pairs, paired
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,6 +250,8 @@ def pooled(call: Call, classes: torch.Tensor, block: tuple[int, int], alike: boo
 def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
     """The tiles that a call, dense or packed, takes by a selection; `impl` is of the prediction."""
     classes = classes_of(call, select.block)
+    for part in select.masks:
+        check_mask(call, part, "select")
     taken = [(classes != EMPTY) & (_classes(part.bound, call, select.block) != EMPTY) for part in select.masks]
     if select.predictions and classes.numel():
         alike = any(max(_values(part.theta)) >= 0.0 for part in select.predictions)
@@ -339,7 +341,7 @@ def _scored(call: Call, s: torch.Tensor, block: tuple[int, int]) -> torch.Tensor
     """What the score formula makes of scores of tiles, at their middles."""
     if call.score is None:
         return s
-    queries, keys = _tiles(call, block)
+    queries, keys, _ = paired(*_tiles(call, block))
     sequences = queries.b[:, None] if call.packed else torch.arange(s.shape[0], device=s.device).view(-1, 1, 1, 1)
     symbols = {
         "s": s,

@@ -36,6 +36,9 @@ def sdpa_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, call.mask is not None, attn_mask=None, scale=call.scale
     )
+    if not _finite(lse):  # of such rows alone: bits of others do not depend on them
+        bad, (o_tiled, lse_tiled) = ~lse.isfinite(), tiled_forward(call)
+        return torch.where(bad.transpose(1, 2)[..., None], o_tiled, o.transpose(1, 2)), torch.where(bad, lse_tiled, lse)
     zero = lse == 0.0  # as PyTorch has it where each score is -inf, but others may be 0, too
     if bool(zero.any()) and bool((o[zero] == 0.0).all(-1).any()):
         return tiled_forward(call)
@@ -45,9 +48,21 @@ def sdpa_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def sdpa_backward(
     call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
 ) -> Gradients:
-    """The fused kernel's own backward; the tiled one when lse has a gradient."""
+    """The fused kernel's own backward; the tiled one when lse has a gradient, or in batch elements with rows that the
+    tiled forward did.
+    """
     if dlse is not None:
         return tiled_backward(call, o, lse, do, dlse)
+    found = _fused_backward(call, o, lse, do)
+    if _finite(lse):
+        return found
+    tiled, good = tiled_backward(call, o, lse, do, None), lse.isfinite().all(-1).all(-1)[:, None, None, None]
+    pairs = ((found.dq, tiled.dq), (found.dk, tiled.dk), (found.dv, tiled.dv))
+    dq, dk, dv = (torch.where(good, fused, other) for fused, other in pairs)
+    return Gradients(dq, dk, dv)
+
+
+def _fused_backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor) -> Gradients:
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
     if call.group > 1:
         k, v = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
@@ -66,6 +81,11 @@ def sdpa_backward(
     if call.group > 1:
         dk, dv = (x.unflatten(1, (-1, call.group)).sum(2) for x in (dk, dv))
     return Gradients(*(x.transpose(1, 2).to(call.q.dtype) for x in (dq, dk, dv)))
+
+
+def _finite(lse: torch.Tensor) -> bool:
+    """Whether no score was NaN or +inf and no row all -inf: there the fused kernel gives 0 in 16 bits, or lse NaN."""
+    return math.isfinite(float(lse.sum()))
 
 
 # tiled -------------------------------------------------------------------------------------------------------------
@@ -288,6 +308,7 @@ class _Sequence:
         q, do_rows = self._grouped(call.q, rows), self._grouped(do, rows)
         lse_rows, delta_rows = lse[:, :, rows], delta[:, :, rows].to(self.compute)
         lse2 = torch.where(lse_rows == -torch.inf, 0.0, lse_rows) * LOG2E
+        lse2 = lse2.masked_fill_(lse2 == torch.inf, torch.nan)  # as the weights of such rows are
         dq = torch.zeros_like(q)
         scaled, q = self._scaled(q), q * call.scale
         for keys, cuts in tile.runs:

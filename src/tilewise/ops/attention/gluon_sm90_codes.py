@@ -78,7 +78,7 @@ from tilewise.tiles.hopper import (
     wait_turn,
     whole,
 )
-from tilewise.tiles.visit import call_once, visit_any
+from tilewise.tiles.visit import call_once, proved, visit_any
 
 FALL = gl.constexpr(32.0)  # how far below the largest of all its exponents a row may be counted from
 SMALLEST_FACTOR = gl.constexpr(1e-20)  # of codes that a mask may hide: HIDDEN times it is far below any score
@@ -380,7 +380,7 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
         rows_q = afresh(sizes[3])
         seqlen_q, seqlen_k = lengths
         own = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=ROW_OF_SCORES), seqlen_q - 1)
-        offs_i = own + seqlen_k - seqlen_q
+        offs_i = proved(own + seqlen_k - seqlen_q, seqlen_k)
         ends = ends_of(run, offs_i, 0, seqlen_k, formula, fixed)
         mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
         score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)

@@ -43,7 +43,7 @@ from tilewise.tiles.hopper import (
     wait_turn,
     whole,
 )
-from tilewise.tiles.visit import call_once
+from tilewise.tiles.visit import call_once, proved
 
 
 @gluon.jit
@@ -212,7 +212,7 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
         queries, _keys, lengths, row0, tiles = where_of(run, grid, fixed, fixed.block_n)
         seqlen_q, seqlen_k = lengths
         own = gl.minimum(start + 64 * C + gl.arange(0, 64, layout=ROW_OF_SCORES), seqlen_q - 1)
-        offs_i = own + seqlen_k - seqlen_q
+        offs_i = proved(own + seqlen_k - seqlen_q, seqlen_k)
         ends = ends_of(run, offs_i, 0, seqlen_k, formula, fixed)
         mask_once = call_once(b, h, offs_i[:, None], mask_args, mask_nums, fixed.mask_once)
         score_once = call_once(b, h, offs_i[:, None], score_args, score_nums, fixed.score_once)

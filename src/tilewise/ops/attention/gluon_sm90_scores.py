@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from tilewise.ops.attention.gluon_sm90_runs import ends_of
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.hopper import only_within, product_layout, tilt_of, tilted, with_columns
-from tilewise.tiles.visit import call_once
+from tilewise.tiles.visit import call_once, proved
 
 
 @gluon.jit
@@ -25,11 +25,11 @@ def own_rows(run, lengths, first, formula, fixed, COLUMNS: gl.constexpr):
     offs = first + gl.arange(0, 64, layout=ROW)
     if fixed.of_keys:
         begin = seqlen_k - seqlen_q  # positions of queries
-        rows = gl.minimum(offs, seqlen_k - 1)
+        rows = proved(gl.minimum(offs, seqlen_k - 1), seqlen_q)
         inside = offs < seqlen_k
     else:
         begin = 0 * seqlen_k
-        rows = gl.minimum(offs, seqlen_q - 1) + seqlen_k - seqlen_q
+        rows = proved(gl.minimum(offs, seqlen_q - 1) + seqlen_k - seqlen_q, seqlen_k)
         inside = offs < seqlen_q
     start, end = ends_of(run, rows, begin, seqlen_k, formula, fixed)
     end = gl.where(inside, end, start - 1)

@@ -25,7 +25,7 @@ def check_indices(call: Call) -> bool:
     if not call.packed and call.pages is None:
         _prove(call, call.rows_k - call.rows_q, call.rows_k)
         return False
-    lengths = _lengths(call)
+    lengths = lengths_now(call)
     if lengths is None and being_captured(call.q.device):
         raise FormulaError(
             "mask or score",
@@ -33,9 +33,10 @@ def check_indices(call: Call) -> bool:
             expected="one that stays inside for all lengths that a replay may find",
             hint="declare tilewise.Packed(..., max_seqlen_k=...), or clamp the index",
         )
-    seen = [(rows_q, rows_k) for rows_q, rows_k in lengths or () if rows_q and rows_k]
-    if seen:
-        _prove(call, min(rows_k - rows_q for rows_q, rows_k in seen), max(rows_k for _, rows_k in seen))
+    if lengths is not None:
+        # kernels evaluate formulas at 0 where a sequence has no queries, or no keys (`tiles.visit.proved`)
+        both = [(rows_q, rows_k) if rows_q and rows_k else (1, 1) for rows_q, rows_k in lengths]
+        _prove(call, min(rows_k - rows_q for rows_q, rows_k in both), max(rows_k for _, rows_k in both))
     return False
 
 
@@ -67,7 +68,7 @@ def longest(call: Call, of_keys: bool) -> int:
 
 def longest_now(call: Call, of_keys: bool) -> int:
     """`longest`, of lengths that are read if they can be and no bound is declared."""
-    lengths = None if (call.bounds.rows_k if of_keys else call.bounds.rows_q) is not None else _lengths(call)
+    lengths = None if (call.bounds.rows_k if of_keys else call.bounds.rows_q) is not None else lengths_now(call)
     return longest(call, of_keys) if lengths is None else max((pair[of_keys] for pair in lengths), default=0)
 
 
@@ -78,7 +79,7 @@ def _prove(call: Call, first: int, rows_k: int) -> None:
             prove(bound, what, (call.batch, call.num_heads_q, first, rows_k))
 
 
-def _lengths(call: Call) -> list[tuple[int, int]] | None:
+def lengths_now(call: Call) -> list[tuple[int, int]] | None:
     """(queries, keys) of each packed sequence or request; None where they cannot be read now."""
     rows_q = [call.rows_q] * call.batch if call.cu_seqlens_q is None else steps(call.cu_seqlens_q)
     rows_k: Sequence[int] | None = rows_q

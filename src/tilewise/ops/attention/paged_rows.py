@@ -33,7 +33,7 @@ class PagedRows:
         """o and lse of the packed call, shaped as those of the paged one."""
         if self.shape is None:
             return o, lse
-        lse = lse.view(-1, *self.shape).transpose(0, 1).contiguous()
+        lse = lse.view(lse.shape[0], *self.shape).transpose(0, 1).contiguous()
         return o.view(*self.shape, *o.shape[1:]), lse
 
 

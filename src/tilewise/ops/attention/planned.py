@@ -12,6 +12,7 @@ import torch
 from tilewise.core.dispatch import Row
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.readback import being_traced
+from tilewise.core.tensors import check_all_dense, plain, refuse_transforms
 from tilewise.ops.attention.arguments import check_sink
 from tilewise.ops.attention.problem import Call, check_values, codes_and_scales
 from tilewise.ops.attention.torch_op import compiled, is_empty, run_forward
@@ -69,6 +70,10 @@ class AttentionPlan:
     def __repr__(self) -> str:
         return f"AttentionPlan(impl={self.impl!r}, q={self._examples[0]})"
 
+    def __reduce__(self) -> Any:
+        hint = "call tilewise.plan where it runs"
+        raise UnsupportedError("AttentionPlan", got="a pickle or a copy of it", expected="the plan itself", hint=hint)
+
     def update(self) -> None:
         """Plan for what the layout's tensors hold now. On a GPU nothing waits: it is one small kernel, or two.
 
@@ -122,6 +127,9 @@ class AttentionPlan:
         _check_sink_like(sink, self._call.sink, q)
         captured = () if self._call.score is None else self._call.score.tensors
         refuse_gradients(torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *captured)), sink)
+        if not traced and not plain(tensors):
+            check_all_dense(dict(zip(_NAMES, tensors, strict=False)))
+            refuse_transforms("AttentionPlan", tensors)
         call = replace(self._call, q=q, k=k, v=v, sink=sink, scales=scales)
         if traced:
             return compiled(self._row, call)

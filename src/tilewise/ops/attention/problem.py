@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.core.readback import being_traced, host_values
+from tilewise.core.flags import check_flags
+from tilewise.core.readback import being_traced, host_values, values_checked
+from tilewise.core.tensors import plain, refuse_batched
 from tilewise.formula.check import to_be_proved
-from tilewise.formula.formula import as_mask, as_score
+from tilewise.formula.formula import Mask, as_mask, as_score
+from tilewise.formula.sizes import Size, Sizes, check_lengths, check_sizes, of_lengths
 from tilewise.formula.structure import Bound
 from tilewise.layouts import (
     Dense,
@@ -35,8 +38,9 @@ from tilewise.ops.attention.arguments import (
     layout_of,
     scale_of,
     seed_of,
+    seen_by_pytorch,
 )
-from tilewise.ops.attention.lengths import check_indices
+from tilewise.ops.attention.lengths import check_indices, lengths_now
 from tilewise.quant import KINDS, ByChannel, Encoded
 from tilewise.quant.blocks import Quantized
 from tilewise.quant.codes import decoded
@@ -89,6 +93,14 @@ class Call:
     codes: Quantized | None = None  # or have become already
     bounds: LengthBounds = NO_BOUNDS  # what is declared of the lengths of sequences
     skip: torch.Tensor | None = None  # by head: scores of a tile all so far below their rows' largest count for nothing
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that may take a gradient."""
+        captured = () if self.score is None else self.score.tensors
+        masking = () if self.mask is None else self.mask.tensors
+        sink = () if self.sink is None else (self.sink,)
+        return (self.q, self.k, self.v, *sink, *captured, *masking, *(self.scales or ()))
 
     @property
     def packed(self) -> bool:
@@ -172,10 +184,14 @@ def make_call(
 ) -> Call:
     """Check every argument of `attention` and collect them; raises InputError or FormulaError before any work."""
     layout = layout_of(layout)
+    check_flags(deterministic=deterministic, batch_invariant=batch_invariant)
     codes = quantize if isinstance(quantize, Quantized) else None
     scheme = None if quantize is None else check_scheme(quantize if codes is None else codes.scheme, "quantize")
-    bound_mask = None if mask is None else as_mask(mask).bound
-    bound_score = None if score is None else as_score(score).bound
+    mask = None if mask is None else as_mask(mask)
+    score = None if score is None else as_score(score)
+    bound_mask = None if mask is None else mask.bound
+    bound_score = None if score is None else score.bound
+    sizes = (() if mask is None else mask.sizes) + (() if score is None else score.sizes)
     pages = layout.pages if isinstance(layout, Paged) else None
     cu_seqlens_q = layout.cu_seqlens_q if isinstance(layout, (Packed, Paged)) else None
     cu_seqlens_k = layout.keys if isinstance(layout, Packed) else None
@@ -183,11 +199,17 @@ def make_call(
     if isinstance(k, (Encoded, ByChannel)) or isinstance(v, (Encoded, ByChannel)):
         check_encoded(q, k, v, layout)
         k, v, scales = codes_and_scales(k, v)
-    signature = signature_of(q, k, v, bound_mask, bound_score, cu_seqlens_q is not None, pages, scales)
-    unproved = not being_traced() and (to_be_proved(bound_mask) or to_be_proved(bound_score))
+    captured = (*(bound_mask.tensors if bound_mask else ()), *(bound_score.tensors if bound_score else ()))
+    tensors = (q, k, v, sink, seed, *captured, cu_seqlens_q, cu_seqlens_k, *(pages or ()), *(scales or ()))
+    aside, readable = False, True  # whether PyTorch records or transforms the call
+    if not plain(tensors):
+        aside, readable = seen_by_pytorch(q, k, v, sink, captured, [x for x in tensors if isinstance(x, torch.Tensor)])
+    packed = cu_seqlens_q is not None
+    signature = None if aside else signature_of(q, k, v, bound_mask, bound_score, packed, pages, scales)
+    unproved = readable and (to_be_proved(bound_mask) or to_be_proved(bound_score))
     numbers = (bound_mask and bound_mask.numbers, bound_score and bound_score.numbers) if unproved else None
     bounds = NO_BOUNDS if isinstance(layout, Dense) else layout.bounds
-    key = (signature, numbers, cu_seqlens_q.shape if isinstance(cu_seqlens_q, torch.Tensor) else None, bounds)
+    key = (signature, numbers, cu_seqlens_q.shape if isinstance(cu_seqlens_q, torch.Tensor) else None, bounds, sizes)
     checked = signature is not None and key in _checked
     if not checked:
         check_tensors(q, k, v, layout, scales is not None)
@@ -196,6 +218,8 @@ def make_call(
             if bound is not None:
                 check_captured(bound, what, q)
     share_prefixes = isinstance(layout, Paged) and layout.share_prefixes
+    if share_prefixes is not False:
+        check_flags(share_prefixes=share_prefixes)
     if share_prefixes and batch_invariant:
         raise InputError(
             "batch_invariant",
@@ -203,7 +227,9 @@ def make_call(
             expected="one of both",
             hint="what requests share depends on the batch, and so do the bits of results",
         )
-    if isinstance(layout, Packed):
+    if aside:
+        refuse_batched("layout", (cu_seqlens_q, cu_seqlens_k, *(pages or ())))
+    if isinstance(layout, Packed) and not q.is_meta:
         check_packing(cu_seqlens_q, cu_seqlens_k, q, k)
     if pages is not None:
         check_pages(pages, cu_seqlens_q, q, k)
@@ -244,12 +270,15 @@ def make_call(
         codes=codes,
         bounds=bounds,
     )
+    for_all = not checked
     if not checked:
         for_all = not unproved or check_indices(call)
-        if signature is not None and for_all:
-            if len(_checked) > 4096:
-                _checked.clear()
-            _checked.add(key)
+    if sizes:
+        _check_sizes(call, sizes, checked)
+    if for_all and signature is not None:
+        if len(_checked) > 4096:
+            _checked.clear()
+        _checked.add(key)
     return call
 
 
@@ -293,6 +322,23 @@ def signature_of(
 
 
 _signatures: dict[tuple[Any, ...], Signature] = {}
+
+
+def _check_sizes(call: Call, sizes: tuple[Size, ...], checked: bool) -> None:
+    """Raise InputError for a size that a formula was made for and the call does not have."""
+    dense = not call.packed and call.pages is None
+    if not checked:
+        check_sizes(sizes, Sizes(call.batch, call.num_heads_q, call.rows_q, call.rows_k, dense))
+    if not dense and of_lengths(sizes) and values_checked(call.q.device):
+        check_lengths(sizes, lengths_now(call) or ())
+
+
+def check_mask(call: Call, mask: Mask, what: str) -> None:
+    """Raise InputError or FormulaError unless a mask beside the call's own is for such a call."""
+    check_captured(mask.bound, what, call.q)
+    if to_be_proved(mask.bound) and not being_traced():
+        check_indices(replace(call, mask=mask.bound, score=None))
+    _check_sizes(call, mask.sizes, False)
 
 
 def check_values(call: Call) -> None:

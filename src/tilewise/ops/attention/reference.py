@@ -73,11 +73,12 @@ def _one(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: int) 
         "i": torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device)[:, None],
         "j": torch.arange(seqlen_k, device=q.device),
     }
-    if call.score is not None:
+    both = seqlen_q > 0 and seqlen_k > 0  # for which alone formulas are proved to read inside
+    if call.score is not None and both:
         root = call.score.structure.root
         s = evaluate([root], {**symbols, "s": s}, call.score.tensors, call.score.numbers, torch.float64)[0].expand_as(s)
         s = torch.where(s < -MOST, -torch.inf, s)
-    if call.mask is not None:
+    if call.mask is not None and both:
         visible = evaluate([call.mask.structure.root], symbols, call.mask.tensors, call.mask.numbers, torch.float64)[0]
         s = torch.where(visible, s, -torch.inf)
 

@@ -210,4 +210,4 @@ def _score_of_rest(scored: Score | None, selected: Selected) -> Score:
         base = s if scored is None else transform(scored.expr, moved)
         return base + e.unary("log", count.float())
 
-    return score(summed)
+    return score(summed, "score of the rest")

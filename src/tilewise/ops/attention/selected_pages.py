@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.formula.formula import Mask, Score, as_score, mask, score
 from tilewise.formula.library import causal
 from tilewise.formula.walk import postorder
@@ -162,7 +163,15 @@ def _of_means(step: _Step, kept: torch.Tensor) -> Call:
 
     pages = Paged(step.own_table(), (step.lengths + (size - 1)) // size)
     k, v = step.summaries.k_mean[:, None], step.summaries.v_mean[:, None]
-    return make_call(step.rows[:, None], k, v, layout=pages, scale=step.scale, mask=hidden, score=score(counted))
+    return make_call(
+        step.rows[:, None],
+        k,
+        v,
+        layout=pages,
+        scale=step.scale,
+        mask=hidden,
+        score=score(counted, "pages by their means"),
+    )
 
 
 # tokens --------------------------------------------------------------------------------------------------------------
@@ -285,24 +294,25 @@ def _checked(q: Any, k: Any, v: Any, select: OfPages, arguments: dict[str, Any])
             expected="tilewise.Paged(block_table, seqlens_k, summaries=...)",
             hint="pages are selected by what tilewise.summarize_pages keeps of them",
         )
+    check_flags(**{name: arguments[name] for name in ("deterministic", "batch_invariant") if name in arguments})
     for name in _REFUSED:
         if arguments.get(name):
-            raise InputError(name, got=repr(arguments[name]), expected="none over selected pages", hint="leave it out")
+            raise InputError(name, got=shown(arguments[name]), expected="none over selected pages", hint="leave it out")
     if isinstance(layout.block_table, tuple):
         hint = "rows of one width, for requests of any length"
         raise InputError("layout block_table", got="a pair", expected="a matrix", hint=hint)
     if arguments.get("mask") not in (None, causal):
         hint = "tokens of selected pages have no positions"
-        raise InputError("mask", got=repr(arguments["mask"]), expected="None or tilewise.causal", hint=hint)
+        raise InputError("mask", got=shown(arguments["mask"]), expected="None or tilewise.causal", hint=hint)
     check_summaries(k, v, layout.summaries)
     scored = None if arguments.get("score") is None else as_score(arguments["score"])
     symbols = set() if scored is None else {x.value for x in postorder([scored.expr]) if x.op == "sym"}
     if symbols - {"s"}:
         hint = "tokens of selected pages have no positions; tilewise.softcap has none, either"
-        raise InputError("score", got=repr(scored), expected="a score of the score alone", hint=hint)
+        raise InputError("score", got=shown(scored), expected="a score of the score alone", hint=hint)
     if isinstance(select, SparQ):
         if scored is not None:
-            raise InputError("score", got=repr(scored), expected="None", hint="SparQ predicts plain products")
+            raise InputError("score", got=shown(scored), expected="None", hint="SparQ predicts plain products")
         if layout.summaries.columns is None:
             hint = "KVCache(summaries=True, columns=8), or PageSummaries.of(k_pages, v_pages, columns=8)"
             raise InputError("layout summaries", got="no columns", expected="columns, for SparQ", hint=hint)

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from tilewise.core.dispatch import Row
-from tilewise.core.errors import UnsupportedError
+from tilewise.core.tensors import batched
 from tilewise.formula.structure import Bound, parse
 from tilewise.layouts import LengthBounds, Pages
+from tilewise.ops.attention.composed import differentiable
 from tilewise.ops.attention.gradient import Gradients, captured_buffers, sink_gradient
 from tilewise.ops.attention.problem import Call, check_values, signature_of
 from tilewise.ops.attention.table import ROWS
+from tilewise.ops.forward_mode import refuse_forward_mode
 from tilewise.quant.codes import BY_DTYPE
 from tilewise.quant.schemes import parse_scheme
 
@@ -66,41 +68,33 @@ class _Attention(torch.autograd.Function):
         packing = (call.cu_seqlens_q, call.cu_seqlens_k, call.seed)
         ctx.save_for_backward(o, lse, q, k, v, sink, *captured, *masking, *packing)
         call.q = call.k = call.v = None  # type: ignore[assignment]  # autograd alone keeps what is large
-        ctx.row, ctx.call = row, call
+        ctx.row, ctx.call, ctx.strides = row, call, (q.stride(), k.stride(), v.stride())
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        o, lse, q, k, v, *_ = ctx.saved_tensors  # raises if one was changed in place since
-        call = replace(ctx.call, q=q, k=k, v=v)
-        with torch.no_grad():
-            do = torch.zeros_like(o) if do is None else do
-            grads = run_backward(ctx.row, call, o, lse, _unit_stride(do), dlse)
-        found = (grads.dq, grads.dk, grads.dv, grads.dsink, *grads.captured)
-        if torch.is_grad_enabled():  # create_graph=True
-            found = _Once.apply(o, *found)  # type: ignore[no-untyped-call]
-        return (None, None, *found)
+        o, lse, q, k, v, sink, *more = ctx.saved_tensors  # raises if one was changed in place since
+        call, captured = ctx.call, more[: len(ctx.call.grad_captured)]
+        if (q.stride(), k.stride(), v.stride()) != ctx.strides:  # hooks of saved tensors may give others
+            signature = signature_of(q, k, v, call.mask, call.score, call.packed, call.pages, call.scales)
+            call = replace(call, signature=signature)
 
+        def first(
+            do: torch.Tensor | None, dlse: torch.Tensor | None, q: Any, k: Any, v: Any, *_: torch.Tensor | None
+        ) -> tuple[torch.Tensor | None, ...]:
+            with torch.no_grad():
+                do = torch.zeros_like(o) if do is None else do
+                grads = run_backward(ctx.row, replace(call, q=q, k=k, v=v), o, lse, _unit_stride(do), dlse)
+            return grads.dq, grads.dk, grads.dv, grads.dsink, *grads.captured
 
-class _Once(torch.autograd.Function):
-    """Gradients as they are; differentiating them again raises, instead of leaving attention out of the result."""
-
-    @staticmethod
-    def forward(ctx: Any, o: torch.Tensor, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise UnsupportedError(
-            "attention",
-            got="a second derivative",
-            expected="first derivatives",
-            hint="PyTorch's scaled_dot_product_attention with the MATH back end has second ones",
-        )
+        if not torch.is_grad_enabled() and not batched((do, dlse)):
+            return None, None, *first(do, dlse, q, k, v)
+        return None, None, *differentiable(first, call, do, dlse, (q, k, v, sink, *captured))
 
 
 def _unit_stride(do: torch.Tensor) -> torch.Tensor:
+    do = do.resolve_neg()  # kernels read memory as it lies
     return do if do.stride(-1) == 1 or do.shape[-1] <= 1 else do.contiguous()
 
 
@@ -250,16 +244,26 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
     mask_tensors, captured = captured[: ctx.num_mask], captured[ctx.num_mask :]
     score_tensors, pages = captured[: ctx.num_score], captured[ctx.num_score :]
     mask_text, score_text, scale, dropout, flags, scheme, impl = ctx.plain
-    do = torch.zeros_like(o) if do is None else do
-    found = list(
-        attention_backward(
-            do, dlse, o, lse, q, k, v, sink, mask_text, mask_tensors, score_text, score_tensors, *ctx.numbers,
-            cu_q, cu_k, pages, seed, scale, dropout, flags, scheme, None, impl,
-        )
-    )  # fmt: skip
-    dq, dk, dv, *rest = found
-    dsink = rest.pop(0) if flags[2] == "1" else None
-    dscore = [rest.pop(0) if wanted == "1" else None for wanted in flags[5:]]
+    o, lse = o.detach(), lse.detach()
+
+    def arguments(inputs: Sequence[Any]) -> tuple[Any, ...]:
+        q, k, v, sink, *score_tensors = inputs
+        return (
+            q, k, v, sink, mask_text, mask_tensors, score_text, score_tensors, *ctx.numbers, cu_q, cu_k, pages, seed,
+            scale, dropout, flags, scheme, None, impl,
+        )  # fmt: skip
+
+    def first(do: torch.Tensor | None, dlse: torch.Tensor | None, *inputs: Any) -> list[torch.Tensor | None]:
+        do = torch.zeros_like(o) if do is None else do
+        dq, dk, dv, *rest = attention_backward(do, dlse, o, lse, *arguments(inputs))
+        dsink = rest.pop(0) if flags[2] == "1" else None
+        return [dq, dk, dv, dsink, *(rest.pop(0) if wanted == "1" else None for wanted in flags[5:])]
+
+    inputs = (q, k, v, sink, *score_tensors)
+    if torch.is_grad_enabled() or batched((do, dlse)):
+        dq, dk, dv, dsink, *dscore = differentiable(first, _call(*arguments(inputs), symbolic=True), do, dlse, inputs)
+    else:
+        dq, dk, dv, dsink, *dscore = first(do, dlse, *inputs)
     none_mask = [None] * len(mask_tensors)
     # PyTorch takes an empty list of numbers for a list of no tensors and wants one back
     no_numbers: list[list[Any] | None] = [None if numbers else [] for numbers in ctx.numbers]
@@ -268,6 +272,7 @@ def _autograd(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> t
 
 
 attention_forward.register_autograd(_autograd, setup_context=_setup_context)
+refuse_forward_mode("attention", attention_forward, attention_backward)
 
 
 def operator_arguments(row: Row[Call], call: Call) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import triton.language as tl
 from tilewise.tiles.arithmetic import LOG2E
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.load import HOST, POINTER, load_rows, load_values, row_values, rows_of, store_rows
-from tilewise.tiles.visit import call_once, locate, row_ends, take_turns, visit, visit_ahead, visits
+from tilewise.tiles.visit import call_once, locate, proved, row_ends, take_turns, visit, visit_ahead, visits
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def attention_bwd_queries(
         return
     shift = seqlen_k - seqlen_q
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_i = tl.minimum(offs_m, seqlen_q - 1) + shift
+    offs_i = proved(tl.minimum(offs_m, seqlen_q - 1) + shift, seqlen_k)
     in_q = offs_m < seqlen_q
     row = b * HEADS + h
 
@@ -285,9 +285,10 @@ def attention_bwd_keys(
             DO, b, row0_q, h, seqlen_q, stride_db, stride_ds, stride_dh, HEAD_DIM_V, BLOCK_M, BLOCK_DV, TMA
         )
         row_base = row_values(b, h, row0_q, rows_q, batch, HEADS, PACKED)
-        first_i, last_i = row_ends(b, h, offs_j, shift, seqlen_k, mask_args, mask_nums, ROWS)
-        mask_once = call_once(b, h, offs_j[:, None], mask_args, mask_nums, MASK_ONCE)
-        score_once = call_once(b, h, offs_j[:, None], score_args, score_nums, SCORE_ONCE)
+        own = proved(offs_j, seqlen_q)
+        first_i, last_i = row_ends(b, h, own, shift, seqlen_k, mask_args, mask_nums, ROWS)
+        mask_once = call_once(b, h, own[:, None], mask_args, mask_nums, MASK_ONCE)
+        score_once = call_once(b, h, own[:, None], score_args, score_nums, SCORE_ONCE)
         listed = LISTED
         if LISTS:
             listed = LISTED + (b64 * list_stride_b + h64 * list_stride_h + slot) * list_stride_r

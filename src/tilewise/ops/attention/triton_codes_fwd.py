@@ -10,7 +10,7 @@ import triton.language as tl
 from tilewise.ops.attention.triton_fwd import MOST
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.codes import number_of_byte
-from tilewise.tiles.visit import call_once, locate, row_ends, take_turns, visit, visit_ahead, visits
+from tilewise.tiles.visit import call_once, locate, proved, row_ends, take_turns, visit, visit_ahead, visits
 
 QUERIES = tl.constexpr(64)  # of a block that has scales
 KEYS = tl.constexpr(128)
@@ -183,7 +183,7 @@ def attention_codes_fwd(
     shift = seqlen_k - seqlen_q
     row = tl.arange(0, BLOCK_M)
     offs_m = start_m + row
-    offs_i = tl.minimum(offs_m, seqlen_q - 1) + shift
+    offs_i = proved(tl.minimum(offs_m, seqlen_q - 1) + shift, seqlen_k)
     in_q = offs_m < seqlen_q
 
     # rows, and the blocks' numbers: packed, a sequence's slots begin behind all that those before it may have

@@ -9,7 +9,7 @@ from tilewise.formula import limits
 from tilewise.tiles.arithmetic import LN2, LOG2E
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.load import HOST, POINTER, load_rows, rows_of, store_rows
-from tilewise.tiles.visit import call_once, locate, row_ends, take_turns, visit, visit_ahead, visits
+from tilewise.tiles.visit import call_once, locate, proved, row_ends, take_turns, visit, visit_ahead, visits
 
 MOST = tl.constexpr(limits.MOST)
 
@@ -121,7 +121,7 @@ def attention_fwd(
         return
     shift = seqlen_k - seqlen_q
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_i = tl.minimum(offs_m, seqlen_q - 1) + shift
+    offs_i = proved(tl.minimum(offs_m, seqlen_q - 1) + shift, seqlen_k)
     in_q = offs_m < seqlen_q
     row = b * HEADS + h
 

@@ -144,7 +144,9 @@ def tile_lists(
     if MOVED:
         tl.static_assert(PARTS == 1 and not FOR_KEYS)
         hidden = 0
-        offset = best_offset(end, row, rule, BLOCK, CHUNK, CLASSIFY)
+        offset = 0 * end
+        if end > 0:  # who sees nothing may be no tile, of whose positions nothing is proved
+            offset = best_offset(end, row, rule, BLOCK, CHUNK, CLASSIFY)
     num_partial = 0
     num_full = 0
     for start in range(0, (end - offset + BLOCK - 1) // BLOCK, CHUNK):

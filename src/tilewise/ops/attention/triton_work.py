@@ -13,7 +13,7 @@ visits of CHUNK tiles from a multiple of CHUNK on. Rows are then cut at these al
 import triton
 import triton.language as tl
 
-from tilewise.tiles.visit import span_tiles
+from tilewise.tiles.visit import proved, span_tiles
 
 UNIT = tl.constexpr(8)  # numbers of a unit: request, tile, first key tile, their number, keys, queries, first row
 FIELD = tl.constexpr(2**40)  # a unit, in numbers that count units above tiles
@@ -277,4 +277,4 @@ def rows_of_unit(unit, hk, r, GROUP: tl.constexpr):
     in_r = r < queries * GROUP
     r = tl.maximum(tl.minimum(r, queries * GROUP - 1), 0)
     m = r // GROUP
-    return in_r, m, hk * GROUP + r % GROUP, m + keys - queries
+    return in_r, m, hk * GROUP + r % GROUP, proved(m + keys - queries, tl.minimum(keys, queries))

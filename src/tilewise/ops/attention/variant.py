@@ -8,11 +8,12 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from tilewise.formula.emit import Captured, Emitter, import_source
+from tilewise.formula.emit import Captured, Emitter
 from tilewise.formula.expr import Expr, lit, sym
 from tilewise.formula.grad import UPSTREAM, gradients
 from tilewise.formula.linear import linear
 from tilewise.formula.optimize import base_2, cheaper, hoist, written_once
+from tilewise.formula.source import import_source
 from tilewise.formula.structure import parse
 from tilewise.formula.walk import postorder, symbols
 from tilewise.schedule.rule import tile_rule

@@ -35,8 +35,9 @@ def cross_entropy(
         impl: "triton", "cpu" or "reference"; None picks the first that can.
 
     Returns:
-        The loss, float32 (float64 for float64): a scalar, or for "none" in the shape of target. Differentiable once, in
-        logits.
+        The loss, float32 (float64 for float64): a scalar, or for "none" in the shape of target. Differentiable in
+        logits. Second derivatives, `torch.func` and forward mode go through PyTorch's operations, which keep
+        probabilities.
 
     Raises:
         InputError: an argument is wrong.
@@ -78,9 +79,11 @@ def linear_cross_entropy(
         ignore_index, label_smoothing, z_loss, reduction, impl: as `cross_entropy` has them.
 
     Returns:
-        The loss, float32 (float64 for float64): a scalar, or for "none" in the shape of target. Differentiable once, in
-        x, weight and bias. Logits are rounded to the dtype of x, as a linear layer rounds them; gradients are rounded
-        to it before they are multiplied by what comes in.
+        The loss, float32 (float64 for float64): a scalar, or for "none" in the shape of target. Differentiable in x,
+        weight and bias; second derivatives, `torch.func` and forward mode go through PyTorch's operations, with the
+        logits of all tokens at once. Logits are rounded to the dtype of x, as a linear layer rounds them; gradients
+        are rounded to it before they are multiplied by what comes in. In float16, which such sums may leave, those of
+        weight and bias are kept in float32 until then, and take twice the memory.
 
     Raises InputError and UnsupportedError as `cross_entropy` does.
     """

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
-from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.errors import InputError, shown
+from tilewise.core.readback import values_checked
+from tilewise.core.real import is_finite
+from tilewise.core.tensors import check_dense, hidden
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -89,7 +90,9 @@ def linear_results(call: LinearCall) -> Tensors:
     found["lse"] = torch.empty(number, dtype=found["loss"].dtype, device=call.x.device)
     for name, x in (("x", call.x), ("weight", call.weight), ("bias", call.bias)):
         shape = x.shape if x is not None and name in call.early else (0,)
-        found[f"d{name}"] = torch.empty(shape, dtype=call.x.dtype, device=call.x.device)
+        # sums over tokens, not divided by their number yet, may leave float16
+        wide = call.x.dtype == torch.float16 and name != "x"
+        found[f"d{name}"] = torch.empty(shape, dtype=torch.float32 if wide else call.x.dtype, device=call.x.device)
     return found
 
 
@@ -144,9 +147,9 @@ def make_linear_call(
     _check_terms(ignore_index, label_smoothing, z_loss, reduction)
     _check_target(target, x, "x", ignore_index, weight.shape[0])
     if softcap is not None and (not _is_number(softcap) or softcap <= 0):
-        raise InputError("softcap", got=repr(softcap), expected="None or a number above 0", hint="30.0 in Gemma 2")
+        raise InputError("softcap", got=shown(softcap), expected="None or a number above 0", hint="30.0 in Gemma 2")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise InputError("chunk", got=repr(chunk), expected="None or an int of 1 or more", hint="tokens at a time")
+        raise InputError("chunk", got=shown(chunk), expected="None or an int of 1 or more", hint="tokens at a time")
     wants = torch.is_grad_enabled() and reduction != "none"
     inputs = (("x", x), ("weight", weight), ("bias", bias))
     early = tuple(name for name, t in inputs if wants and t is not None and t.requires_grad)
@@ -156,13 +159,14 @@ def make_linear_call(
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and -math.inf < x < math.inf
+    return isinstance(x, (int, float)) and is_finite(x)
 
 
 def _check_floats(name: str, x: Any, shape: str) -> None:
-    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided or x.ndim < 1 or x.shape[-1] < 1:
-        got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise InputError(name, got=got, expected=f"a dense tensor {shape}", hint="rows lie along its last dimension")
+    expected, hint = f"a dense tensor {shape}", "rows lie along its last dimension"
+    check_dense(name, x, expected, hint)
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise InputError(name, got=f"a tensor of shape {tuple(x.shape)}", expected=expected, hint=hint)
     if x.dtype not in DTYPES:
         raise InputError(
             name,
@@ -173,14 +177,19 @@ def _check_floats(name: str, x: Any, shape: str) -> None:
 
 
 def _check_terms(ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction: Any) -> None:
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise InputError("ignore_index", got=repr(ignore_index), expected="an int", hint="-100 is PyTorch's")
+    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
+    if not whole or not -(2**63) <= ignore_index < 2**63:  # a target is int64
+        raise InputError(
+            "ignore_index", got=shown(ignore_index), expected="an int of 64 bits", hint="-100 is PyTorch's"
+        )
     if not _is_number(label_smoothing) or not 0.0 <= label_smoothing <= 1.0:
-        raise InputError("label_smoothing", got=repr(label_smoothing), expected="a number from 0 to 1", hint="0 is off")
+        raise InputError(
+            "label_smoothing", got=shown(label_smoothing), expected="a number from 0 to 1", hint="0 is off"
+        )
     if not _is_number(z_loss) or z_loss < 0.0:
-        raise InputError("z_loss", got=repr(z_loss), expected="a number of 0 or more", hint="1e-4 in PaLM")
+        raise InputError("z_loss", got=shown(z_loss), expected="a number of 0 or more", hint="1e-4 in PaLM")
     if reduction not in ("mean", "sum", "none"):
-        raise InputError("reduction", got=repr(reduction), expected='"mean", "sum" or "none"', hint="a string")
+        raise InputError("reduction", got=shown(reduction), expected='"mean", "sum" or "none"', hint="a string")
 
 
 def _check_target(target: Any, x: torch.Tensor, name: str, ignore_index: int, vocabulary: int) -> None:
@@ -195,7 +204,8 @@ def _check_target(target: Any, x: torch.Tensor, name: str, ignore_index: int, vo
             expected=f"{tuple(x.shape[:-1])} on {x.device}: one class for each row of {name}",
             hint="classes are the last dimension here, not the second as in torch.nn.functional.cross_entropy",
         )
-    if not values_checked(target.device) or unreadable(target):
+    check_dense("target", target, "a dense int64 tensor of classes")
+    if not values_checked(target.device) or hidden(target):
         return
     wrong = target[(target != ignore_index) & ((target < 0) | (target >= vocabulary))]
     if wrong.numel():

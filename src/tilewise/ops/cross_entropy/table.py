@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tilewise.core.dispatch import Row
+from tilewise.ops.cross_entropy import composed
 from tilewise.ops.cross_entropy.problem import Call, LinearCall, gradients, linear_results, results
 from tilewise.ops.operation import Operation, rows_of
 
@@ -21,7 +22,15 @@ _LINEAR_ROWS: tuple[Row[LinearCall], ...] = tuple(
     for row in ROWS
 )
 
-CROSS_ENTROPY = Operation("cross_entropy", Call, ROWS, results, gradients, keeps=("logits", "target", "lse", "scale"))
+CROSS_ENTROPY = Operation(
+    "cross_entropy",
+    Call,
+    ROWS,
+    results,
+    gradients,
+    keeps=("logits", "target", "lse", "scale"),
+    composed=composed.forward,
+)
 LINEAR_CROSS_ENTROPY = Operation(
     "linear_cross_entropy",
     LinearCall,
@@ -29,4 +38,5 @@ LINEAR_CROSS_ENTROPY = Operation(
     linear_results,
     gradients,
     keeps=("x", "weight", "bias", "target", "lse", "scale", "dx", "dweight", "dbias"),
+    composed=composed.linear_forward,
 )

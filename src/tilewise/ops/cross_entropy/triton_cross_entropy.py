@@ -225,7 +225,11 @@ class _Sums:
             torch.mm(slopes, self.weight, out=into)
         if "weight" in self.gradients:
             into = self.gradients["weight"]
-            torch.addmm(into, slopes.t(), x, beta=0.0 if self.first else 1.0, out=into)
+            if into.dtype == x.dtype:
+                torch.addmm(into, slopes.t(), x, beta=0.0 if self.first else 1.0, out=into)
+            else:
+                part = _wide_product(slopes.t(), x, into.dtype)
+                into.copy_(part) if self.first else into.add_(part)
         if self.bias is not None:
             self.bias += slopes.sum(0, dtype=torch.float32)
         self.first = False
@@ -233,6 +237,11 @@ class _Sums:
     def finish(self) -> None:
         if self.bias is not None:
             self.gradients["bias"].copy_(self.bias)
+
+
+def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a @ b in a wider dtype, which cuBLAS has for its sums."""
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else torch.mm(a.to(dtype), b.to(dtype))
 
 
 # plans ---------------------------------------------------------------------------------------------------------------

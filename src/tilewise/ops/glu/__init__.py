@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.ops.glu.problem import make_call
 from tilewise.ops.glu.table import GLU
 
@@ -21,8 +21,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, impl: str | No
         impl: "triton", "cpu" or "reference"; None picks the first that can.
 
     Returns:
-        o (..., width) in the dtype of gate, rounded once. Differentiable once; the gradient of both halves is one
-        tensor where they were.
+        o (..., width) in the dtype of gate, rounded once. Differentiable, again and again; the gradient of both halves
+        is one tensor where they were.
 
     Raises:
         InputError: an argument is wrong.
@@ -40,7 +40,10 @@ def geglu(
     """
     if approximate not in ("none", "tanh"):
         raise InputError(
-            "approximate", got=repr(approximate), expected="'none' or 'tanh'", hint="as torch.nn.functional.gelu has it"
+            "approximate",
+            got=shown(approximate),
+            expected="'none' or 'tanh'",
+            hint="as torch.nn.functional.gelu has it",
         )
     return GLU(make_call(gate, up, "gelu" if approximate == "none" else "gelu_tanh"), impl)[0]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.tensors import check_dense
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,10 +42,10 @@ def make_call(gate: Any, up: Any, activation: str) -> Call:
     for name, x in (("gate", gate), ("up", up)):
         if x is None and name == "up":
             continue
-        if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided or x.ndim < 1:
-            got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-            hint = "swiglu(gate, up), or swiglu(both) of gate and up side by side"
-            raise InputError(name, got=got, expected="a dense tensor (..., width)", hint=hint)
+        expected, hint = "a dense tensor (..., width)", "swiglu(gate, up), or swiglu(both) of gate and up side by side"
+        check_dense(name, x, expected, hint)
+        if x.ndim < 1:
+            raise InputError(name, got=f"a tensor of shape {tuple(x.shape)}", expected=expected, hint=hint)
         if x.dtype not in DTYPES:
             raise InputError(
                 name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilewise.core.dispatch import Row
+from tilewise.ops.glu import composed
 from tilewise.ops.glu.problem import Call, gradients, results
 from tilewise.ops.operation import Operation, rows_of
 
@@ -15,4 +16,4 @@ ROWS: tuple[Row[Call], ...] = rows_of(
     triton="one pass, the activation computed again in the backward",
 )
 
-GLU = Operation("glu", Call, ROWS, results, gradients, keeps=("gate", "up"))
+GLU = Operation("glu", Call, ROWS, results, gradients, keeps=("gate", "up"), composed=composed.forward)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.core.readback import being_traced
+from tilewise.core.tensors import recorded
 from tilewise.ops.kv_write.problem import copy_calls, write_call
 from tilewise.ops.kv_write.table import choose
 from tilewise.ops.kv_write.torch_op import compiled_copy, compiled_write, run
@@ -58,7 +58,7 @@ def kv_write(
     """
     call = write_call(k, v, k_pages, v_pages, slot_mapping, rope)
     row = choose(call, impl)
-    compiled_write(row, call) if being_traced() else run(row, call)
+    compiled_write(row, call) if recorded((*call.changed, call.k, call.v, call.slots)) else run(row, call)
 
 
 def copy_pages(
@@ -79,4 +79,4 @@ def copy_pages(
     """
     for call in copy_calls(k_pages, v_pages, pairs):
         row = choose(call, impl)
-        compiled_copy(row, call) if being_traced() else run(row, call)
+        compiled_copy(row, call) if recorded((*call.changed, call.pairs)) else run(row, call)

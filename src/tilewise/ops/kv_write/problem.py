@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.overlap import check_apart
 from tilewise.core.readback import unreadable, values_checked
+from tilewise.core.tensors import check_all_dense, check_dense, refuse_transforms
 from tilewise.quant import ByChannel, Encoded
 from tilewise.rotary import Rope, check_positions, check_rope
 
@@ -83,6 +85,7 @@ def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, rope: Any
     _check_index("slot_mapping", slots, (k.shape[0],), "(tokens,)", k.device)
     if rope is not None:
         check_rope(rope, "k", k)
+        check_all_dense({"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions})
         _check_no_gradient(cos=rope.cos, sin=rope.sin)
     if encoded:
         _check_no_gradient(k=k, v=v)
@@ -93,6 +96,7 @@ def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, rope: Any
     else:
         _check_no_gradient(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
         call = Write(k, v, k_pages, v_pages, slots, None, rope)
+    check_apart("v_pages", call.v_pages, "k_pages", call.k_pages)
     check_values(call)
     return call
 
@@ -205,7 +209,9 @@ def _check_pages(k_pages: Any, v_pages: Any) -> bool:
         if encoded and not (by_channel and name == "k_pages"):
             _check_encoded(name, x)
         elif encoded:
-            continue
+            check_all_dense(
+                {f"k_pages.{part}": getattr(x, part) for part in ("data", "scale", "least", "open", "place")}
+            )
         else:
             _check_tensor(name, x, 4, _PAGES)
         if not x.shape[1]:
@@ -234,6 +240,9 @@ _PAGES = "(num_pages, page_size, num_heads_kv, head_dim)"
 
 
 def _check_encoded(name: str, x: Any) -> None:
+    if isinstance(x, Encoded):
+        check_all_dense({f"{name}.data": x.data, f"{name}.scale": x.scale})
+        refuse_transforms(name, (x.data, x.scale))
     if not isinstance(x, Encoded):
         raise InputError(
             name, got=type(x).__name__, expected=f"an Encoded {_PAGES}, as the other", hint="encode both or none"
@@ -244,9 +253,8 @@ def _check_encoded(name: str, x: Any) -> None:
 
 def _check_tensor(name: str, x: Any, ndim: int, shape: str) -> None:
     """Type, rank, dtype and memory of keys, values or pages."""
-    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided:
-        what = "a nested or sparse tensor" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise InputError(name, got=what, expected=f"a dense tensor {shape}", hint="pass keys and values of all heads")
+    check_dense(name, x, f"a dense tensor {shape}", "pass keys and values of all heads")
+    refuse_transforms(name, (x,))
     if x.ndim != ndim or x.shape[-1] < 1:
         raise InputError(name, got=f"shape {tuple(x.shape)}", expected=shape, hint="heads come before their dimension")
     if x.dtype not in DTYPES:
@@ -272,8 +280,8 @@ def _check_alike(name: str, x: torch.Tensor, other: str, y: torch.Tensor) -> Non
 
 def _check_index(name: str, x: Any, shape: tuple[int | None, ...], says: str, device: torch.device) -> None:
     expected = f"a contiguous int32 or int64 tensor {says} on {device}"
-    if not isinstance(x, torch.Tensor):
-        raise InputError(name, got=type(x).__name__, expected=expected, hint="torch.tensor(..., dtype=torch.int64)")
+    check_dense(name, x, expected, "torch.tensor(..., dtype=torch.int64)")
+    refuse_transforms(name, (x,))
     fits = x.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, x.shape, strict=True))
     if not fits:
         raise InputError(name, got=f"shape {tuple(x.shape)}", expected=f"{expected}: {shape}", hint="one row for each")

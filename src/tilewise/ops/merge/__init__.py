@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.core.readback import being_traced
+from tilewise.core.tensors import plain, transformed
+from tilewise.ops.merge import composed
 from tilewise.ops.merge.problem import Call, joined_call, separate_call
 from tilewise.ops.merge.table import choose
 from tilewise.ops.merge.torch_op import compiled, eager
@@ -38,7 +39,7 @@ def merge(*states: State, dtype: torch.dtype | None = None, impl: str | None = N
 
     A state with lse -inf saw no key: it weighs nothing, whatever its o holds, NaN too. (0, -inf) is what a row gives
     whose every lse is -inf. As in `torch.softmax`, an lse of +inf gives an o of NaN, and NaN gives NaN. Differentiable
-    once, in o and lse.
+    in o and lse; second derivatives, `torch.func` and forward mode go through PyTorch's operations.
 
     Raises:
         InputError: an argument is wrong.
@@ -76,5 +77,7 @@ def merge_states(
 
 
 def _run(call: Call, impl: str | None) -> State:
-    row = choose(call, impl)
-    return compiled(row, call) if being_traced() else eager(row, call)
+    row, states = choose(call, impl), (*call.o, *call.lse)
+    if plain(states):
+        return eager(row, call)
+    return composed.forward(call) if transformed(states) else compiled(row, call)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import host_values, values_checked
+from tilewise.core.tensors import check_dense, refuse_batched
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SEPARATE_LIMIT = 8  # states that a kernel takes as tensors of their own; more are stacked first
@@ -152,10 +153,8 @@ def _check_state(names: tuple[str, str], o: Any, lse: Any, form: Form) -> None:
     """Types, ranks, dtypes, devices and shapes of an o and its lse."""
     shapes = _SHAPES[form]
     for name, x, at in ((names[0], o, 0), (names[1], lse, 1)):
-        if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided:
-            what = "a nested or sparse tensor" if isinstance(x, torch.Tensor) else type(x).__name__
-            expected = "a dense tensor " + " or ".join(pair[at] for pair in shapes.values())
-            raise InputError(name, got=what, expected=expected, hint="attention_with_lse returns o and lse")
+        expected = "a dense tensor " + " or ".join(pair[at] for pair in shapes.values())
+        check_dense(name, x, expected, "attention_with_lse returns o and lse")
     if o.ndim not in shapes or o.shape[-1] < 1:
         expected = " or ".join(pair[0] for pair in shapes.values())
         hint = (
@@ -208,6 +207,8 @@ _INDPTR_HINT = "running sums of the numbers of states: torch.tensor([0, *numbers
 def _check_indptr(indptr: Any, o: torch.Tensor) -> None:
     """Type, rank, dtype, device and memory of indptr."""
     expected = "a contiguous int32 tensor (rows + 1,) on the device of o"
+    check_dense("indptr", indptr, expected, _INDPTR_HINT)
+    refuse_batched("indptr", (indptr,))
     if not isinstance(indptr, torch.Tensor) or indptr.ndim != 1 or indptr.shape[0] < 1:
         got = tuple(indptr.shape) if isinstance(indptr, torch.Tensor) else type(indptr).__name__
         raise InputError("indptr", got=got, expected=expected, hint=_INDPTR_HINT)
@@ -218,7 +219,7 @@ def _check_indptr(indptr: Any, o: torch.Tensor) -> None:
 
 def check_values(call: Call) -> None:
     """The check that needs values: those of indptr, where values are checked, and unless they cannot be read now."""
-    checked = call.indptr is not None and values_checked(call.indptr.device)
+    checked = call.indptr is not None and values_checked(call.indptr.device) and not call.indptr.is_meta
     values = host_values(call.indptr) if call.indptr is not None and checked else None
     if values is None:
         return
@@ -245,7 +246,7 @@ def _output_dtype(dtype: Any, common: torch.dtype) -> torch.dtype:
     if dtype not in allowed:
         names = ", ".join(str(x) for x in allowed)
         raise InputError(
-            "dtype", got=repr(dtype), expected=f"None or one of {names} for an o of {common}", hint="None keeps it"
+            "dtype", got=shown(dtype), expected=f"None or one of {names} for an o of {common}", hint="None keeps it"
         )
     kept: torch.dtype = dtype
     return kept

@@ -5,12 +5,16 @@ Both lead to `run_forward` and `run_backward`, which pick the implementation's c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilewise.core.dispatch import Row
+from tilewise.ops.derivatives import gradients
+from tilewise.ops.derivatives import run_backward as differentiable
+from tilewise.ops.forward_mode import refuse_forward_mode
+from tilewise.ops.merge import composed
 from tilewise.ops.merge.problem import Call, Form, check_values
 from tilewise.ops.merge.table import ROWS
 
@@ -52,13 +56,38 @@ class _Merge(torch.autograd.Function):
         return run_forward(row, call)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
         *states, indptr = ctx.saved_tensors
-        half = len(states) // 2
-        call = Call(tuple(states[:half]), tuple(states[half:]), indptr, ctx.form, ctx.dtype)
-        grads_o, grads_lse = run_backward(ctx.row, call, do, dlse)
-        return None, None, *grads_o, *grads_lse
+
+        def first(do: torch.Tensor, dlse: torch.Tensor, *states: torch.Tensor) -> Tensors:
+            grads_o, grads_lse = run_backward(ctx.row, _of(states, indptr, ctx.form, ctx.dtype), do, dlse)
+            return [*grads_o, *grads_lse]
+
+        return None, None, *_differentiable(first, do, dlse, states, indptr, ctx.form, ctx.dtype)
+
+
+def _of(states: Sequence[torch.Tensor], indptr: torch.Tensor | None, form: Form, dtype: torch.dtype) -> Call:
+    """The call of these: every o, then every lse."""
+    half = len(states) // 2
+    return Call(tuple(states[:half]), tuple(states[half:]), indptr, form, dtype)
+
+
+def _differentiable(
+    first: Callable[..., Tensors], do: torch.Tensor, dlse: torch.Tensor, states: Sequence[torch.Tensor],
+    indptr: torch.Tensor | None, form: Form, dtype: torch.dtype,
+) -> Sequence[torch.Tensor | None]:  # fmt: skip
+    """Gradients of `states`, which `first` computes, differentiable once more."""
+
+    def by_operations(do: torch.Tensor, dlse: torch.Tensor, *states: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            views = [x.view_as(x) if x.requires_grad else x.detach() for x in states]
+            wanted = [x for x in views if x.requires_grad]
+            outputs = composed.forward(_of(views, indptr, form, dtype))
+            found = iter(gradients(outputs, wanted, (do, dlse), create_graph))
+        return [next(found) if x.requires_grad else None for x in views]
+
+    return differentiable("merge", first, by_operations, [do, dlse, *states], 2)
 
 
 def eager(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,11 +149,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 def _autograd(ctx: Any, do: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
     *states, indptr = ctx.saved_tensors
     half = len(states) // 2
-    found = merge_backward(do, dlse, states[:half], states[half:], indptr, *ctx.plain)
+
+    def first(do: torch.Tensor, dlse: torch.Tensor, *states: torch.Tensor) -> Tensors:
+        found: Tensors = merge_backward(do, dlse, list(states[:half]), list(states[half:]), indptr, *ctx.plain)
+        return found
+
+    form, dtype, _ = ctx.plain
+    found = _differentiable(first, do, dlse, states, indptr, Form(form), dtype)
     return list(found[:half]), list(found[half:]), None, None, None, None
 
 
 merge_forward.register_autograd(_autograd, setup_context=_setup_context)
+refuse_forward_mode("merge", merge_forward, merge_backward)
 
 
 def compiled(row: Row[Call], call: Call) -> tuple[torch.Tensor, torch.Tensor]:

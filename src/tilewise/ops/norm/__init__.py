@@ -40,7 +40,8 @@ def rms_norm(
     Returns:
         o in the shape of x; with `residual` (o, s). With `quantize` two tensors stand for o: codes in the shape of x,
         float8_e4m3fn or int8, and their scale, float32 (...,), the largest absolute value of a row over 448 or 127, 0
-        for a row of zeros. Differentiable once in x, weight and residual; sums have a fixed order, so bits repeat.
+        for a row of zeros. Differentiable in x, weight and residual; sums have a fixed order, so bits repeat. Second
+        derivatives, `torch.func` and forward mode go through PyTorch's operations.
 
     Raises:
         InputError: an argument is wrong, or `quantize` is asked for where a gradient is wanted.

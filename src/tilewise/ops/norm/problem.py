@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.real import is_finite
+from tilewise.core.tensors import check_dense
 from tilewise.quant.codes import KINDS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -88,12 +89,12 @@ def make_call(
             _check_vector(name, vector, x)
     if residual is not None:
         _check_residual(residual, x)
-    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
-        raise InputError("eps", got=repr(eps), expected="a finite number, at least 0", hint="usual are 1e-6 and 1e-5")
-    if not isinstance(offset, (int, float)) or not -math.inf < offset < math.inf or (weight is None and offset != 0):
+    if not is_finite(eps) or eps < 0:
+        raise InputError("eps", got=shown(eps), expected="a finite number, at least 0", hint="usual are 1e-6 and 1e-5")
+    if not is_finite(offset) or (weight is None and offset != 0):
         raise InputError(
             "offset",
-            got=repr(offset),
+            got=shown(offset),
             expected="a finite number, 0.0 without a weight",
             hint="it is added to weight: 1.0 where weights are kept as their distance from 1",
         )
@@ -106,15 +107,12 @@ def make_call(
 def _described(x: Any) -> str:
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
-    if x.is_nested or x.layout != torch.strided:
-        return "a nested or sparse tensor"
     return f"{x.dtype} {tuple(x.shape)} on {x.device}"
 
 
 def _check_x(x: Any) -> None:
     expected = f"a dense floating-point tensor (..., width), width from 1 to {WIDEST}"
-    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided:
-        raise InputError("x", got=_described(x), expected=expected, hint="rows of activations")
+    check_dense("x", x, expected, "rows of activations")
     if x.dtype not in DTYPES:
         raise InputError(
             "x",
@@ -128,8 +126,8 @@ def _check_x(x: Any) -> None:
 
 def _check_vector(name: str, vector: Any, x: torch.Tensor) -> None:
     """Type, shape, dtype and device of weight or bias."""
-    good = isinstance(vector, torch.Tensor) and not vector.is_nested and vector.layout == torch.strided
-    if good and vector.shape == x.shape[-1:] and vector.dtype in (x.dtype, torch.float32) and vector.device == x.device:
+    check_dense(name, vector, f"a dense tensor ({x.shape[-1]},)")
+    if vector.shape == x.shape[-1:] and vector.dtype in (x.dtype, torch.float32) and vector.device == x.device:
         return
     dtypes = "torch.float32" if x.dtype == torch.float32 else f"{x.dtype} or torch.float32"
     raise InputError(
@@ -141,8 +139,8 @@ def _check_vector(name: str, vector: Any, x: torch.Tensor) -> None:
 
 
 def _check_residual(residual: Any, x: torch.Tensor) -> None:
-    good = isinstance(residual, torch.Tensor) and not residual.is_nested and residual.layout == torch.strided
-    if not good or (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
+    check_dense("residual", residual, f"what x is: {_described(x)}")
+    if (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
         raise InputError(
             "residual",
             got=_described(residual),
@@ -159,7 +157,7 @@ def _output_dtype(dtype: Any, of_x: torch.dtype) -> torch.dtype:
     if dtype not in allowed:
         names = ", ".join(str(x) for x in allowed)
         raise InputError(
-            "out_dtype", got=repr(dtype), expected=f"None or one of {names} for an x of {of_x}", hint="None keeps it"
+            "out_dtype", got=shown(dtype), expected=f"None or one of {names} for an x of {of_x}", hint="None keeps it"
         )
     kept: torch.dtype = dtype
     return kept
@@ -168,7 +166,7 @@ def _output_dtype(dtype: Any, of_x: torch.dtype) -> torch.dtype:
 def _check_quantize(quantize: Any, out_dtype: Any, tensors: tuple[torch.Tensor | None, ...]) -> None:
     """A known kind, nothing that contradicts it, and no gradient wanted."""
     if quantize not in CODES:
-        raise InputError("quantize", got=repr(quantize), expected="None, 'fp8' or 'int8'", hint="None gives o itself")
+        raise InputError("quantize", got=shown(quantize), expected="None, 'fp8' or 'int8'", hint="None gives o itself")
     if out_dtype is not None:
         raise InputError(
             "out_dtype",

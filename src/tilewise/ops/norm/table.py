@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tilewise.ops.norm import composed
 from tilewise.ops.norm.problem import Call, gradients, outputs, results
 from tilewise.ops.operation import Operation, rows_of
 
@@ -23,4 +24,5 @@ NORM: Operation[Call] = Operation(
     keeps=("x", "weight", "bias", "stats"),
     outputs=outputs,
     alike={"residual": "x"},
+    composed=composed.forward,
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.tensors import check_all_dense, refuse_transforms
 from tilewise.layouts import Paged, PageSummaries, check_pages
 from tilewise.ops.kv_write import kv_write
 from tilewise.ops.kv_write.problem import DTYPES
@@ -52,7 +53,7 @@ def summarize_pages(
         tokens = batch
     elif not isinstance(tokens, int) or tokens < 0:
         hint = "the rows of k and v that were written"
-        raise InputError("tokens", got=repr(tokens), expected="the last of layout cu_seqlens_q", hint=hint)
+        raise InputError("tokens", got=shown(tokens), expected="the last of layout cu_seqlens_q", hint=hint)
     check_pages(layout.pages, starts, k_pages.new_empty(tokens), k_pages)
     with torch.no_grad():
         call = Call(k_pages, v_pages, table, seqlens, starts, tokens, bits_of(k_pages, summaries))
@@ -78,6 +79,9 @@ def bits_of(k_pages: torch.Tensor, summaries: PageSummaries) -> int:
 def check_summaries(k_pages: torch.Tensor, v_pages: torch.Tensor, summaries: PageSummaries) -> None:
     """Raise InputError unless summaries are those of these pages."""
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if isinstance(x, torch.Tensor):
+            check_all_dense({name: x})
+            refuse_transforms(name, (x,))
         if not isinstance(x, torch.Tensor) or x.ndim != 4 or x.dtype not in DTYPES:
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
             expected = "float16, bfloat16 or float32 (num_pages, page_size, num_heads_kv, dim)"
@@ -89,6 +93,7 @@ def check_summaries(k_pages: torch.Tensor, v_pages: torch.Tensor, summaries: Pag
             expected="tilewise.PageSummaries",
             hint="PageSummaries.of(k_pages, v_pages)",
         )
+    check_all_dense({f"summaries {name}": x for name, x in summaries.tensors.items()})
     for name, pages in (("least", k_pages), ("largest", k_pages), ("k_mean", k_pages), ("v_mean", v_pages)):
         x, shape = getattr(summaries, name), (pages.shape[0], *pages.shape[2:])
         if tuple(x.shape) != shape or x.dtype != pages.dtype or x.device != pages.device or not x.is_contiguous():

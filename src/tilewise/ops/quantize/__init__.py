@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.flags import check_flags
 from tilewise.core.readback import being_traced
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.paged_rows import rows_of_call
@@ -73,6 +74,7 @@ def quantize_qkv(
         InputError: an argument is wrong, or takes a gradient.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
     """
+    check_flags(sums=sums)
     if isinstance(layout, Paged):
         rows = rows_of_call(q, k, v, layout)
         q, k, v, layout = rows.q, rows.k, rows.v, rows.layout

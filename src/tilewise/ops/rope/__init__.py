@@ -6,7 +6,8 @@ from typing import overload
 
 import torch
 
-from tilewise.core.readback import being_traced
+from tilewise.core.flags import check_flags
+from tilewise.core.tensors import check_all_dense, recorded, refuse_transforms, transformed
 from tilewise.ops.rope.problem import check_inplace, check_joint, make_call
 from tilewise.ops.rope.table import ROPE
 from tilewise.ops.rope.torch_op import turn_in_place, turn_joint
@@ -54,12 +55,16 @@ def rope(
         InputError: an argument is wrong, or `inplace` where a gradient is taken.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
     """
+    check_flags(inplace=inplace)
     call = make_call(q, k, rope)
     if not inplace:
         turned = ROPE(call, impl)
         return turned[0] if k is None else (turned[0], turned[1])
     check_inplace(call)
-    turn_in_place(call, impl, being_traced())
+    given = list(call.given.values())
+    check_all_dense({**call.given, "rope.cos": call.cos, "rope.sin": call.sin, "rope.positions": call.positions})
+    refuse_transforms("inplace", given)
+    turn_in_place(call, impl, recorded(given))
     return q if k is None else (q, k)
 
 
@@ -88,7 +93,7 @@ def rope_qkv(
     check_joint(qkv, num_heads_q, num_heads_kv)
     q, k, v = torch.split(qkv, [num_heads_q, num_heads_kv, num_heads_kv], -2)
     call = make_call(q, k, rope)
-    if qkv.requires_grad and torch.is_grad_enabled():
+    if qkv.requires_grad and torch.is_grad_enabled() and not transformed((qkv,)):
         return turn_joint(qkv, call, impl)
     turned = ROPE(call, impl)
     return turned[0], turned[1], v

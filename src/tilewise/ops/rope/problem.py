@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.overlap import check_apart
+from tilewise.core.tensors import check_dense
 from tilewise.rotary import Rope, check_angles, check_rope
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -83,6 +85,8 @@ def check_inplace(call: Call) -> None:
                 expected="unit stride in head_dim and no two elements in one place, to be written to",
                 hint="leave inplace out",
             )
+    if call.k is not None:
+        check_apart("k", call.given["k"], "q", call.given["q"])
 
 
 def results(call: Call) -> dict[str, torch.Tensor]:
@@ -114,7 +118,7 @@ def check_joint(qkv: Any, num_heads_q: Any, num_heads_kv: Any) -> None:
     """Raise InputError unless qkv has that many heads of queries, of keys and of values."""
     for name, heads in (("num_heads_q", num_heads_q), ("num_heads_kv", num_heads_kv)):
         if not isinstance(heads, (int, torch.SymInt)) or isinstance(heads, bool) or heads < 1:
-            raise InputError(name, got=repr(heads), expected="a whole number, 1 or more", hint="heads, not numbers")
+            raise InputError(name, got=shown(heads), expected="a whole number, 1 or more", hint="heads, not numbers")
     _check_tensor("qkv", qkv)
     heads = num_heads_q + 2 * num_heads_kv
     if qkv.shape[-2] != heads:
@@ -127,9 +131,7 @@ def check_joint(qkv: Any, num_heads_q: Any, num_heads_kv: Any) -> None:
 
 
 def _check_tensor(name: str, x: Any) -> None:
-    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided:
-        what = "a nested or sparse tensor" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise InputError(name, got=what, expected=f"a dense tensor {_SHAPE}", hint="heads come before their dimension")
+    check_dense(name, x, f"a dense tensor {_SHAPE}", "heads come before their dimension")
     if x.ndim not in (3, 4) or x.shape[-1] < 1 or x.shape[-2] < 1:
         raise InputError(
             name,

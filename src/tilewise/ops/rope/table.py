@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import Row
 from tilewise.ops.operation import Operation, rows_of
+from tilewise.ops.rope import composed
 from tilewise.ops.rope.problem import Call, gradients, results
 
 ROWS: tuple[Row[Call], ...] = rows_of(
@@ -16,4 +17,14 @@ ROWS: tuple[Row[Call], ...] = rows_of(
     reference="one pair after another, rounded as `Rope` says: the specification",
 )
 
-ROPE = Operation("rope", Call, ROWS, results, gradients, keeps=("cos", "sin", "positions"), outputs=2)
+ROPE = Operation(
+    "rope",
+    Call,
+    ROWS,
+    results,
+    gradients,
+    keeps=("cos", "sin", "positions"),
+    outputs=2,
+    composed=composed.forward,
+    composed_backward=composed.backward,
+)

@@ -7,11 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilewise.core import dispatch
 from tilewise.core.dispatch import Row
-from tilewise.core.readback import being_traced
+from tilewise.core.tensors import recorded
+from tilewise.ops.derivatives import run_backward
+from tilewise.ops.forward_mode import refuse_forward_mode
+from tilewise.ops.rope import composed
 from tilewise.ops.rope.problem import Call
 from tilewise.ops.rope.table import ROPE, ROWS
 
@@ -65,10 +67,19 @@ class _Joint(torch.autograd.Function):
         return *ROPE(call, impl), v
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[Any, ...]:
-        gradient = joint_gradient if being_traced() else _gradient
-        return gradient(dq, dk, dv, *ctx.saved_tensors, *ctx.how), *[None] * 7
+        angles = ctx.saved_tensors
+
+        def first(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> list[torch.Tensor]:
+            gradient = joint_gradient if recorded((dq, dk, dv)) else _gradient
+            return [gradient(dq, dk, dv, *angles, *ctx.how)]
+
+        def by_operations(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> list[torch.Tensor]:
+            cos, sin, positions = angles
+            call = _joint_call(dq, dk, cos, sin, positions, ctx.how[0])
+            return [composed.backward(call, {}, (dq, dk, dv), ("qkv",))["qkv"]]
+
+        return *run_backward("rope_qkv", first, by_operations, (dq, dk, dv), 3), *[None] * 7
 
 
 def turn_joint(qkv: torch.Tensor, call: Call, impl: str | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,8 +94,15 @@ def _gradient(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor,
     interleaved: bool, impl: str,
 ) -> torch.Tensor:  # fmt: skip
-    call = Call(None, None, cos, sin, positions, dq.shape[-2], dk.shape[-2], dq.shape[-1], interleaved, dq.dtype)
+    call = _joint_call(dq, dk, cos, sin, positions, interleaved)
     return ROPE.run_backward(dispatch.named(ROWS, impl), call, {}, (dq, dk, dv), ("qkv",))["qkv"]
+
+
+def _joint_call(
+    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool
+) -> Call:
+    """The call that a backward sees."""
+    return Call(None, None, cos, sin, positions, dq.shape[-2], dk.shape[-2], dq.shape[-1], interleaved, dq.dtype)
 
 
 def _fake_gradient(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -93,3 +111,4 @@ def _fake_gradient(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *_: Any
 
 joint_gradient = torch.library.custom_op("tilewise::rope_qkv_backward", _gradient, mutates_args=())
 joint_gradient.register_fake(_fake_gradient)
+refuse_forward_mode("rope", inplace_operator, joint_gradient)

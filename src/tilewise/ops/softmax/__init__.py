@@ -35,7 +35,8 @@ def softmax(
 
     Returns:
         o in the shape of x. A row that keeps nothing, or nothing above -inf, gives 0 and zero gradients. A NaN that is
-        kept makes its row NaN, as +inf does. Differentiable once.
+        kept makes its row NaN, as +inf does. Differentiable; second derivatives, `torch.func` and forward mode go
+        through PyTorch's operations.
 
     Raises:
         InputError: an argument is wrong.

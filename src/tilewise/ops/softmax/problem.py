@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.real import is_finite
+from tilewise.core.tensors import check_dense
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,14 +40,14 @@ def make_call(x: Any, dim: Any, mask: Any, temperature: Any, dtype: Any, log: bo
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise InputError(
             "dim",
-            got=repr(dim),
+            got=shown(dim),
             expected=f"an int from {-x.ndim} to {x.ndim - 1}",
             hint=f"x has {x.ndim} dimensions; -1 is the last",
         )
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
+    if not is_finite(temperature) or temperature <= 0:
         raise InputError(
             "temperature",
-            got=repr(temperature),
+            got=shown(temperature),
             expected="a number above 0",
             hint="divide x beforehand where rows have temperatures of their own; the limit 0 is argmax",
         )
@@ -67,11 +68,10 @@ def gradients(call: Call, kept: dict[str, torch.Tensor], wanted: Sequence[str]) 
 
 
 def _check_x(x: Any) -> None:
-    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided or x.ndim < 1:
-        what = type(x).__name__ if not isinstance(x, torch.Tensor) else f"a tensor of shape {tuple(x.shape)}"
-        raise InputError(
-            "x", got=what, expected="a dense tensor of one dimension or more", hint="rows lie along its last dimension"
-        )
+    expected, hint = "a dense tensor of one dimension or more", "rows lie along its last dimension"
+    check_dense("x", x, expected, hint)
+    if x.ndim < 1:
+        raise InputError("x", got=f"a tensor of shape {tuple(x.shape)}", expected=expected, hint=hint)
     if x.dtype not in DTYPES:
         raise InputError(
             "x",
@@ -90,7 +90,7 @@ def _expanded(mask: Any, x: torch.Tensor) -> torch.Tensor:
             "mask", got=f"device {mask.device}", expected=f"{x.device}, the device of x", hint="move it: .to(x.device)"
         )
     pairs = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    if mask.ndim > x.ndim or any(m not in (1, n) for m, n in pairs):
+    if mask.ndim > x.ndim or any(m != 1 and m != n for m, n in pairs):
         raise InputError(
             "mask",
             got=f"shape {tuple(mask.shape)}",
@@ -108,7 +108,7 @@ def _output_dtype(dtype: Any, given: torch.dtype) -> torch.dtype:
     if dtype not in allowed:
         names = ", ".join(str(x) for x in allowed)
         raise InputError(
-            "dtype", got=repr(dtype), expected=f"None or one of {names} for an x of {given}", hint="None keeps it"
+            "dtype", got=shown(dtype), expected=f"None or one of {names} for an x of {given}", hint="None keeps it"
         )
     kept: torch.dtype = dtype
     return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import Row
 from tilewise.ops.operation import Operation, rows_of
+from tilewise.ops.softmax import composed
 from tilewise.ops.softmax.problem import Call, gradients, results
 
 ROWS: tuple[Row[Call], ...] = rows_of(
@@ -15,4 +16,13 @@ ROWS: tuple[Row[Call], ...] = rows_of(
     triton="a row in registers, wider ones in chunks read twice",
 )
 
-SOFTMAX = Operation("softmax", Call, ROWS, results, gradients, keeps=("o",))
+SOFTMAX = Operation(
+    "softmax",
+    Call,
+    ROWS,
+    results,
+    gradients,
+    keeps=("o",),
+    composed=composed.forward,
+    composed_backward=composed.backward,
+)

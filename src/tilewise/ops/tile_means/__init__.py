@@ -33,7 +33,8 @@ def tile_means(
 
     Returns:
         mean (batch, heads, tiles, dim), packed (heads, slots, dim), and as asked similarity (..., tiles) and variance
-        like mean; float32, float64 for float64. Mean and variance are differentiable once; similarity is not.
+        like mean; float32, float64 for float64. Mean and variance are differentiable, again and again; similarity
+        is not.
 
     Raises:
         InputError: an argument is wrong.

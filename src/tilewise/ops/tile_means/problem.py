@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
+from tilewise.core.tensors import check_dense
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,7 +45,9 @@ class Call:
 
 def make_call(x: Any, block: Any, cu_seqlens: Any, similarity: bool, variance: bool) -> Call:
     """The call of `tile_means`; raises InputError. Cumulative lengths are taken as they are: attention checks them."""
+    check_flags(similarity=similarity, variance=variance)
     ndim = 4 if cu_seqlens is None else 3
+    check_dense("x", x, "a dense tensor of rows")
     if not isinstance(x, torch.Tensor) or x.ndim != ndim or x.dtype not in DTYPES:
         raise InputError(
             "x",
@@ -54,7 +58,7 @@ def make_call(x: Any, block: Any, cu_seqlens: Any, similarity: bool, variance: b
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         raise InputError("x", got=f"stride {x.stride(-1)} in dim", expected="unit stride", hint="x.contiguous()")
     if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-        raise InputError("block", got=repr(block), expected="an integer >= 1", hint="rows of a tile, such as 128")
+        raise InputError("block", got=shown(block), expected="an integer >= 1", hint="rows of a tile, such as 128")
     return Call(x, cu_seqlens, block, similarity, variance, x.dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewise.core.dispatch import Row
 from tilewise.ops.operation import Operation, rows_of
+from tilewise.ops.tile_means import composed
 from tilewise.ops.tile_means.problem import Call, gradients, names, results
 
 ROWS: tuple[Row[Call], ...] = rows_of(
@@ -24,4 +25,5 @@ TILE_MEANS: Operation[Call] = Operation(
     gradients,
     keeps=("x", "cu_seqlens", "mean"),
     outputs=lambda call: len(names(call)),
+    composed=composed.forward,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilewise.core.dispatch import NAMED, Need, Row
-from tilewise.core.readback import being_traced
+from tilewise.core.tensors import recorded
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.rows.needs import ALL_VALUES, ANY_BATCH, NO_DROPOUT, SCHEME
 
@@ -11,7 +11,7 @@ ROW: Row[Call] = Row(
     "reference",
     "tilewise.ops.attention.reference",
     (
-        Need("no gradient inside torch.compile", lambda c: "one" if c.wants_grad and being_traced() else None),
+        Need("no gradient inside torch.compile", lambda c: "one" if c.wants_grad and recorded((c.q,)) else None),
         ALL_VALUES,
         Need("no gradient wanted of encoded keys", lambda c: "one wanted" if c.wants_grad and c.scales else None),
     ),
