@@ -22,9 +22,7 @@ from tools.fuzz.workers import Fleet, Plan, run_one
 
 SEED = "tests"
 # Names of cases of SEED that fail for a fault of the library that is known, each with what it is.
-KNOWN: dict[str, str] = {
-    "tests:0:32": "quantize= over pages without any query: RuntimeError in place of an empty result",
-}
+KNOWN: dict[str, str] = {}
 
 
 @functools.cache
