@@ -14,7 +14,7 @@ import tilewise as tw
 from tools.fuzz import placed as places
 from tools.fuzz.case import UNIT, Case, Tensors, largest
 from tools.fuzz.draw import HALVES, Draw
-from tools.fuzz.exact import Rules, attend, coarse, stacked
+from tools.fuzz.exact import Rules, attend, coarse, stacked, steepest
 from tools.fuzz.formulas import LEARNED, Formula, Visible, captured, formula, library_masks, names_read
 from tools.fuzz.placed import Heads, Placed
 
@@ -82,6 +82,12 @@ class Problem:
         }
         return Case(**{**made, **more})
 
+    def steepest(self) -> float:
+        """Of all sequences."""
+        x = {name: y.detach() for name, y in self.inputs.items()}
+        found = [steepest(q, k, self.rules, b, x) for b, (q, k, _) in enumerate(self.placed.sequences(x))]
+        return max([0.0, *found])
+
     def floor(self, name: str, truth: Tensors) -> float:
         """A backward that reads o as it was rounded has a delta that is off by that; sums of all rows add it up."""
         unit = UNIT[self.dtype]
@@ -95,7 +101,8 @@ class Problem:
             delta = 3.0 * float(o.sum(-1).max())  # incoming gradients are normal, most below 3
             reach = max(largest(self.inputs["q"]), largest(self.inputs["k"]))
             rows = 1.0 if name == "dq" else math.sqrt(self.sizes.group * max([1, *(q for q, _ in self.placed.lengths)]))
-            return unit * abs(self.rules.scale) * (16 * (1 + size) + 2 * delta * reach * rows)
+            steep = max(1.0, self.steepest()) if name != "dv" else 1.0
+            return unit * abs(self.rules.scale) * (16 * (1 + size) + 2 * delta * reach * rows * steep)
         everything = float(o.sum())
         return 4 * unit * everything + 4 * UNIT[torch.float32] * (1 + everything) * (self.dtype != torch.float64)
 

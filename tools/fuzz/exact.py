@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tools.fuzz.case import Tensors
+from tools.fuzz.case import Tensors, largest
 from tools.fuzz.formulas import Change, Visible
 
 
@@ -53,6 +53,20 @@ def attend(
         kept = survivors(rules, batch, heads, at[2], keys).to(q.device)
         weights = torch.where(kept, weights / (1 - rules.dropout), 0.0)
     return torch.matmul(weights.to(v.dtype), v.transpose(0, 1)).transpose(0, 1), lse
+
+
+def steepest(q: torch.Tensor, k: torch.Tensor, rules: Rules, batch: int, c: Tensors) -> float:
+    """The largest slope that a score has in its scaled product: what errors of gradients are multiplied by."""
+    if rules.change is None or not len(q) or not len(k):
+        return 1.0
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    s = (torch.matmul(q.double().transpose(0, 1), k.double().permute(1, 2, 0)) * rules.scale).requires_grad_()
+    at = _places(batch, q.shape[1], len(q), len(k), rules, q.device)
+    changed = _formula(s, replace(rules, visible=None), c, at)
+    if not changed.requires_grad:
+        return 0.0
+    (slope,) = torch.autograd.grad(torch.where(changed.isfinite(), changed, 0.0).sum(), s)
+    return largest(slope)
 
 
 def _formula(s: torch.Tensor, rules: Rules, c: Tensors, at: tuple[torch.Tensor, ...]) -> torch.Tensor:
