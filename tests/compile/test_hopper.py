@@ -21,7 +21,7 @@ from tilewise.testing.offline import (
     spilled_in_loops,
 )
 from tools.kernel_resources import read_table
-from tools.variants import FORMULAS, Variant, variants
+from tools.variants import FORMULAS, OF_TOKENS, Variant, variants
 
 pytestmark = pytest.mark.rows("hopper")
 VARIANTS = [variant for variant in variants() if variant.row == "hopper" and variant.quick]
@@ -222,7 +222,7 @@ def test_items_are_dealt_out_where_they_are_many_or_uneven(
     call = Variant(90, "hopper", "bf16", 128, formula).call()
     if seqlen != 256:
         q, k, v = (torch.zeros(2, seqlen, x.shape[2], 128, dtype=x.dtype) for x in (call.q, call.k, call.v))
-        call = make_call(q, k, v, **FORMULAS[formula]())
+        call = make_call(q, k, v, **(OF_TOKENS[formula](seqlen) if formula in OF_TOKENS else FORMULAS[formula]()))
     with compiling_for(90):
         plan = gluon_attention.forward_plan(call, limited=False)
     assert plan.constants[0].dealt.value is dealt

@@ -169,7 +169,7 @@ class TestInstructions:
         x, pages = torch.zeros(64, 2, 128), torch.zeros(8, 16, 2, 128)
         rope = tw.Rope(torch.zeros(64, 64), torch.zeros(64, 64), torch.arange(64), interleaved)
         with compiling_for(90) as kernels:
-            triton_kv_write.write(write_call(x, x, pages, pages, torch.arange(64), rope))
+            triton_kv_write.write(write_call(x, x, pages, pages.clone(), torch.arange(64), rope))
         ptx = kernels[-1].asm["ptx"]
         assert "mul.rn.f32" in ptx
         assert "fma" not in ptx

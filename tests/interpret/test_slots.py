@@ -89,11 +89,11 @@ def test_kernels_over_pages_read_inside(queries: int) -> None:
 
 def test_a_read_outside_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions of rows without keys, as they would be."""
-    from tilewise.ops.attention import problem
+    from tilewise.ops.attention import lengths
 
     use_tiles(monkeypatch, "narrow")
     ids, *of_ids = fenced(torch.zeros(20, dtype=torch.int32))
     q = torch.randn(30, 2, 16)
-    monkeypatch.setattr(problem, "_prove", lambda *_: None)
+    monkeypatch.setattr(lengths, "_prove", lambda *_: None)
     with watched([tuple(of_ids)]), pytest.raises(InterpreterError, match="read outside"):
         tw.attention(q, q, q, layout=packed(((30, 30),)), mask=tw.document(ids), impl="triton")

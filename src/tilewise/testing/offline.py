@@ -191,10 +191,10 @@ def resources(kernel: Any) -> Resources:
     something else, too, for one with operands that are wider than what they multiply, and for one of Hopper's with
     products of what lies at addresses that are not set.
     """
-    wide = too_wide(kernel.asm.get("ttgir", ""))
-    assert not wide, f"{kernel.metadata.name}: lanes hold more than the inner dimension of a product: {wide[0]}"
     columns = getattr(kernel.metadata, "tmem_size", None) or 0
     assert columns <= TENSOR_MEMORY, f"{kernel.metadata.name}: {columns} columns of tensor memory"
+    wide = too_wide(kernel.asm.get("ttgir", ""))
+    assert not wide, f"{kernel.metadata.name}: lanes hold more than the inner dimension of a product: {wide[0]}"
     reused = reused_barriers(kernel.asm["ptx"])
     assert not reused, f"{kernel.metadata.name}: memory of barriers that is something else, too, at {reused}"
     report = _inspected(kernel, "cuobjdump", "--dump-resource-usage")
