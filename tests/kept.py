@@ -28,6 +28,21 @@ class Entry:
     captured: bool = True  # whether a CUDA graph may capture it
 
 
+def check(entry: str, write: Callable[[torch.Tensor, torch.Tensor], object], device: str) -> None:
+    """That a call reads what `write` has put into its tensors since the call before."""
+    one = ENTRIES[entry]
+    given, after = ({name: x.to(device) for name, x in values().items()} for values in (one.start, one.then))
+    call = one.make(given)
+    with torch.no_grad():
+        before = call()
+        for name, x in given.items():
+            write(x, after[name])
+        found = call()
+        want = one.make({name: x.clone() for name, x in after.items()})()
+    assert torch.equal(found, want)
+    assert not torch.equal(found, before), "the values count for something"
+
+
 def _int32(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 

@@ -92,7 +92,7 @@ def plan(
     Args:
         measured: all units.
         newest: whether the compile tier runs with the newest Triton, too.
-        known: of a tier that compiles, the rows whose kernels have not changed: their tests take turns.
+        known: of a tier that compiles, the rows whose kernels have not changed: their tests run in rotation.
     """
     found = [_in_turns(unit, known.get(unit.tier, ())) for unit in measured]
     first = every_implementation(found)

@@ -1,4 +1,4 @@
-"""Tests of kernels that have not changed take turns; those of changed ones, and those that compile none, all run."""
+"""Tests of unchanged kernels run in rotation by commit; tests of changed kernels, and all other tests, always run."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ def being_traced() -> bool:
 
 
 def unreadable(tensor: torch.Tensor) -> bool:
-    """Whether values cannot be read now: a compiled region, a fake tensor or one without memory, or a CUDA graph being
-    captured."""
+    """Whether values cannot be read now: inside a compiled region, of a fake tensor or one without memory, or while a
+    CUDA graph is captured.
+    """
     if being_traced() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         return True
     return being_captured(tensor.device)

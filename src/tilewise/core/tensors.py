@@ -36,16 +36,14 @@ _HINTS = {
 def not_dense(x: Any) -> tuple[str, str] | None:
     """What x is in place of a dense tensor with memory of its own, and a hint; None for such a tensor."""
     kind = type(x)
+    if not isinstance(x, torch.Tensor):
+        return kind.__name__, "convert it with torch.as_tensor"
+    if x.is_nested:  # of a subclass where it is jagged
+        return "a nested tensor", _HINTS["nested"]
     if kind not in _PLAIN:
-        if not isinstance(x, torch.Tensor):
-            return kind.__name__, "convert it with torch.as_tensor"
-        if x.is_nested:  # a subclass where it is jagged
-            return "a nested tensor", _HINTS["nested"]
         own = kind.__torch_dispatch__ not in (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
         if own and not kind.__module__.startswith(_STAND_INS):
             return f"a {kind.__name__}", _HINTS.get(kind.__name__, "pass the tensor that it wraps")
-    if x.is_nested:
-        return "a nested tensor", _HINTS["nested"]
     if x.layout is not torch.strided:
         return f"a {x.layout} tensor", _HINTS["sparse"]
     if not torch.compiler.is_compiling() and x.is_neg():  # memory holds the numbers before the sign

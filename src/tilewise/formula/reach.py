@@ -1,5 +1,5 @@
 """How far integers of a formula can be from 0, whatever positions, numbers and tensors it meets: plain Python integers,
-where `interval` has expressions. Who computes in fewer bits than Python asks here first.
+where `interval` has expressions. Emitted code takes 32 bits where these bounds say that they hold the values.
 """
 
 from __future__ import annotations
