@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilewise.testing.uniform_registers import read_unset
+from tilewise.ops.uniform_registers import read_unset
 
 LOOPS = """
         /*0000*/                   ULDC.64 UR4, c[0x0][0x208] ;

@@ -13,14 +13,17 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tilewise.core import cache_folder as folders
+from tilewise.core.cache_folder import cache_folder
 from tilewise.core.errors import InputError
 from tilewise.formula import source as cache
-from tilewise.formula.source import cache_folder, import_source
+from tilewise.formula.source import FOLDER, import_source
 
 _numbers = itertools.count()
 
@@ -42,7 +45,7 @@ def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     """A home, where no folder is named."""
     monkeypatch.delenv("TILEWISE_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    cache._temporary.cache_clear()
+    folders._temporary.cache_clear()
     return tmp_path
 
 
@@ -56,7 +59,7 @@ def test_a_module_is_its_text_and_can_be_read_back(folder: pathlib.Path) -> None
     assert pathlib.Path(module.__file__).read_text() == source
     assert pathlib.Path(module.__file__).is_relative_to(folder)
     assert inspect.getsource(module.value) == "def value():\n    return 'emitted'\n"
-    assert [path.suffix for path in cache_folder().iterdir()] == [".py"]
+    assert [path.suffix for path in cache_folder(FOLDER).iterdir()] == [".py"]
 
 
 def planted(source: str, instead: str) -> pathlib.Path:
@@ -120,7 +123,7 @@ def test_processes_that_begin_together_have_the_same(folder: pathlib.Path) -> No
     started = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate(timeout=120)[0] for process in started]
     assert said == [f"{[*range(50)]}\n"] * 3
-    assert {path.suffix for path in cache_folder().iterdir()} == {".py"}
+    assert {path.suffix for path in cache_folder(FOLDER).iterdir()} == {".py"}
 
 
 def test_a_source_that_fails_leaves_nothing_behind(folder: pathlib.Path) -> None:
@@ -151,14 +154,14 @@ def test_a_child_of_a_process_that_imports_can_import(folder: pathlib.Path) -> N
 
 
 def test_the_folder_is_for_its_owner_alone(folder: pathlib.Path) -> None:
-    made = cache_folder()
+    made = cache_folder(FOLDER)
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
     made.chmod(0o777)
-    assert stat.S_IMODE(cache_folder().stat().st_mode) == 0o700
+    assert stat.S_IMODE(cache_folder(FOLDER).stat().st_mode) == 0o700
 
 
 def of_another(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (root / f"emitted-{cache.EMITTER_VERSION}").mkdir(parents=True)
+    (root / FOLDER).mkdir(parents=True)
     monkeypatch.setattr(os, "getuid", lambda: os.stat(root).st_uid + 1)
 
 
@@ -169,13 +172,13 @@ def a_file(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_file_inside(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root.mkdir(parents=True)
-    (root / f"emitted-{cache.EMITTER_VERSION}").write_text("in the way")
+    (root / FOLDER).write_text("in the way")
 
 
 def a_link(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root.mkdir(parents=True)
     (root / "elsewhere").mkdir()
-    (root / f"emitted-{cache.EMITTER_VERSION}").symlink_to(root / "elsewhere")
+    (root / FOLDER).symlink_to(root / "elsewhere")
 
 
 def read_only(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +233,7 @@ def test_without_a_home_there_is_a_temporary_folder(home: pathlib.Path, monkeypa
 
 
 FAILING: dict[str, tuple[Any, str]] = {
-    "write": (cache.tempfile, "mkstemp"),
+    "write": (folders.tempfile, "mkstemp"),
     "replace": (os, "replace"),
     "read": (pathlib.Path, "read_text"),
 }
@@ -249,7 +252,7 @@ def test_a_file_that_cannot_be_had_is_not_needed(
     module = import_source(text())
     assert module.value() == "emitted"
     assert inspect.getsource(module.value).startswith("def value")
-    assert [path for path in cache_folder().iterdir() if path.suffix != ".py"] == []
+    assert [path for path in cache_folder(FOLDER).iterdir() if path.suffix != ".py"] == []
 
 
 def test_triton_reads_what_has_no_file(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +261,17 @@ def test_triton_reads_what_has_no_file(folder: pathlib.Path, monkeypatch: pytest
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(cache.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(folders.tempfile, "mkstemp", refuse)
     module = import_source(f"from triton import jit\nNUMBER = {os.getpid()}\n\n@jit\ndef f(x):\n    return x + 1\n")
     assert "return x + 1" in module.f.src
     assert module.f.cache_key
+
+
+def test_what_a_process_left_unfinished_is_removed(folder: pathlib.Path) -> None:
+    made = cache_folder(FOLDER)
+    for name, age in (("old.tmp", 2 * 3600), ("new.tmp", 60), ("old.py", 2 * 3600)):
+        (made / name).touch()
+        os.utime(made / name, (time.time() - age,) * 2)
+    folders._sweep.cache_clear()
+    cache_folder(FOLDER)
+    assert {path.name for path in made.iterdir()} == {"new.tmp", "old.py"}

@@ -15,8 +15,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.core.errors import UnsupportedError
-from tilewise.ops.triton_operands import too_wide
+from tilewise.ops.triton_compile import compiled_for
 
 remember = True  # whether compiled kernels are called directly on later launches; off while compiling without a GPU
 
@@ -96,10 +95,14 @@ class Plan:
         if self.compiled is not None:
             self.compiled(*arguments)
             return
-        options = self.options | ({"launch_pdl": True} if self.early else {})
-        compiled = self.kernel[(self.grid,)](*arguments, num_warps=self.warps, num_stages=self.stages, **options)
-        look_at(compiled)
-        if remember and hasattr(compiled, "launch_metadata"):  # the interpreter returns nothing
+        options = {"num_warps": self.warps, "num_stages": self.stages} | self.options
+        options |= {"launch_pdl": True} if self.early else {}
+        compiled, options = compiled_for(self.kernel, self.grid, arguments, options)
+        if compiled is None:  # the interpreter's
+            self.kernel[(self.grid,)](*arguments, **options)
+            return
+        start(compiled, self.grid, arguments, options)
+        if remember:
             self.compiled, self.encoders = _shortcut(compiled, self.grid, pointers, sorted(self.boxes))
 
     def _encoded(self, pointers: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -112,25 +115,9 @@ class Plan:
         return (*arguments, *pointers[start:])
 
 
-_sound: set[str] = set()  # hashes of compiled kernels that were looked at
-
-
-def look_at(compiled: Any) -> None:
-    """Raise UnsupportedError for a compiled kernel whose numbers are known to be wrong, before anyone has its result.
-    The compile tier sees that no configuration leads here; a formula is the caller's.
-    """
-    name = getattr(compiled, "hash", None)
-    if name is None or name in _sound:
-        return
-    wide = too_wide(compiled.asm.get("ttgir", ""))
-    if wide:
-        raise UnsupportedError(
-            compiled.metadata.name,
-            got=f"code of Triton {triton.__version__} whose lanes hold more numbers than a product has: {wide[0]}",
-            expected="code that multiplies each number once",
-            hint="impl='reference' runs anything; please report the formula",
-        )
-    _sound.add(name)
+def start(compiled: Any, grid: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Launch what was compiled with these options."""
+    compiled[(grid, 1, 1)](*arguments)
 
 
 Encoder = Callable[[torch.Tensor], tuple[Any, ...]]

@@ -6,11 +6,7 @@ The real host code runs, and each launch compiles instead of running.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from tilewise.core.dispatch import Row
+from tilewise.ops.assembled import inspected
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.rows.needs import HOPPER
 from tilewise.ops.attention.table import named
@@ -25,9 +22,9 @@ from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.operation import Operation, fields_of
 from tilewise.ops.triton_operands import too_wide
+from tilewise.ops.uniform_registers import read_unset
 from tilewise.testing.barriers import reused_barriers
 from tilewise.testing.instructions import instructions, launch
-from tilewise.testing.uniform_registers import read_unset
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of
@@ -70,7 +67,7 @@ def compiling_for(sm: int) -> Iterator[Launches]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from tilewise.ops import triton_launch
+    from tilewise.ops import triton_compile, triton_launch
     from tilewise.ops.attention import triton_codes, triton_plans
     from tilewise.ops.quantize import triton_quantize
     from tilewise.tiles import early
@@ -93,15 +90,24 @@ def compiling_for(sm: int) -> Iterator[Launches]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = real_run(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append(kernel)
-        compiled.how.append(launch(grid, args, kwargs))
+        if not warmup:
+            note(kernel, grid, args, kwargs)
         return kernel
+
+    def note(kernel: Any, grid: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        compiled.append(kernel)
+        compiled.how.append(launch(grid, arguments, options))
+
+    def start(kernel: Any, grid: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        note(kernel, (grid,), arguments, options)
 
     before = getattr(triton.runtime.driver, "_active", None)
     triton.runtime.driver.set_active(OfflineDriver())
     try:
         with (
             mock.patch.object(JITFunction, "run", run),
+            mock.patch.object(triton_launch, "start", start),
+            mock.patch.object(triton_compile, "shared_limit", return_value=SHARED_LIMIT[sm]),
             mock.patch.object(early, "capability", return_value=sm),
             mock.patch.object(triton_plans, "capability", return_value=sm),
             mock.patch.object(triton_quantize, "capability", return_value=sm),
@@ -210,19 +216,7 @@ def resources(kernel: Any) -> Resources:
 
 def _inspected(kernel: Any, tool: str, option: str) -> str:
     """What one of the binary tools that come with Triton prints about a compiled kernel."""
-    return _inspected_binary(kernel.asm["cubin"], tool, option)
-
-
-@functools.lru_cache(maxsize=64)
-def _inspected_binary(cubin: bytes, tool: str, option: str) -> str:
-    import triton
-
-    path = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin", tool)
-    with tempfile.TemporaryDirectory() as folder:
-        binary = os.path.join(folder, "kernel.cubin")
-        with open(binary, "wb") as handle:
-            handle.write(cubin)
-        return subprocess.run([path, option, binary], capture_output=True, text=True, check=True).stdout
+    return inspected(kernel.asm["cubin"], tool, option)
 
 
 def exponentials_in_flight(kernel: Any, instruction: str = "MUFU.EX2") -> list[int]:

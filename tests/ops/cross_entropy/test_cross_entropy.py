@@ -92,13 +92,13 @@ def test_nan_stays_in_its_row(impl: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_tokens(reduction: str, impl: str) -> None:
     target = torch.zeros(0, dtype=torch.int64)
-    x, weight = torch.zeros(0, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
-    loss = tw.linear_cross_entropy(x, weight, target, reduction=reduction, impl=impl)
+    x, weight, bias = (torch.zeros(*shape, requires_grad=True) for shape in ((0, 3), (5, 3), (5,)))
+    loss = tw.linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction, impl=impl)
     assert bool(loss.isnan().any()) == (reduction == "mean")
-    if reduction != "mean":
-        loss.sum().backward()
-        assert x.grad.shape == (0, 3)
-        assert not weight.grad.any()
+    loss.sum().backward()
+    assert x.grad.shape == (0, 3)
+    assert not weight.grad.any()
+    assert not bias.grad.any()
     loss = tw.cross_entropy(torch.zeros(0, 5), target, reduction=reduction, impl=impl)
     assert bool(loss.isnan().any()) == (reduction == "mean")
 

@@ -414,7 +414,7 @@ def _plans(call: Call) -> Planned:
 def _plan(call: Call, work: Work, kernel: Any, programs: int, tile: tuple[int, int], *more: Any) -> Plan:
     """A kernel over a line of work; `more` are the constants that it has alone."""
     mask, score = functions(call)
-    block_d, block_dv = padded(call.head_dim), padded(call.head_dim_v)
+    block_d, block_dv = _columns(call), padded(call.head_dim_v)
     of_prefixes = more[0] is True
     side = None if mask is None or of_prefixes else mask.queries  # no key of a prefix is hidden
     constants = (
@@ -447,6 +447,16 @@ def _tile(call: Call) -> tuple[int, int]:
     """
     most = 128
     if call.keys_by_channel:
-        most = 8192 // padded(call.head_dim)
+        most = 8192 // _columns(call)
         most = most if call.k.shape[1] % most == 0 else most // 2
-    return rows_of_tile(call), max(16, min(128, most, 32768 // (padded(call.head_dim) * call.q.element_size())))
+    return rows_of_tile(call), max(_least(call), min(128, most, 32768 // (_columns(call) * call.q.element_size())))
+
+
+def _columns(call: Call) -> int:
+    """Of a tile of keys."""
+    return max(_least(call), padded(call.head_dim))
+
+
+def _least(call: Call) -> int:
+    """Rows and columns of a tile of keys: of codes Triton makes operands that are wider than 16 (`triton_operands`)."""
+    return 16 if call.scales is None else 32

@@ -92,5 +92,5 @@ def linear_cross_entropy(
 
 
 def _of_some(loss: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
-    """The mean over no tokens is NaN, as PyTorch has it; operations give 0 for empty calls."""
-    return loss / 0.0 if reduction == "mean" and target.numel() == 0 else loss
+    """The mean over no tokens is NaN with gradients of 0, as PyTorch has it; operations give 0 for empty calls."""
+    return loss + torch.nan if reduction == "mean" and target.numel() == 0 else loss
