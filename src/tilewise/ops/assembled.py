@@ -17,8 +17,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import triton
-
 from tilewise.core.cache_folder import cache_folder, replace
 from tilewise.core.errors import InputError
 from tilewise.ops import uniform_registers
@@ -110,5 +108,7 @@ def inspected(cubin: bytes, tool: str, option: str) -> str:
 
 
 def _run(tool: str, arguments: Sequence[str]) -> str:
+    import triton
+
     path = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout

@@ -7,6 +7,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LARGEST_LSE = tl.constexpr(2.0**22)
+LARGE_SCORE = tl.constexpr(2.0**27)
 
 
 @triton.jit
@@ -110,6 +112,28 @@ def tanh_fast(x):
 @triton.jit
 def sigmoid_fast(x):
     return 0.5 + 0.5 * tanh_fast(0.5 * x)
+
+
+@triton.jit
+def unit_of_row(m, c):
+    """What the difference of a score and the row's maximum m is multiplied by: c, or 1 where float32 has no other score
+    within 16 of m. The compiler subtracts m * c, rounded, from s * c, which is not: of such m by a power of 2 too much.
+    """
+    return tl.where(tl.abs(m) > LARGE_SCORE, 1.0, c)
+
+
+@triton.jit
+def has_no_gradient(lse):
+    """Whether a row's scores are so large that their log-sum does not tell one sum from another twice as large: no
+    weight is made of it.
+    """
+    return (tl.abs(lse) > LARGEST_LSE) & (tl.abs(lse) < float("inf"))
+
+
+@triton.jit
+def power_below(x, top):
+    """2**(x - top), for x up to top; 1 where they are equal, though the compiler may take x before it was rounded."""
+    return tl.math.exp2(tl.where(x == top, 0.0, x - top))
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from tilewise.schedule.tilemap import EMPTY, FULL, classify
 BLOCK_M, BLOCK_N = 256, 128
 MAX_RUN = 8  # key tiles taken in one matmul
 Weights = Callable[[torch.Tensor], torch.Tensor]
+_FAR = 2.0**10  # of a log-sum in float32: beyond, its rounding shows in weights that are counted from it
 LOG2E = math.log2(math.e)  # scores are taken in base 2: exp2 is one pass, exp slow where it underflows
 
 
@@ -300,6 +301,29 @@ class _Sequence:
         o = o.view(call.batch, call.num_heads_q, -1, call.head_dim_v).transpose(1, 2)
         return o.to(call.q.dtype), lse
 
+    def _normalisation(
+        self, tile: _Tile, scaled: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(What exponents of weights are counted from, in base 2; what the weights are divided by, None for nothing):
+        the lse, or in rows of scores so large that it does not tell their sum, the largest score and the sum, anew.
+        """
+        lse2 = torch.where(lse == -torch.inf, 0.0, lse) * LOG2E
+        lse2 = lse2.masked_fill_(lse2 == torch.inf, torch.nan)  # as the weights of such rows are
+        far = lse.isfinite() & (lse.abs() > _FAR)
+        if self.compute == torch.float64 or not far.any():
+            return lse2, None
+        m = lse.new_full(lse.shape, -torch.inf)
+        if self.call.sink is not None:
+            m = torch.maximum(m, (self.call.sink.detach().to(self.compute) * LOG2E)[None, :, None])
+        l = torch.where(m == -torch.inf, 0.0, 1.0).to(self.compute)
+        for keys, cuts in tile.runs:
+            _, s = self._scores(scaled, keys, tile.rows, cuts)
+            m_new = torch.maximum(m, s.amax(-1))
+            m_use = m_new.clamp(min=self.least)
+            l = l * torch.exp2(m - m_use) + s.sub_(m_use[..., None]).exp2_().sum(-1)
+            m = m_new
+        return torch.where(far, m, lse2), torch.where(far, l, 1.0)
+
     def backward_tile(
         self, tile: _Tile, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, grads: Gradients
     ) -> None:
@@ -307,13 +331,14 @@ class _Sequence:
         call, rows = self.call, tile.rows
         q, do_rows = self._grouped(call.q, rows), self._grouped(do, rows)
         lse_rows, delta_rows = lse[:, :, rows], delta[:, :, rows].to(self.compute)
-        lse2 = torch.where(lse_rows == -torch.inf, 0.0, lse_rows) * LOG2E
-        lse2 = lse2.masked_fill_(lse2 == torch.inf, torch.nan)  # as the weights of such rows are
         dq = torch.zeros_like(q)
         scaled, q = self._scaled(q), q * call.scale
+        start, sums = self._normalisation(tile, scaled, lse_rows)
         for keys, cuts in tile.runs:
             raw, s = self._scores(scaled, keys, rows, cuts)
-            p = s.sub_(lse2[..., None]).exp2_()
+            p = s.sub_(start[..., None]).exp2_()
+            if sums is not None:
+                p /= sums[..., None]
             dp = torch.matmul(do_rows, self._keys(call.v, keys).transpose(-1, -2)).view_as(p)
             dropped = p
             if call.dropout > 0.0:

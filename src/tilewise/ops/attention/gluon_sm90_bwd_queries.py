@@ -21,7 +21,7 @@ from tilewise.ops.attention.gluon_sm90_scores import (
     start_scores,
     through_score,
 )
-from tilewise.tiles.arithmetic import LOG2E
+from tilewise.tiles.arithmetic import LOG2E, has_no_gradient
 from tilewise.tiles.gluon_api import async_load, async_store, barrier
 from tilewise.tiles.hopper import (
     at_row,
@@ -131,6 +131,7 @@ def begin_rows(given, outputs, run, first, lengths, row, do_tile, full, phase, s
     lse = gl.load(LSE + of_lse + offs, mask=inside, other=float("inf"))
     unit = LOG2E if fixed.scale_first else 1.0 / scalars[0]
     shift = gl.where(lse == float("-inf"), 0.0, -lse * unit)
+    shift = gl.where(has_no_gradient(lse), float("-inf"), shift)
     mbarrier.wait(full, phase)
     do = matrix(do_tile).load(OF_ROWS)
     centre = -gl.convert_layout(gl.sum(o.to(gl.float32) * do.to(gl.float32), 1), ROW)

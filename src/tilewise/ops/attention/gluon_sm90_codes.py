@@ -52,7 +52,7 @@ from tilewise.ops.attention.gluon_sm90_weight_codes import (
     largest_of_thread,
     packed_codes,
 )
-from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.tiles.arithmetic import LN2, LOG2E, power_below
 from tilewise.tiles.hopper import (
     HIDDEN,
     afresh,
@@ -135,7 +135,9 @@ def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None, CUT: gl.
             if fixed.biased:
                 s = s + gl.convert_layout(bias, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
             s = scored(s, n * fixed.block_n, rows, formula, fixed)
-        factor = none + (1.0 if fixed.in_base_2 else LOG2E)
+        if not fixed.in_base_2:
+            s = s * LOG2E  # here, for the compiler would round it only in the maximum
+        factor = none + 1.0
     if bits is not None:
         s = only_bits(s, bits)
     elif fixed.guard and masked:
@@ -473,9 +475,9 @@ def compute(outputs, memory, bars, grid, scalars, codes, fixed, C: gl.constexpr)
             sink2 = gl.load(SINK + h).to(gl.float32) * LOG2E
             m_all = gl.maximum(m2, sink2)
             m_all = gl.where(m_all == float("-inf"), 0.0, m_all)
-            factor = gl.exp2(m2 - m_all)
+            factor = power_below(m2, m_all)
             share = l_row * factor
-            l_row = share + gl.exp2(sink2 - m_all)
+            l_row = share + power_below(sink2, m_all)
             m2 = m_all
         empty = l_row == 0.0
         l_safe = gl.where(empty, 1.0, l_row)

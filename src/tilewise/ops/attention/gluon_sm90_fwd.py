@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.ops.attention.gluon_sm90_fetch import fetch, fetch_rows, fetch_values
 from tilewise.ops.attention.gluon_sm90_formula import scored, with_hidden
 from tilewise.ops.attention.gluon_sm90_runs import RUN, ends_of, first_key, where_of
-from tilewise.tiles.arithmetic import LN2, LOG2E
+from tilewise.tiles.arithmetic import LN2, LOG2E, power_below, unit_of_row
 from tilewise.tiles.gluon_api import async_store, barrier
 from tilewise.tiles.hopper import (
     HIDDEN,
@@ -125,6 +125,10 @@ def softmax_of(s, first, m_old, rows, c, fixed):
         if fixed.in_base_2:
             alpha = gl.exp2(m_old - m_use)
             p = gl.exp2(parts - over_parts(m_use - more if fixed.linear is not None else m_use, parts))
+        elif fixed.score is not None:
+            unit = unit_of_row(m_use, c)
+            alpha = gl.exp2((m_old - m_use) * unit)
+            p = gl.exp2(parts * over_parts(unit, parts) - over_parts(m_use * unit, parts))
         else:
             alpha = gl.exp2((m_old - m_use) * c)
             p = gl.exp2(parts * c - over_parts(m_use * c, parts))
@@ -285,8 +289,8 @@ def compute(outputs, memory, bars, grid, scalars, fixed, C: gl.constexpr):
             sink2 = gl.load(SINK + h).to(gl.float32) * LOG2E
             m_all = gl.maximum(m2, sink2)
             m_all = gl.where(m_all == float("-inf"), 0.0, m_all)
-            factor = gl.exp2(m2 - m_all)
-            l_row = l_row * factor + gl.exp2(sink2 - m_all)
+            factor = power_below(m2, m_all)
+            l_row = l_row * factor + power_below(sink2, m_all)
             factor = factor * keep_scale
             m2 = m_all
         empty = l_row == 0.0
