@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.fuzz import adapters, attention, compiled, fused, pages
+from tools.fuzz import adapters, attention, caches, compiled, fused, pages
 from tools.fuzz.case import Case
 from tools.fuzz.draw import Draw, Name
 
@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "planned": (2, pages.planned),
     "kv_write": (2, pages.write),
     "copy_pages": (1, pages.copy),
+    "kv_cache": (2, caches.kv_cache),
     "norm": (2, fused.norm),
     "softmax": (2, fused.softmax),
     "glu": (1, fused.glu),

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 
 import tilewise as tw
+from tilewise.kv import PagePool
 from tools.fuzz.case import FLOATS, Case, Tensors
 from tools.fuzz.draw import IN_A_ROW, Draw, Name
 from tools.fuzz.judge import judge
@@ -108,13 +109,16 @@ def _other(place: Any, name: str, change: Change) -> Callable[[], AbstractContex
     return around
 
 
+CALLERS = ("tilewise.ops.attention", "tilewise.ops.attention.selected")
+
+
 def _calls(change: Change) -> Callable[[], AbstractContextManager[Any]]:
     """Every call of attention, whoever makes it."""
 
     @contextmanager
     def around() -> Iterator[None]:
         with ExitStack() as stack:
-            for module in ("tilewise.ops.attention", "tilewise.ops.attention.selected"):
+            for module in CALLERS:
                 stack.enter_context(_other(import_module(module), "make_call", change)())
             yield
 
@@ -178,17 +182,31 @@ def _other_rotation(args: list[Any], given: dict[str, Any]) -> None:
     args[1] = -args[1]
 
 
-PAGES = ("paged", "shared", "encoded", "channels", "planned", "flash_cache", "flashinfer_paged")
+def _nothing_at(place: int) -> Change:
+    """None of the rows of this argument."""
+
+    def change(args: list[Any], given: dict[str, Any]) -> None:
+        args[place] = args[place][:0]
+
+    return change
+
+
+PAGES = (
+    "paged", "shared", "encoded", "channels", "planned", "kv_cache", "flash_cache",
+    "flashinfer_paged",
+)  # fmt: skip
 ATTENTION = (
-    "dense", "packed", "selected", "codes", "compiled", "sdpa", "flash", "flex", "flashinfer_ragged", "sage", *PAGES,
+    "dense", "packed", "selected", "codes", "compiled", "sdpa", "flash", "flex",
+    "flashinfer_ragged", "sage", *PAGES,
 )  # fmt: skip
 BACKWARD = (
-    "dense", "packed", "selected", "norm", "softmax", "glu", "rope", "cross_entropy", "linear_cross_entropy", "merge",
-    "sdpa", "flash", "flex",
+    "dense", "packed", "selected", "norm", "softmax", "glu", "rope", "cross_entropy",
+    "linear_cross_entropy", "merge", "sdpa", "flash", "flex",
 )  # fmt: skip
+UNTOUCHED = ("copy_pages",)  # without inputs that may be written
 TWINS = (
     Twin("one wrong element", tuple(KINDS), into=_one_element),
-    Twin("an input is written", tuple(kind for kind in KINDS if kind != "copy_pages"), into=_writes),
+    Twin("an input is written", tuple(kind for kind in KINDS if kind not in UNTOUCHED), into=_writes),
     Twin("a dropped gradient", BACKWARD, into=_no_gradient),
     Twin("half a gradient", BACKWARD, into=_half_a_gradient),
     Twin("a wrong scale", ATTENTION, around=_calls(_wrong_scale)),
@@ -207,6 +225,8 @@ TWINS = (
     Twin("slots of neighbours", ("kv_write",), around=_other(tw, "kv_write", _rolled(4))),
     Twin("copies the other way", ("copy_pages",), around=_other(tw, "copy_pages", _flipped_pairs)),
     Twin("keys written elsewhere", ("flash_cache",), around=_other(tw, "kv_write", _rolled(4))),
+    Twin("pages that stay shared", ("kv_cache",), around=_other(PagePool, "copy", _nothing_at(1))),
+    Twin("open pages without their keys", ("kv_cache",), around=_other(PagePool, "open", _nothing_at(1))),
 )  # fmt: skip
 
 
