@@ -109,7 +109,7 @@ def _other(place: Any, name: str, change: Change) -> Callable[[], AbstractContex
     return around
 
 
-CALLERS = ("tilewise.ops.attention", "tilewise.ops.attention.selected")
+CALLERS = ("tilewise.ops.attention", "tilewise.ops.attention.selected", "tilewise.ops.attention.selected_pages")
 
 
 def _calls(change: Change) -> Callable[[], AbstractContextManager[Any]]:
@@ -192,7 +192,7 @@ def _nothing_at(place: int) -> Change:
 
 
 PAGES = (
-    "paged", "shared", "encoded", "channels", "planned", "kv_cache", "flash_cache",
+    "paged", "shared", "encoded", "channels", "planned", "kv_cache", "selected_pages", "selected_tokens", "flash_cache",
     "flashinfer_paged",
 )  # fmt: skip
 ATTENTION = (
@@ -204,6 +204,7 @@ BACKWARD = (
     "linear_cross_entropy", "merge", "sdpa", "flash", "flex",
 )  # fmt: skip
 UNTOUCHED = ("copy_pages",)  # without inputs that may be written
+ON_PAGES = import_module("tilewise.ops.attention.selected_pages")
 TWINS = (
     Twin("one wrong element", tuple(KINDS), into=_one_element),
     Twin("an input is written", tuple(kind for kind in KINDS if kind not in UNTOUCHED), into=_writes),
@@ -227,6 +228,8 @@ TWINS = (
     Twin("keys written elsewhere", ("flash_cache",), around=_other(tw, "kv_write", _rolled(4))),
     Twin("pages that stay shared", ("kv_cache",), around=_other(PagePool, "copy", _nothing_at(1))),
     Twin("open pages without their keys", ("kv_cache",), around=_other(PagePool, "open", _nothing_at(1))),
+    Twin("the worst pages", ("selected_pages",), around=_other(ON_PAGES, "PageChoice", _scaled_argument(0, -1.0))),
+    Twin("scores of other dimensions", ("selected_tokens",), around=_other(ON_PAGES, "Prediction", _rolled(2, 2))),
 )  # fmt: skip
 
 
