@@ -14,6 +14,7 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "paged": (6, attention.paged),
     "shared": (2, attention.shared),
     "codes": (3, attention.codes),
+    "codes_gradients": (1, attention.codes_gradients),
     "selected": (3, attention.selected),
     "selected_pages": (2, selected_pages.selected_pages),
     "selected_tokens": (1, selected_pages.selected_tokens),

@@ -200,10 +200,10 @@ ATTENTION = (
     "flashinfer_ragged", "sage", *PAGES,
 )  # fmt: skip
 BACKWARD = (
-    "dense", "packed", "selected", "norm", "softmax", "glu", "rope", "cross_entropy",
+    "dense", "packed", "selected", "codes_gradients", "norm", "softmax", "glu", "rope", "cross_entropy",
     "linear_cross_entropy", "merge", "sdpa", "flash", "flex",
 )  # fmt: skip
-UNTOUCHED = ("copy_pages",)  # without inputs that may be written
+UNTOUCHED = ("copy_pages", "codes_gradients")  # without inputs that may be written, or none before a backward reads it
 ON_PAGES = import_module("tilewise.ops.attention.selected_pages")
 TWINS = (
     Twin("one wrong element", tuple(KINDS), into=_one_element),
