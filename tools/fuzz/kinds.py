@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.fuzz import adapters, attention, caches, compiled, fused, pages, selected_pages
+from tools.fuzz import adapters, attention, caches, compiled, fused, infinite, pages, selected_pages
 from tools.fuzz.case import Case
 from tools.fuzz.draw import Draw, Name
 
@@ -15,6 +15,7 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "shared": (2, attention.shared),
     "codes": (3, attention.codes),
     "codes_gradients": (1, attention.codes_gradients),
+    "infinite": (2, infinite.infinite),
     "selected": (3, attention.selected),
     "selected_pages": (2, selected_pages.selected_pages),
     "selected_tokens": (1, selected_pages.selected_tokens),

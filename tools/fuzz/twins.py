@@ -88,6 +88,15 @@ def _writes(case: Case) -> Case:
     return replace(case, library=library)
 
 
+def _numbers_alone(case: Case) -> Case:
+    """Infinities and NaN count as numbers."""
+
+    def library(x: Tensors) -> Tensors:
+        return case.library({name: y.nan_to_num() if y.dtype in FLOATS else y for name, y in x.items()})
+
+    return replace(case, library=library)
+
+
 # faults of arguments ------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +205,7 @@ PAGES = (
     "flashinfer_paged",
 )  # fmt: skip
 ATTENTION = (
-    "dense", "packed", "selected", "codes", "compiled", "sdpa", "flash", "flex",
+    "dense", "packed", "selected", "codes", "infinite", "compiled", "sdpa", "flash", "flex",
     "flashinfer_ragged", "sage", *PAGES,
 )  # fmt: skip
 BACKWARD = (
@@ -230,6 +239,7 @@ TWINS = (
     Twin("open pages without their keys", ("kv_cache",), around=_other(PagePool, "open", _nothing_at(1))),
     Twin("the worst pages", ("selected_pages",), around=_other(ON_PAGES, "PageChoice", _scaled_argument(0, -1.0))),
     Twin("scores of other dimensions", ("selected_tokens",), around=_other(ON_PAGES, "Prediction", _rolled(2, 2))),
+    Twin("infinities are numbers", ("infinite",), into=_numbers_alone),
 )  # fmt: skip
 
 
