@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.fuzz import adapters, attention, caches, compiled, fused, infinite, pages, selected_pages
+from tools.fuzz import adapters, attention, caches, compiled, fused, infinite, models, pages, selected_pages
 from tools.fuzz.case import Case
 from tools.fuzz.draw import Draw, Name
 
@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "flashinfer_ragged": (1, adapters.infer_ragged),
     "flashinfer_paged": (1, adapters.infer_paged),
     "sage": (1, adapters.sage),
+    "transformers": (2, models.transformers),
 }  # how often it is drawn, and who builds it
 
 

@@ -206,11 +206,11 @@ PAGES = (
 )  # fmt: skip
 ATTENTION = (
     "dense", "packed", "selected", "codes", "infinite", "compiled", "sdpa", "flash", "flex",
-    "flashinfer_ragged", "sage", *PAGES,
+    "flashinfer_ragged", "sage", "transformers", *PAGES,
 )  # fmt: skip
 BACKWARD = (
     "dense", "packed", "selected", "codes_gradients", "norm", "softmax", "glu", "rope", "cross_entropy",
-    "linear_cross_entropy", "merge", "sdpa", "flash", "flex",
+    "linear_cross_entropy", "merge", "sdpa", "flash", "flex", "transformers",
 )  # fmt: skip
 UNTOUCHED = ("copy_pages", "codes_gradients")  # without inputs that may be written, or none before a backward reads it
 ON_PAGES = import_module("tilewise.ops.attention.selected_pages")
@@ -240,6 +240,7 @@ TWINS = (
     Twin("the worst pages", ("selected_pages",), around=_other(ON_PAGES, "PageChoice", _scaled_argument(0, -1.0))),
     Twin("scores of other dimensions", ("selected_tokens",), around=_other(ON_PAGES, "Prediction", _rolled(2, 2))),
     Twin("infinities are numbers", ("infinite",), into=_numbers_alone),
+    Twin("another softcap", ("transformers",), around=_other(tw, "softcap", _scaled_argument(0, 1.3))),
 )  # fmt: skip
 
 
