@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.fuzz import adapters, attention, caches, compiled, fused, infinite, models, pages, selected_pages
+from tools.fuzz import adapters, attention, caches, compiled, fused, infinite, models, pages, selected_pages, tiles
 from tools.fuzz.case import Case
 from tools.fuzz.draw import Draw, Name
 
@@ -42,6 +42,9 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "flashinfer_paged": (1, adapters.infer_paged),
     "sage": (1, adapters.sage),
     "transformers": (2, models.transformers),
+    "sliding_tiles": (1, tiles.sliding_tiles),
+    "video_blocks": (1, tiles.video_blocks),
+    "sparge": (1, tiles.sparge),
 }  # how often it is drawn, and who builds it
 
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 
 import tilewise as tw
+from tilewise.adapters import fastvideo, spas_sage_attn
 from tilewise.kv import PagePool
 from tools.fuzz.case import FLOATS, Case, Tensors
 from tools.fuzz.draw import IN_A_ROW, Draw, Name
@@ -200,19 +201,24 @@ def _nothing_at(place: int) -> Change:
     return change
 
 
+def _wider_windows(args: list[Any], given: dict[str, Any]) -> None:
+    args[2] = tuple((frames + 2, *others) for frames, *others in args[2])
+
+
 PAGES = (
     "paged", "shared", "encoded", "channels", "planned", "kv_cache", "selected_pages", "selected_tokens", "flash_cache",
     "flashinfer_paged",
 )  # fmt: skip
 ATTENTION = (
     "dense", "packed", "selected", "codes", "infinite", "compiled", "sdpa", "flash", "flex",
-    "flashinfer_ragged", "sage", "transformers", *PAGES,
+    "flashinfer_ragged", "sage", "transformers", "sliding_tiles", "video_blocks", "sparge", *PAGES,
 )  # fmt: skip
 BACKWARD = (
     "dense", "packed", "selected", "codes_gradients", "norm", "softmax", "glu", "rope", "cross_entropy",
-    "linear_cross_entropy", "merge", "sdpa", "flash", "flex", "transformers",
+    "linear_cross_entropy", "merge", "sdpa", "flash", "flex", "transformers", "sliding_tiles", "video_blocks",
 )  # fmt: skip
 UNTOUCHED = ("copy_pages", "codes_gradients")  # without inputs that may be written, or none before a backward reads it
+GIVEN_TILES = "block_sparse_sage2_attn_cuda"
 ON_PAGES = import_module("tilewise.ops.attention.selected_pages")
 TWINS = (
     Twin("one wrong element", tuple(KINDS), into=_one_element),
@@ -241,6 +247,9 @@ TWINS = (
     Twin("scores of other dimensions", ("selected_tokens",), around=_other(ON_PAGES, "Prediction", _rolled(2, 2))),
     Twin("infinities are numbers", ("infinite",), into=_numbers_alone),
     Twin("another softcap", ("transformers",), around=_other(tw, "softcap", _scaled_argument(0, 1.3))),
+    Twin("wider windows", ("sliding_tiles",), around=_other(fastvideo, "_mask", _wider_windows)),
+    Twin("blocks of neighbours", ("video_blocks",), around=_other(fastvideo, "block_sparse_attn", _rolled(3, -1))),
+    Twin("tiles of neighbours", ("sparge",), around=_other(spas_sage_attn, GIVEN_TILES, _rolled(3, -1))),
 )  # fmt: skip
 
 
