@@ -7,10 +7,12 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.environment import ROOT, current
 from tools.fuzz import __main__ as command
 from tools.fuzz import twins
 from tools.fuzz.draw import Draw, Name
@@ -139,14 +141,55 @@ def test_a_worker_that_hangs_has_failed() -> None:
     assert "no progress" in found.text
 
 
-def test_workers_run_cases_and_what_they_found_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept, out = tmp_path / "kept.jsonl", tmp_path / "out.jsonl"
+def is_a_record(record: dict[str, Any]) -> None:
+    """A run of the fuzzer: what was asked for, what came of it, and where."""
+    kinds: dict[str, Any] = {
+        "seed": str, "on": str, "jobs": int, "small": bool, "only": list, "seconds": float, "cases": dict,
+        "failures": list, "refusals": dict, "device": str, "driver": (str, type(None)), "torch": str,
+        "triton": (str, type(None)), "commit": str, "command": str, "date": str,
+    }  # fmt: skip
+    assert record.keys() == kinds.keys()
+    assert all(isinstance(record[name], kind) for name, kind in kinds.items()), record
+    for verdicts in record["cases"].values():
+        assert verdicts.keys() <= {"ok", "refused", "failed"}
+        assert all(type(count) is int for count in verdicts.values())
+    for failure in record["failures"]:
+        assert failure.keys() == {"name", "kind", "text"}
+        assert str(Name.of(failure["name"])) == failure["name"]
+
+
+def test_what_is_recorded_are_records() -> None:
+    for line in command.RECORDS.read_text().splitlines() if command.RECORDS.exists() else []:
+        is_a_record(json.loads(line))
+
+
+def test_a_record_names_no_place_of_a_machine() -> None:
+    tally = Tally()
+    tally.add(Finding("a:0:0", "norm", "failed", "", f"File {ROOT}/tools/x.py, {sys.prefix}/lib/torch.py"))
+    record = tally.record(
+        {"seed": "a", "on": "cpu", "jobs": 1, "small": False, "only": []}, 1.0, current("cpu")
+    )  # fmt: skip
+    is_a_record(record)
+    assert record["failures"] == [{"name": "a:0:0", "kind": "norm", "text": "File tools/x.py, lib/torch.py"}]
+
+
+def test_workers_run_cases_and_what_they_found_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, out, records = (tmp_path / name for name in ("kept.jsonl", "out.jsonl", "results/fuzz.jsonl"))
     given = ["--seed", "w", "--device", "cpu", "--small", "--jobs", "1", "--seconds", "3600", "--cases", "6"]
-    given += ["--no-twins", "--resume", str(kept), "--out", str(out), "--only", "norm", "glu", "rope"]
-    assert command.main(given) == 0
+    given += ["--no-twins", "--resume", str(kept), "--out", str(out), "--record", "--only", "norm", "glu", "rope"]
+    monkeypatch.setattr(command, "RECORDS", records)
+    monkeypatch.setattr(sys, "argv", ["fuzz", *given])
+    assert command.main() == 0
+    assert records.read_text() == out.read_text()
     record = json.loads(out.read_text())
+    is_a_record(record)
     assert sum(count for verdicts in record["cases"].values() for count in verdicts.values()) == 6
+    assert (record["seed"], record["on"], record["jobs"], record["small"]) == ("w", "cpu", 1, True)
     assert record["failures"] == []
+    assert "--seed w" in record["command"]
+    assert str(tmp_path) not in out.read_text()
     again = Kept(kept, json.loads(kept.read_text().splitlines()[0]))
     assert again.first_of(0) == max(Name.of(found.name).case for found in again.found) + 1
     assert again.first_of(1) == 0

@@ -17,13 +17,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.environment import current
+from benchmarks.records import RESULTS
 from tools.fuzz import twins
 from tools.fuzz.draw import Name
 from tools.fuzz.kinds import KINDS, builder
 from tools.fuzz.report import Finding, Kept, Tally, append
 from tools.fuzz.workers import Fleet, Plan, run_one
 
-SHOWN = 3  # of failures that look alike; all of them stand in --out and --resume
+RECORDS = RESULTS / "fuzz.jsonl"  # of all devices: a line is a run, and no measurement
+SHOWN = 3  # of failures that look alike; all of them stand in --record, --out and --resume
 ON_GPU = ("dense", "paged", "norm")  # kinds whose faults are looked for there, too: each takes kernels
 
 
@@ -38,7 +40,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="short sequences and narrow heads, as in the tests")
     parser.add_argument("--replay", metavar="SEED:WORKER:CASE", help="one case again, here")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep findings there, and go on from them")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append what was found, one line of JSON")
+    parser.add_argument("--record", action="store_true", help="append a line to benchmarks/results/fuzz.jsonl")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append that line there")
     parser.add_argument("--jobs", type=int, default=0, help="workers; default 1 on a CPU, half the cores beside a GPU")
     parser.add_argument("--hang", type=float, default=300.0, help="seconds without progress that count as a failure")
     parser.add_argument("--no-twins", action="store_true")
@@ -78,8 +81,11 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         fleet.stop()
         print("\n".join(tally.lines()))
-        if given.out:
-            append(given.out, tally.record(given.seed, given.device, time.monotonic() - start, environment))
+        asked = {"seed": given.seed, "on": given.device, "jobs": jobs, "small": given.small, "only": list(given.only)}
+        record = tally.record(asked, time.monotonic() - start, environment)
+        for path in (RECORDS if given.record else None, given.out):
+            if path is not None:
+                append(path, record)
     return 1 if tally.failures else 0
 
 

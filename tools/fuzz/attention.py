@@ -215,6 +215,41 @@ def codes(draw: Draw) -> Case:
     )
 
 
+WEIGHTS = {"fp8": 2.0**-4, "fp16": 2.0**-11, "bf16": 2.0**-8}  # what rounding changes a weight by, relatively, at most
+
+
+def codes_gradients(draw: Draw) -> Case:
+    """Attention in few bits, whose gradients are those of exact attention over the numbers that codes stand for."""
+    dtype, sizes = draw.kernel(HALVES), places.heads(draw)
+    sizes = replace(sizes, dim=min(256, sizes.dim), dim_v=min(256, sizes.dim_v))
+    name, (scheme, _) = draw.kernel(sorted(SCHEMES.items(), key=lambda item: item[0]))
+    layout = draw.kernel((places.dense, places.packed))
+    found = formula(draw, 0.5, 0.2, calm=True)
+    made = problem(draw, sizes, dtype, layout(draw, sizes, dtype), found=found, calm=True)
+    made.options["quantize"] = scheme()
+    rows = made.placed.layout
+    assert not isinstance(rows, tw.Paged)
+    q, k, v = (made.inputs[side] for side in "qkv")
+    numbers = tw.quantize_qkv(q, k, v, scheme=scheme(), layout=rows).whole(torch.float32)
+    weight = WEIGHTS[scheme().pv] + 4 * UNIT[dtype]
+
+    def straight_through(x: Tensors) -> Tensors:
+        pairs = zip("qkv", numbers, strict=True)
+        return made.plain(x | {side: x[side] + (y.to(x[side].dtype) - x[side]).detach() for side, y in pairs})
+
+    def floor(result: str, truth: Tensors) -> float:
+        size = largest(truth[result])
+        if result in ("o", "lse"):
+            # means of queries met keys as they were given: `codes` has looked at that
+            return made.floor(result, truth) + (1.0 if "q" in scheme().smooth else 2 * weight) * (1 + size)
+        return weight * (1 + size)
+
+    more = with_gradients(made)
+    return made.case(
+        plain=straight_through, rough=straight_through, floor=floor, text=f"{name} {made.text}", **more
+    )  # fmt: skip
+
+
 def selected(draw: Draw) -> Case:
     """Attention over the tiles that `select_tiles` has taken, given the tiles or what chose them."""
     dtype, sizes = draw.dtype(), places.heads(draw)

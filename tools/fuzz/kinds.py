@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.fuzz import adapters, attention, compiled, fused, pages
+from tools.fuzz import adapters, attention, caches, compiled, fused, infinite, models, pages, selected_pages, tiles
 from tools.fuzz.case import Case
 from tools.fuzz.draw import Draw, Name
 
@@ -14,7 +14,11 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "paged": (6, attention.paged),
     "shared": (2, attention.shared),
     "codes": (3, attention.codes),
+    "codes_gradients": (1, attention.codes_gradients),
+    "infinite": (2, infinite.infinite),
     "selected": (3, attention.selected),
+    "selected_pages": (2, selected_pages.selected_pages),
+    "selected_tokens": (1, selected_pages.selected_tokens),
     "compiled": (1, compiled.attention),
     "compiled_layers": (1, compiled.layers),
     "encoded": (2, pages.encoded),
@@ -22,6 +26,7 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "planned": (2, pages.planned),
     "kv_write": (2, pages.write),
     "copy_pages": (1, pages.copy),
+    "kv_cache": (2, caches.kv_cache),
     "norm": (2, fused.norm),
     "softmax": (2, fused.softmax),
     "glu": (1, fused.glu),
@@ -36,6 +41,10 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "flashinfer_ragged": (1, adapters.infer_ragged),
     "flashinfer_paged": (1, adapters.infer_paged),
     "sage": (1, adapters.sage),
+    "transformers": (2, models.transformers),
+    "sliding_tiles": (1, tiles.sliding_tiles),
+    "video_blocks": (1, tiles.video_blocks),
+    "sparge": (1, tiles.sparge),
 }  # how often it is drawn, and who builds it
 
 

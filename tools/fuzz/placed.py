@@ -118,9 +118,18 @@ def packed(draw: Draw, sizes: Heads, dtype: torch.dtype) -> Placed:
 
 
 def paged(
-    draw: Draw, sizes: Heads, dtype: torch.dtype, *, shared: bool = False, finite: bool = False, few: bool | None = None
+    draw: Draw,
+    sizes: Heads,
+    dtype: torch.dtype,
+    *,
+    shared: bool = False,
+    finite: bool = False,
+    few: bool | None = None,
+    alike: bool = False,
 ) -> Placed:
-    """Keys and values in a pool of pages, whose unused slots hold NaN unless `finite`; `shared` prefixes lie once."""
+    """Keys and values in a pool of pages, whose unused slots hold NaN unless `finite`; `shared` prefixes lie once, and
+    with `alike` heads of values lie as those of keys.
+    """
     size = draw.kernel(PAGE_SIZES if not draw.small else PAGE_SIZES[:9])
     equal = draw.chance(0.4)
     found = lengths(draw, few=draw.chance(0.5) if few is None else few)
@@ -136,7 +145,7 @@ def paged(
     tables = [[next(free) for _ in range(count)] for count in counts]
     if shared:
         tables = [tables[0][: common // size] + table[common // size :] for table in tables]
-    pools = _pools(draw, sizes, dtype, len(order), size)
+    pools = _pools(draw, sizes, dtype, len(order), size, alike)
     if not finite:
         _spoil(pools, found, tables, size)
     flat, wide = draw.chance(0.3) and not shared, max(counts) + draw.one((0, 1, 3))
@@ -173,8 +182,9 @@ def paged(
     return Placed(text, {"q": q, **pools}, layout, found, sequences, not as_batch, size, own)
 
 
-def _pools(draw: Draw, sizes: Heads, dtype: torch.dtype, pages: int, size: int) -> Tensors:
+def _pools(draw: Draw, sizes: Heads, dtype: torch.dtype, pages: int, size: int, alike: bool) -> Tensors:
     memory = [draw.kernel(("plain", "heads first", "padded")) for _ in range(2)]
+    memory = memory[:1] * 2 if alike else memory
     dims = (sizes.dim, sizes.dim_v)
     pairs = zip(("k", "v"), dims, memory, strict=True)
     return {name: draw.rows((pages, size, sizes.kv, dim), dtype, kind) for name, dim, kind in pairs}

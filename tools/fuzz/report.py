@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import Environment
+from benchmarks.environment import ROOT, Environment
 from tools.fuzz.draw import Name
 
 
@@ -72,17 +73,24 @@ class Tally:
             found.append(f"  FAILED {count:>6}  {like} (first {first})")
         return found
 
-    def record(self, seed: str, device: str, seconds: float, environment: Environment) -> dict[str, Any]:
-        """For a file."""
+    def record(self, run: dict[str, Any], seconds: float, environment: Environment) -> dict[str, Any]:
+        """For a file: what `run` was asked for, how long this process took, and where; no place of this machine."""
+        failures = [{"name": one.name, "kind": one.kind, "text": without_places(one.text)} for one in self.failures]
         return {
-            "seed": seed,
-            "on": device,
-            "cases": self.by_kind(),
-            "failures": [asdict(found) for found in self.failures],
-            "refusals": dict(self.refusals.most_common()),
+            **run,
             "seconds": round(seconds, 1),
+            "cases": self.by_kind(),
+            "failures": failures,
+            "refusals": dict(self.refusals.most_common()),
             **asdict(environment),
         }
+
+
+def without_places(text: str) -> str:
+    """Paths from the repository's root on, and those of packages from that of the environment."""
+    for place in sorted(map(str, (ROOT, sys.prefix, Path.home())), key=len, reverse=True):
+        text = text.replace(f"{place}/", "")
+    return text
 
 
 def append(path: Path, record: dict[str, Any]) -> None:

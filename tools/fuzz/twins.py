@@ -12,6 +12,8 @@ from unittest.mock import patch
 import torch
 
 import tilewise as tw
+from tilewise.adapters import fastvideo, spas_sage_attn
+from tilewise.kv import PagePool
 from tools.fuzz.case import FLOATS, Case, Tensors
 from tools.fuzz.draw import IN_A_ROW, Draw, Name
 from tools.fuzz.judge import judge
@@ -87,6 +89,15 @@ def _writes(case: Case) -> Case:
     return replace(case, library=library)
 
 
+def _numbers_alone(case: Case) -> Case:
+    """Infinities and NaN count as numbers."""
+
+    def library(x: Tensors) -> Tensors:
+        return case.library({name: y.nan_to_num() if y.dtype in FLOATS else y for name, y in x.items()})
+
+    return replace(case, library=library)
+
+
 # faults of arguments ------------------------------------------------------------------------------------------------
 
 
@@ -108,13 +119,16 @@ def _other(place: Any, name: str, change: Change) -> Callable[[], AbstractContex
     return around
 
 
+CALLERS = ("tilewise.ops.attention", "tilewise.ops.attention.selected", "tilewise.ops.attention.selected_pages")
+
+
 def _calls(change: Change) -> Callable[[], AbstractContextManager[Any]]:
     """Every call of attention, whoever makes it."""
 
     @contextmanager
     def around() -> Iterator[None]:
         with ExitStack() as stack:
-            for module in ("tilewise.ops.attention", "tilewise.ops.attention.selected"):
+            for module in CALLERS:
                 stack.enter_context(_other(import_module(module), "make_call", change)())
             yield
 
@@ -178,17 +192,37 @@ def _other_rotation(args: list[Any], given: dict[str, Any]) -> None:
     args[1] = -args[1]
 
 
-PAGES = ("paged", "shared", "encoded", "channels", "planned", "flash_cache", "flashinfer_paged")
+def _nothing_at(place: int) -> Change:
+    """None of the rows of this argument."""
+
+    def change(args: list[Any], given: dict[str, Any]) -> None:
+        args[place] = args[place][:0]
+
+    return change
+
+
+def _wider_windows(args: list[Any], given: dict[str, Any]) -> None:
+    args[2] = tuple((frames + 2, *others) for frames, *others in args[2])
+
+
+PAGES = (
+    "paged", "shared", "encoded", "channels", "planned", "kv_cache", "selected_pages", "selected_tokens", "flash_cache",
+    "flashinfer_paged",
+)  # fmt: skip
 ATTENTION = (
-    "dense", "packed", "selected", "codes", "compiled", "sdpa", "flash", "flex", "flashinfer_ragged", "sage", *PAGES,
+    "dense", "packed", "selected", "codes", "infinite", "compiled", "sdpa", "flash", "flex",
+    "flashinfer_ragged", "sage", "transformers", "sliding_tiles", "video_blocks", "sparge", *PAGES,
 )  # fmt: skip
 BACKWARD = (
-    "dense", "packed", "selected", "norm", "softmax", "glu", "rope", "cross_entropy", "linear_cross_entropy", "merge",
-    "sdpa", "flash", "flex",
+    "dense", "packed", "selected", "codes_gradients", "norm", "softmax", "glu", "rope", "cross_entropy",
+    "linear_cross_entropy", "merge", "sdpa", "flash", "flex", "transformers", "sliding_tiles", "video_blocks",
 )  # fmt: skip
+UNTOUCHED = ("copy_pages", "codes_gradients")  # without inputs that may be written, or none before a backward reads it
+GIVEN_TILES = "block_sparse_sage2_attn_cuda"
+ON_PAGES = import_module("tilewise.ops.attention.selected_pages")
 TWINS = (
     Twin("one wrong element", tuple(KINDS), into=_one_element),
-    Twin("an input is written", tuple(kind for kind in KINDS if kind != "copy_pages"), into=_writes),
+    Twin("an input is written", tuple(kind for kind in KINDS if kind not in UNTOUCHED), into=_writes),
     Twin("a dropped gradient", BACKWARD, into=_no_gradient),
     Twin("half a gradient", BACKWARD, into=_half_a_gradient),
     Twin("a wrong scale", ATTENTION, around=_calls(_wrong_scale)),
@@ -207,6 +241,15 @@ TWINS = (
     Twin("slots of neighbours", ("kv_write",), around=_other(tw, "kv_write", _rolled(4))),
     Twin("copies the other way", ("copy_pages",), around=_other(tw, "copy_pages", _flipped_pairs)),
     Twin("keys written elsewhere", ("flash_cache",), around=_other(tw, "kv_write", _rolled(4))),
+    Twin("pages that stay shared", ("kv_cache",), around=_other(PagePool, "copy", _nothing_at(1))),
+    Twin("open pages without their keys", ("kv_cache",), around=_other(PagePool, "open", _nothing_at(1))),
+    Twin("the worst pages", ("selected_pages",), around=_other(ON_PAGES, "PageChoice", _scaled_argument(0, -1.0))),
+    Twin("scores of other dimensions", ("selected_tokens",), around=_other(ON_PAGES, "Prediction", _rolled(2, 2))),
+    Twin("infinities are numbers", ("infinite",), into=_numbers_alone),
+    Twin("another softcap", ("transformers",), around=_other(tw, "softcap", _scaled_argument(0, 1.3))),
+    Twin("wider windows", ("sliding_tiles",), around=_other(fastvideo, "_mask", _wider_windows)),
+    Twin("blocks of neighbours", ("video_blocks",), around=_other(fastvideo, "block_sparse_attn", _rolled(3, -1))),
+    Twin("tiles of neighbours", ("sparge",), around=_other(spas_sage_attn, GIVEN_TILES, _rolled(3, -1))),
 )  # fmt: skip
 
 
