@@ -8,8 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.ops.attention.problem import make_call
 from tilewise.testing.barriers import reused_barriers
-from tilewise.testing.offline import compiling_for, resources
+from tilewise.testing.offline import compile_call, compiling_for, resources
 
 PTX = """
 	mov.b32 	%r9, global_smem;
@@ -59,3 +60,10 @@ def test_a_barrier_that_nobody_uses_is_found(waits: bool) -> None:
     else:
         with pytest.raises(AssertionError, match="barrier"):
             resources(kernels[0])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_short_sequences_use_all_barriers(dim: int) -> None:
+    """What is added up between programs, and how, depends on how long sequences are: other variants are longer."""
+    q, k, v = (torch.zeros(1, 256, 2, dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    assert compile_call(make_call(q, k, v), 90, "hopper")  # which looks for such barriers

@@ -13,7 +13,7 @@ from tilewise.testing import cases as build
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
-from tilewise.testing.far_scores import least_scores_are_hidden
+from tilewise.testing.far_scores import SIZES, least_scores_are_hidden, low_rows_are_means, no_sink_adds_nothing
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.matrix import PROPERTIES, Check, name_of
 from tilewise.testing.properties import Setting
@@ -36,6 +36,21 @@ def test_every_property_is_checked() -> None:
 @pytest.mark.parametrize(("impl", "queries"), [("triton", 70), ("hopper", 70), ("triton_decode", 5)])
 def test_least_scores_are_hidden(impl: str, queries: int, dtype: torch.dtype, mask: tw.Mask | None) -> None:
     least_scores_are_hidden(Setting(impl, dtype, DEVICE), mask, queries)
+
+
+LOW = [("triton_decode", 5, 1e3), *((impl, 70, size) for impl in ("triton", "hopper") for size in SIZES)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("impl", "queries", "size"), LOW)
+def test_low_rows_are_means(impl: str, queries: int, size: float, dtype: torch.dtype) -> None:
+    low_rows_are_means(Setting(impl, dtype, DEVICE), size, queries=queries)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("impl", "queries"), [("triton", 70), ("hopper", 70), ("triton_decode", 5)])
+def test_no_sink_adds_nothing(impl: str, queries: int, dtype: torch.dtype) -> None:
+    no_sink_adds_nothing(Setting(impl, dtype, DEVICE), queries=queries)
 
 
 RACES = [

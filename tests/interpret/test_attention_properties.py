@@ -20,7 +20,7 @@ from tilewise.ops.triton_launch import Plan
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
-from tilewise.testing.far_scores import least_scores_are_hidden
+from tilewise.testing.far_scores import SIZES, least_scores_are_hidden, low_rows_are_means, no_sink_adds_nothing
 from tilewise.testing.inputs import make_inputs, untouched
 from tilewise.testing.matrix import PROPERTIES, Check, name_of, property_matrix
 from tilewise.testing.properties import Setting
@@ -53,6 +53,19 @@ def test_every_property_is_checked() -> None:
 @pytest.mark.parametrize(("impl", "queries"), [("triton", 70), ("triton_decode", 5)])
 def test_least_scores_are_hidden(impl: str, queries: int, mask: tw.Mask | None) -> None:
     least_scores_are_hidden(Setting(impl), mask, queries)
+
+
+LOW = [("triton_decode", 5, 1e3), *(("triton", 70, size) for size in SIZES)]
+
+
+@pytest.mark.parametrize(("impl", "queries", "size"), LOW)
+def test_low_rows_are_means(impl: str, queries: int, size: float) -> None:
+    low_rows_are_means(Setting(impl), size, queries=queries)
+
+
+@pytest.mark.parametrize(("impl", "queries"), [("triton", 70), ("triton_decode", 5)])
+def test_no_sink_adds_nothing(impl: str, queries: int) -> None:
+    no_sink_adds_nothing(Setting(impl), queries=queries)
 
 
 def test_an_infinite_score_makes_lse_infinite() -> None:

@@ -11,7 +11,7 @@ import tilewise as tw
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, CPU_CASES
-from tilewise.testing.far_scores import least_scores_are_hidden
+from tilewise.testing.far_scores import SIZES, least_scores_are_hidden, low_rows_are_means, no_sink_adds_nothing
 from tilewise.testing.matrix import name_of, runnable
 from tilewise.testing.properties import Setting
 from tilewise.testing.strategies import shapes
@@ -82,6 +82,19 @@ def test_scores_of_minus_infinity_count_as_unseen(mask: tw.Mask | None, key: flo
 @pytest.mark.parametrize("impl", ["cpu_tiled", "reference"])
 def test_least_scores_are_hidden(impl: str, dtype: torch.dtype, mask: tw.Mask | None) -> None:
     least_scores_are_hidden(Setting(impl, dtype), mask)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("impl", ["cpu_tiled", "reference"])
+def test_low_rows_are_means(impl: str, dtype: torch.dtype, size: float) -> None:
+    low_rows_are_means(Setting(impl, dtype), size, kept=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("impl", ["cpu_tiled", "reference"])
+def test_no_sink_adds_nothing(impl: str, dtype: torch.dtype) -> None:
+    no_sink_adds_nothing(Setting(impl, dtype))
 
 
 @pytest.mark.parametrize("mask", [None, tw.causal], ids=["full", "causal"])

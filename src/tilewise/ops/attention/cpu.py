@@ -27,7 +27,8 @@ from tilewise.schedule.tilemap import EMPTY, FULL, classify
 BLOCK_M, BLOCK_N = 256, 128
 MAX_RUN = 8  # key tiles taken in one matmul
 Weights = Callable[[torch.Tensor], torch.Tensor]
-_FAR = 2.0**10  # of a log-sum in float32: beyond, its rounding shows in weights that are counted from it
+# of a log-sum: beyond, its rounding shows in weights that are counted from it
+_FAR = {torch.float32: 2.0**10, torch.float64: 2.0**39}
 LOG2E = math.log2(math.e)  # scores are taken in base 2: exp2 is one pass, exp slow where it underflows
 
 
@@ -309,8 +310,8 @@ class _Sequence:
         """
         lse2 = torch.where(lse == -torch.inf, 0.0, lse) * LOG2E
         lse2 = lse2.masked_fill_(lse2 == torch.inf, torch.nan)  # as the weights of such rows are
-        far = lse.isfinite() & (lse.abs() > _FAR)
-        if self.compute == torch.float64 or not far.any():
+        far = lse.isfinite() & (lse.abs() > _FAR[self.compute])
+        if not far.any():
             return lse2, None
         m = lse.new_full(lse.shape, -torch.inf)
         if self.call.sink is not None:
