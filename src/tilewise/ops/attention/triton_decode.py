@@ -165,7 +165,8 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _plan(call: Call) -> tuple[Plan, Plan, int]:
     mask, score = functions(call)
-    block_n = max(16, min(64, 16384 // (padded(call.head_dim) * call.q.element_size())))  # 16 KB of keys a tile
+    widest = max(padded(call.head_dim), padded(call.head_dim_v))
+    block_n = max(16, min(64, 16384 // (widest * call.q.element_size())))  # 16 KB of keys or values a tile
     tiles = -(-call.rows_k // block_n)
     heads = call.batch * call.num_heads_kv
     per_split = -(-tiles // max(1, min(tiles, _PROGRAMS_PER_SM * _num_sms(call.q.device) // heads)))

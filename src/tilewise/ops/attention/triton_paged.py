@@ -442,14 +442,15 @@ def rows_of_tile(call: Call, least: int = 16, most: int = 64) -> int:
 
 
 def _tile(call: Call) -> tuple[int, int]:
-    """Rows of a tile, and 32 KB of keys; by channel 8,192 numbers of one page, whose scales are then read once, or else
+    """Rows of a tile, and 32 KB of keys or values; by channel 8,192 numbers of one page, whose scales are then read once, or else
     4,096, since scales of several pages take registers.
     """
     most = 128
     if call.keys_by_channel:
         most = 8192 // _columns(call)
         most = most if call.k.shape[1] % most == 0 else most // 2
-    return rows_of_tile(call), max(_least(call), min(128, most, 32768 // (_columns(call) * call.q.element_size())))
+    widest = max(_columns(call), padded(call.head_dim_v))
+    return rows_of_tile(call), max(_least(call), min(128, most, 32768 // (widest * call.q.element_size())))
 
 
 def _columns(call: Call) -> int:
