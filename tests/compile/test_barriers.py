@@ -62,7 +62,7 @@ def test_a_barrier_that_nobody_uses_is_found(waits: bool) -> None:
             resources(kernels[0])
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128])
 def test_short_sequences_use_all_barriers(dim: int) -> None:
     """What is added up between programs, and how, depends on how long sequences are: other variants are longer."""
     q, k, v = (torch.zeros(1, 256, 2, dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
