@@ -43,6 +43,16 @@ def test_an_index_past_the_end_stays_outside() -> None:
         tw.attention(q, q, q, mask=lambda b, h, i, j: KEEP[i][-SK - 1])
 
 
+LONE = torch.tensor(200, dtype=torch.uint8)  # a type alone says 0 to 255
+
+
+@pytest.mark.parametrize("mask", [lambda b, h, i, j: KEEP[j * 0 + LONE][i], lambda b, h, i, j: i % (LONE - 200) == 0])
+def test_a_tensor_without_dimensions_may_be_all_that_its_type_holds(mask: Callable[..., Any]) -> None:
+    q = torch.zeros(1, SK, 1, 4)
+    with pytest.raises(FormulaError, match=r"reaches 200 to 200|may be 0"):
+        tw.attention(q, q, q, mask=mask)
+
+
 WRAPPING: dict[str, Callable[..., Any]] = {  # with 8 keys inside a tensor of one element, or of 64
     "mul": lambda j: (j * 2**57) // 2**60,
     "shl": lambda j: (j << 57) >> 60,

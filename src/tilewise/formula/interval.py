@@ -140,7 +140,8 @@ class Bounds:
         return Interval(where(narrow, close.low, wide[0]), where(narrow, close.high, wide[1]))
 
     def _extreme(self, node: Expr, dims: list[str], choices: list[list[Expr]], kind: str) -> Expr:
-        table = Extremum(node.value, "min" if set(dims) <= {"keep"} else kind, tuple(dims))  # an entry alone is both
+        alone = not self._whole_tensors and set(dims) <= {"keep"}  # such an entry is both
+        table = Extremum(node.value, "min" if alone else kind, tuple(dims))
         if table not in self.tables:
             self.tables.append(table)
         slot = self.tables.index(table)
