@@ -287,7 +287,8 @@ def _means(x: torch.Tensor, cu_seqlens: torch.Tensor | None, rows: int, alike: b
 
 
 def _classes(bound: Bound | None, call: Call, block: tuple[int, int]) -> torch.Tensor:
-    """The classes of a mask's tiles."""
+    """The classes of a mask's tiles; of a call without pairs, without a look at the mask."""
+    bound = bound if call.has_pairs else None
     if call.packed:
         return classify_pairs(bound, *_tiles(call, block), call.num_heads_q, *block)
     sizes = (call.rows_q, call.rows_k, call.batch, call.num_heads_q, *block, call.q.device)
@@ -339,7 +340,7 @@ def _tiles(call: Call, block: tuple[int, int]) -> tuple[Tiles, Tiles]:
 
 def _scored(call: Call, s: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """What the score formula makes of scores of tiles, at their middles."""
-    if call.score is None:
+    if call.score is None or not call.has_pairs:
         return s
     queries, keys, _ = paired(*_tiles(call, block))
     sequences = queries.b[:, None] if call.packed else torch.arange(s.shape[0], device=s.device).view(-1, 1, 1, 1)
