@@ -23,6 +23,7 @@ from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.readback import being_traced, unreadable
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+TRANSFORMED = "tensors that vmap, torch.func or forward mode see"
 _STAND_INS = "torch._subclasses"  # FakeTensor and FunctionalTensor, which operators know
 _HINTS = {
     "DTensor": "pass x.to_local(), or wrap the call in torch.distributed.tensor.experimental.local_map",
@@ -141,21 +142,20 @@ def refuse_batched(name: str, tensors: Iterable[Any]) -> None:
     for x in tensors:
         while isinstance(x, torch.Tensor) and is_functorch_wrapped_tensor(x):
             if is_batchedtensor(x):
-                raise no_transform(name, "a tensor with a dimension that vmap takes out")
+                raise no_derivative(name, "a tensor with a dimension that vmap takes out")
             x = get_unwrapped(x)
 
 
 def refuse_transforms(operation: str, tensors: Iterable[torch.Tensor | None]) -> None:
     """Raise UnsupportedError for tensors that a transform sees, where it would see nothing of the result."""
     if transformed(tensors):
-        raise no_transform(operation, "tensors that vmap, torch.func or forward mode see")
+        raise no_derivative(operation)
 
 
-def no_transform(operation: str, got: str) -> UnsupportedError:
-    """What is raised where neither the operation nor PyTorch's own could do it."""
-    return UnsupportedError(
-        operation,
-        got=got,
-        expected="plain tensors",
-        hint="call it outside the transform, for one example at a time",
-    )
+def no_derivative(operation: str, got: str = TRANSFORMED, *, second: bool = False) -> UnsupportedError:
+    """What is raised where neither the operation nor PyTorch's own could do it: a transform, or a second derivative."""
+    expected, hint = "plain tensors", "call it outside the transform, for one example at a time"
+    if second:
+        expected = "first derivatives"
+        hint = "write this part in PyTorch's own operations where second ones are needed"
+    return UnsupportedError(operation, got=got, expected=expected, hint=hint)

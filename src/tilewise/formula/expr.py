@@ -239,13 +239,8 @@ def load(tensor: torch.Tensor, indices: Sequence[Any]) -> Expr:
         )
     exprs = tuple(as_expr(index) for index in indices)
     for position, index in enumerate(exprs):
-        if index.kind != "int":
-            raise FormulaError(
-                f"index {position} into a captured tensor at {caller_line()}",
-                got=f"a {index.kind} expression {render(index)}",
-                expected="an integer expression",
-                hint="cast with .to(torch.int32), or use // instead of /",
-            )
+        what, hint = f"index {position} into a captured tensor", "cast with .to(torch.int32), or use // instead of /"
+        _of_kind("int", index, what, "an integer expression", hint)
         if isinstance(index.value, int) and index.value < 0:  # a constant counts from the end
             exprs = (*exprs[:position], as_expr(index.value + tensor.shape[position]), *exprs[position + 1 :])
     return Expr("load", exprs, tensor_kind(tensor.dtype), tensor)
@@ -314,16 +309,17 @@ def compare(op: str, left: Any, right: Any) -> Expr:
     return Expr(op, (a, b), "bool")
 
 
-def _as_bool(value: Any, operator: str) -> Expr:
-    expr = as_expr(value)
-    if expr.kind != "bool":
-        raise FormulaError(
-            f"operand of {operator} at {caller_line()}",
-            got=f"the {expr.kind} expression {render(expr)}",
-            expected="a boolean expression",
-            hint="compare first, for example (x != 0); parenthesise comparisons joined by & and |",
-        )
+def _of_kind(kind: str, expr: Expr, what: str, expected: str, hint: str) -> Expr:
+    """The expression, if it is of this kind."""
+    if expr.kind != kind:
+        got = f"the {expr.kind} expression {render(expr)}"
+        raise FormulaError(f"{what} at {caller_line()}", got=got, expected=expected, hint=hint)
     return expr
+
+
+def _as_bool(value: Any, operator: str) -> Expr:
+    hint = "compare first, for example (x != 0); parenthesise comparisons joined by & and |"
+    return _of_kind("bool", as_expr(value), f"operand of {operator}", "a boolean expression", hint)
 
 
 def logic(op: str, left: Any, right: Any) -> Expr:
@@ -352,14 +348,9 @@ def bits(op: str, left: Any, right: Any) -> Expr:
     0 to the left, and its sign (0 or -1) to the right.
     """
     a, b = _numeric(as_expr(left)), _numeric(as_expr(right))
+    hint = "parenthesise comparisons joined by & and |; cast with .to(torch.int64)"
     for operand in (a, b):
-        if operand.kind != "int":
-            raise FormulaError(
-                f"operand of {_BITS[op]} at {caller_line()}",
-                got=f"the {operand.kind} expression {render(operand)}",
-                expected="booleans, or integers",
-                hint="parenthesise comparisons joined by & and |; cast with .to(torch.int64)",
-            )
+        _of_kind("int", operand, f"operand of {_BITS[op]}", "booleans, or integers", hint)
     return Expr(op, (a, b), "int")
 
 
