@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
 
 import tilewise as tw
 from tests.ops.transforms import CASES
 from tilewise.core.errors import InputError
+from tilewise.quant import decode, encode, encode_by_channel
 
 # tensors without memory of their own ---------------------------------------------------------------------------------
 
@@ -22,6 +25,27 @@ TABLE = torch.tensor([[0]], dtype=torch.int32)
 LENGTH = torch.tensor([2], dtype=torch.int32)
 ENDS = torch.tensor([0, 6], dtype=torch.int32)
 SLOTS = torch.arange(6)
+NUMBERS = ONE = torch.tensor([0, 1], dtype=torch.int32)
+ANGLES = dict(zip(("cos", "sin"), tw.rope_tables(16, 8), strict=True)) | {"positions": SLOTS}
+CODES, CHANNELS = encode(POOL, "int8"), encode_by_channel(POOL, 4)
+SUMMED = tw.PageSummaries.of(POOL, POOL)
+TAKEN = tw.select_tiles(K[None], K[None], tw.TopK(1))
+MADE = tw.quantize_qkv(K[None], K[None], K[None], scheme=tw.Sage2())
+
+
+def paged(layout: tw.Paged, **more: Any) -> Any:
+    return tw.attention(K[None, :1] if layout.cu_seqlens_q is None else K[:1], POOL, POOL, layout=layout, **more)
+
+
+def dense(**more: Any) -> Any:
+    return tw.attention(K[None], K[None], K[None], **more)
+
+
+def fields(kept: Any, use: Callable[[Any], Any], *names: str) -> dict[str, tuple[Callable[[Any], Any], torch.Tensor]]:
+    """For each of the fields a call that has another tensor in it."""
+    call = lambda name: lambda t: use(replace(kept, **{name: t}))  # noqa: E731
+    return {f"{type(kept).__name__}.{name}": (call(name), getattr(kept, name)) for name in names}
+
 
 # what else takes tensors: (function of one of them, a good one)
 OTHERS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
@@ -45,6 +69,28 @@ OTHERS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "rope inplace": (lambda q: tw.rope(q, rope=tw.Rope(*tw.rope_tables(16, 8), SLOTS), inplace=True), K),
     "norm quantize": (lambda x: tw.rms_norm(x, quantize="int8"), K),
     "cross_entropy target": (lambda t: tw.cross_entropy(K[:, 0], t), SLOTS),
+    "packed keys": (lambda t: tw.attention(K, K, K, layout=tw.Packed(ENDS, t)), ENDS),
+    "packed keys of tiles": (lambda t: tw.select_tiles(K, K, tw.TopK(1), layout=tw.Packed(t)), ENDS),
+    "packed keys of codes": (lambda t: tw.quantize_qkv(K, K, K, scheme=tw.Sage2(), layout=tw.Packed(t)), ENDS),
+    "paged indptr": (lambda t: paged(tw.Paged((t, NUMBERS), LENGTH)), ONE),
+    "paged indices": (lambda t: paged(tw.Paged((ONE, t), LENGTH)), NUMBERS),
+    "paged lengths": (lambda t: paged(tw.Paged(TABLE, t)), LENGTH),
+    "paged lengths of tiles": (lambda t: paged(tw.Paged(TABLE, t), select=tw.TopK(1)), LENGTH),
+    "paged queries": (lambda t: paged(tw.Paged(TABLE, LENGTH, t)), ONE),
+    "summaries table": (lambda t: tw.summarize_pages(POOL, POOL, SUMMED, tw.Paged(t, LENGTH)), TABLE),
+    "summaries of": (lambda t: tw.PageSummaries.of(t, POOL), POOL),
+    "encode": (lambda t: encode(t, "int8"), POOL),
+    "encode_by_channel": (lambda t: encode_by_channel(t, 4), POOL),
+    "ByChannel.keys": (CHANNELS.keys, torch.tensor([0])),
+    "document": (lambda t: dense(mask=tw.document(t)), ENDS.new_zeros(6)),
+    "explicit": (lambda t: dense(mask=tw.explicit(t)), torch.ones(6, 6, dtype=torch.bool)),
+    "bias": (lambda t: dense(score=tw.bias(t)), K.new_ones(6, 6)),
+    **fields(SUMMED, lambda s: paged(tw.Paged(TABLE, LENGTH, summaries=s), select=tw.TopPages(2)), "least", "v_mean"),
+    **fields(CODES, decode, "data", "scale"),
+    **fields(CHANNELS, lambda k: k, "data", "scale", "least", "open", "place"),
+    **fields(tw.Rope(**ANGLES), lambda rope: tw.rope(K, rope=rope), *ANGLES),
+    **fields(TAKEN, lambda tiles: dense(select=tiles), "kept", "classes"),
+    **fields(MADE, lambda codes: dense(quantize=codes), "q", "k_scale", "v_scale", "k_mean"),
 }  # fmt: skip
 CALLS = [(name, n) for name, case in CASES.items() for n in range(len(case.shapes))]
 BY_NAME = {f"{name} {n}": (name, n) for name, n in CALLS}
@@ -120,7 +166,12 @@ def test_tensors_that_are_negated_when_read_are_refused(name: str) -> None:
     refused(called(name, made), "tensor that is negated", "resolve_neg")
 
 
-@pytest.mark.parametrize("name", [name for name in [*BY_NAME, *OTHERS] if name != "attention table"])  # not read
+@ALL
+def test_nested_tensors_are_refused(name: str) -> None:
+    refused(called(name, lambda x: torch.nested.nested_tensor([x])), "nested tensor", "Packed")
+
+
+@ALL
 def test_subclasses_with_memory_run(name: str) -> None:
     called(name, lambda x: x.clone().as_subclass(Named))()
 

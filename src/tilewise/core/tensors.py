@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from tilewise.core.dispatch import untraced
 from tilewise.core.errors import InputError, UnsupportedError
-from tilewise.core.readback import being_traced, unreadable
+from tilewise.core.readback import being_traced, has_memory, unreadable
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 TRANSFORMED = "tensors that vmap, torch.func or forward mode see"
@@ -41,10 +41,8 @@ def not_dense(x: Any) -> tuple[str, str] | None:
         return kind.__name__, "convert it with torch.as_tensor"
     if x.is_nested:  # of a subclass where it is jagged
         return "a nested tensor", _HINTS["nested"]
-    if kind not in _PLAIN:
-        own = kind.__torch_dispatch__ not in (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
-        if own and not kind.__module__.startswith(_STAND_INS):
-            return f"a {kind.__name__}", _HINTS.get(kind.__name__, "pass the tensor that it wraps")
+    if not has_memory(kind) and not kind.__module__.startswith(_STAND_INS):
+        return f"a {kind.__name__}", _HINTS.get(kind.__name__, "pass the tensor that it wraps")
     if x.layout is not torch.strided:
         return f"a {x.layout} tensor", _HINTS["sparse"]
     if not torch.compiler.is_compiling() and x.is_neg():  # memory holds the numbers before the sign

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import FormulaError, caller_line, shown
+from tilewise.core.tensors import check_dense, not_dense
 from tilewise.formula.walk import render
 
 Number = int | float | bool
@@ -201,6 +202,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, (float, torch.SymFloat)):
         return Expr("num", (), "float", value)
     if isinstance(value, torch.Tensor):
+        check_captured(value)
         if value.numel() != 1:
             raise FormulaError(
                 f"captured tensor at {caller_line()}",
@@ -228,8 +230,15 @@ def tensor_kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
 
 
+def check_captured(tensor: torch.Tensor) -> None:
+    """Raise InputError for a tensor without dense memory of its own, which may have no shape."""
+    if not_dense(tensor) is not None:
+        check_dense(f"captured tensor at {caller_line()}", tensor, "a dense tensor with memory of its own")
+
+
 def load(tensor: torch.Tensor, indices: Sequence[Any]) -> Expr:
     """A captured tensor read at traced indices, one for each dimension."""
+    check_captured(tensor)
     if len(indices) != tensor.ndim or tensor.ndim > 4:
         raise FormulaError(
             f"index into a captured tensor at {caller_line()}",

@@ -19,6 +19,7 @@ from tilewise.formula.expr import (
     bits,
     bitwise,
     cast,
+    check_captured,
     compare,
     invert,
     lit,
@@ -52,6 +53,7 @@ class Row(Expr):
 
 def read(tensor: torch.Tensor, indices: tuple[Any, ...]) -> Expr:
     """`tensor[indices]`: a load, or a `Row` where indices are missing."""
+    check_captured(tensor)
     dots = [position for position, index in enumerate(indices) if index is Ellipsis]
     if len(dots) == 1 and (dots[0] == len(indices) - 1 or len(indices) == tensor.ndim + 1):
         indices = indices[: dots[0]] + indices[dots[0] + 1 :]

@@ -11,6 +11,7 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.core.readback import constant, host_values, unreadable, values_checked
+from tilewise.core.tensors import check_all_dense, check_dense
 from tilewise.formula import expr as e
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr
@@ -57,6 +58,14 @@ class Selected:
     far: str
     skip: PerHead | None
     layout: Packed | None = None
+
+    def __post_init__(self) -> None:
+        for name, x, dtype in (("kept", self.kept, torch.bool), ("classes", self.classes, torch.int8)):
+            expected, hint = f"{dtype} of four dimensions, on one device", "tilewise.select_tiles makes both"
+            check_dense(f"Selected {name}", x, expected, hint)
+            if x.dtype != dtype or x.ndim != 4 or x.device != self.kept.device:
+                got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+                raise InputError(f"Selected {name}", got=got, expected=expected, hint=hint)
 
     def density(self) -> torch.Tensor:
         """Of the tiles that the mask does not hide, the share that is taken: a tensor of one number."""
@@ -171,6 +180,7 @@ class Places:
 
 def _same_lengths(layout: Packed, call: Call) -> bool:
     """Whether packed sequences are as long as they were, as far as is known without waiting for a GPU."""
+    check_all_dense({"select layout cu_seqlens_q": layout.cu_seqlens_q, "select layout cu_seqlens_k": layout.keys})
     given = (layout.cu_seqlens_q, call.cu_seqlens_q), (layout.keys, call.cu_seqlens_k)
     for known, found in given:
         assert found is not None
