@@ -349,7 +349,15 @@ def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.devi
             expected=expected,
             hint="use .to(q.device, torch.int32).contiguous()",
         )
-    values = host_values(cu_seqlens) if read else None
+    if read:
+        check_ends(name, cu_seqlens, total)
+
+
+def check_ends(name: str, cu_seqlens: torch.Tensor, total: int) -> None:
+    """Raise InputError unless cumulative lengths begin at 0, never fall and end at `total`; reads them, unless that is
+    impossible now.
+    """
+    values = host_values(cu_seqlens)
     if values is None:
         return
     first, last = values[0], values[-1]
