@@ -240,3 +240,28 @@ def test_what_is_no_number_gives_what_the_reference_gives(
     for impl in ("cpu_sdpa", "cpu_tiled"):
         for ours, theirs in zip(found[impl], found["reference"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("row", [3, 140])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("mask", [None, tw.causal, tw.window(5), tw.document(torch.arange(150) // 80)], ids=repr)
+def test_what_is_no_number_reaches_whatever_it_meets(where: str, row: int, value: float, mask: tw.Mask | None) -> None:
+    """Each output and gradient that is no number where PyTorch has, for every query, the keys alone that it sees."""
+    generator = torch.Generator().manual_seed(row)
+    inputs = {name: torch.randn(1, 150, 1, 8, generator=generator) for name in "qkv"}
+    inputs[where][0, row, 0, 5] = value
+    places = {"b": torch.tensor(0), "h": torch.tensor(0), "i": torch.arange(150)[:, None], "j": torch.arange(150)}
+    seen = torch.ones(150, 150, dtype=torch.bool) if mask is None else mask.evaluate(**places).expand(150, 150)
+    do = torch.linspace(0.5, 2.0, 150).view(1, -1, 1, 1)
+    x = [a.requires_grad_() for a in inputs.values()]
+    q, k, v = (a[0, :, 0] for a in x)
+    each = [(k[see] @ q[i] * 8**-0.5).softmax(0) @ v[see] for i, see in enumerate(seen)]
+    o = torch.stack(each)[None, :, None]
+    expected = [o, *torch.autograd.grad(o, x, do.expand_as(o))]
+    for impl in ("cpu_sdpa", "cpu_tiled", "reference"):
+        o = tw.attention(*x, mask=mask, impl=impl if mask in (None, tw.causal) or impl != "cpu_sdpa" else None)
+        for found, exact in zip((o, *torch.autograd.grad(o, x, do.expand_as(o))), expected, strict=True):
+            assert not found[~exact.isfinite()].isfinite().any(), impl
+            both = found.isfinite() & exact.isfinite()
+            torch.testing.assert_close(found[both], exact[both], rtol=1e-4, atol=1e-4)
