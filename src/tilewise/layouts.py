@@ -11,6 +11,7 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.core.readback import host_range, host_values, values_checked
+from tilewise.core.tensors import check_dense
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ class PageSummaries:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that are there, by name."""
-        return {name: x for name, x in vars(self).items() if x is not None}
+        """Those that are there, and those that must be, by name."""
+        return {name: x for name, x in vars(self).items() if x is not None or name != "columns"}
 
     @staticmethod
     def of(k_pages: torch.Tensor, v_pages: torch.Tensor, columns: int | None = None) -> PageSummaries:
@@ -103,10 +104,10 @@ class PageSummaries:
                 divide.
         """
         for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-            if not isinstance(x, torch.Tensor) or x.ndim != 4 or not x.is_floating_point():
-                got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-                expected, hint = "floats (num_pages, page_size, num_heads_kv, dim)", "codes have no summaries"
-                raise InputError(name, got=got, expected=expected, hint=hint)
+            expected, hint = "floats (num_pages, page_size, num_heads_kv, dim)", "codes have no summaries"
+            check_dense(name, x, expected, hint)
+            if x.ndim != 4 or not x.is_floating_point():
+                raise InputError(name, got=f"{x.dtype} {tuple(x.shape)}", expected=expected, hint=hint)
         least, largest, k_mean = (k_pages.new_zeros(k_pages.shape[0], *k_pages.shape[2:]) for _ in range(3))
         kept = PageSummaries(least, largest, k_mean, v_pages.new_zeros(v_pages.shape[0], *v_pages.shape[2:]))
         if columns is None:
@@ -224,8 +225,7 @@ def _check_index(
 ) -> None:
     """Raise InputError unless x is an int32 tensor of this shape, contiguous or, where rows may lie `apart`, nearly."""
     expected = f"a contiguous int32 tensor {says} on {device}"
-    if not isinstance(x, torch.Tensor):
-        raise InputError(name, got=type(x).__name__, expected=expected, hint="torch.tensor(..., dtype=torch.int32)")
+    check_dense(name, x, expected, "torch.tensor(..., dtype=torch.int32)")
     fits = x.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, x.shape, strict=True))
     if not fits or (name.endswith("indptr") and x.shape[0] < 1):
         raise InputError(name, got=f"shape {tuple(x.shape)}", expected=expected, hint="see `tilewise.Paged`")
@@ -339,9 +339,9 @@ def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.devi
     ending at `total`.
     """
     expected = "a contiguous int32 tensor (batch + 1,) on the device of q"
-    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-        got = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, torch.Tensor) else type(cu_seqlens).__name__
-        raise InputError(name, got=got, expected=expected, hint=_HINT)
+    check_dense(name, cu_seqlens, expected, _HINT)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise InputError(name, got=tuple(cu_seqlens.shape), expected=expected, hint=_HINT)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.device != device or not cu_seqlens.is_contiguous():
         raise InputError(
             name,
@@ -349,7 +349,15 @@ def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.devi
             expected=expected,
             hint="use .to(q.device, torch.int32).contiguous()",
         )
-    values = host_values(cu_seqlens) if read else None
+    if read:
+        check_ends(name, cu_seqlens, total)
+
+
+def check_ends(name: str, cu_seqlens: torch.Tensor, total: int) -> None:
+    """Raise InputError unless cumulative lengths begin at 0, never fall and end at `total`; reads them, unless that is
+    impossible now.
+    """
+    values = host_values(cu_seqlens)
     if values is None:
         return
     first, last = values[0], values[-1]

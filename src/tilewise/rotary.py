@@ -10,7 +10,7 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.core.flags import check_flags
 from tilewise.core.readback import host_range, unreadable, values_checked
-from tilewise.core.tensors import hidden
+from tilewise.core.tensors import check_dense, hidden
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TABLE = "a floating-point tensor (num_positions, rotary_dim / 2) with unit stride in the last dimension"
@@ -43,8 +43,7 @@ class Rope:
 
     def __post_init__(self) -> None:
         for name, x in (("Rope cos", self.cos), ("Rope sin", self.sin)):
-            if not isinstance(x, torch.Tensor):
-                raise InputError(name, got=type(x).__name__, expected=_TABLE, hint="row p has position p")
+            check_dense(name, x, _TABLE, "row p has position p")
             if x.dtype not in _FLOATS or x.ndim != 2 or x.shape[1] < 1 or (x.stride(1) != 1 and x.shape[1] > 1):
                 raise InputError(
                     name,
@@ -61,10 +60,7 @@ class Rope:
                 hint="make both of the same angles",
             )
         expected = f"a contiguous int32 or int64 tensor (tokens,) on {cos.device}"
-        if not isinstance(positions, torch.Tensor):
-            raise InputError(
-                "Rope positions", got=type(positions).__name__, expected=expected, hint="torch.arange(...)"
-            )
+        check_dense("Rope positions", positions, expected, "torch.arange(...)")
         fits = positions.ndim == 1 and positions.dtype in (torch.int32, torch.int64) and positions.is_contiguous()
         if not fits or positions.device != cos.device:
             raise InputError(

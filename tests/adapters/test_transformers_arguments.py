@@ -12,6 +12,7 @@ from tilewise.adapters import transformers as adapter
 from tilewise.core.errors import InputError
 
 LAYER = torch.nn.Module()
+OF_FIVE = torch.tensor([0, 2, 5])
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,14 @@ LAYER = torch.nn.Module()
         ("position_bias: got shape", {"position_bias": torch.ones(5, 5)}),
         ("position_bias: got list", {"position_bias": [1]}),
         ("cu_seq_lens_q: got list", {"cu_seq_lens_q": [0, 5]}),
+        ("cu_seq_lens_q: got first 0, last 4", {"cu_seq_lens_q": torch.tensor([0, 2, 4])}),
+        ("cu_seq_lens_q: got first 0, last 6", {"cu_seq_lens_q": torch.tensor([0, 6])}),
+        ("cu_seq_lens_q: got first 1, last 5", {"cu_seq_lens_q": torch.tensor([1, 5])}),
+        ("cu_seq_lens_q: got 2 after 3", {"cu_seq_lens_q": torch.tensor([0, 3, 2, 5])}),
+        ("cu_seq_lens_k: got first 0, last 7", {"cu_seq_lens_q": OF_FIVE, "cu_seq_lens_k": torch.tensor([0, 2, 7])}),
+        ("cu_seq_lens_k: got other lengths", {"cu_seq_lens_q": OF_FIVE, "cu_seq_lens_k": torch.tensor([0, 3, 5])}),
+        ("cu_seq_lens_q: got torch.float32", {"cu_seq_lens_q": torch.tensor([0.0, 5.0])}),
+        (r"cu_seq_lens_q: got torch.int64 \(0,\)", {"cu_seq_lens_q": torch.tensor([], dtype=torch.int64)}),
         ("softcap", {"softcap": "x"}),
         ("key: got list", {"key": [1]}),
     ],

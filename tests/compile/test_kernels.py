@@ -162,6 +162,18 @@ class TestInstructions:
         assert "min.NaN.f32" in ptx
         assert "max.NaN.f32" in ptx
 
+    @pytest.mark.rows("triton")
+    def test_rows_of_captured_tensors(self) -> None:
+        q = torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
+        blocks, near = torch.zeros(2, 4, 2, dtype=torch.int64), torch.zeros(256, 2)
+        mask = lambda b, h, i, j: (blocks[h, i // 64] == (j // 64).unsqueeze(-1)).any(-1)  # noqa: E731
+        call = make_call(q, q, q, mask=mask, score=lambda s, b, h, i, j: s + (near[i] * near[j]).sum(-1))
+        with compiling_for(90) as kernels:
+            triton_attention.forward(call)
+        found = kernels.resources()[-1]
+        assert found.tensor_core > 0
+        assert found.shared_bytes <= SHARED_LIMIT[90]
+
     @pytest.mark.rows("kv_write")
     @pytest.mark.parametrize("interleaved", [False, True])
     def test_products_of_a_rotation_are_rounded(self, interleaved: bool) -> None:

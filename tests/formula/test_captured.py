@@ -43,6 +43,16 @@ def test_an_index_past_the_end_stays_outside() -> None:
         tw.attention(q, q, q, mask=lambda b, h, i, j: KEEP[i][-SK - 1])
 
 
+LONE = torch.tensor(200, dtype=torch.uint8)  # a type alone says 0 to 255
+
+
+@pytest.mark.parametrize("mask", [lambda b, h, i, j: KEEP[j * 0 + LONE][i], lambda b, h, i, j: i % (LONE - 200) == 0])
+def test_a_tensor_without_dimensions_may_be_all_that_its_type_holds(mask: Callable[..., Any]) -> None:
+    q = torch.zeros(1, SK, 1, 4)
+    with pytest.raises(FormulaError, match=r"reaches 200 to 200|may be 0"):
+        tw.attention(q, q, q, mask=mask)
+
+
 WRAPPING: dict[str, Callable[..., Any]] = {  # with 8 keys inside a tensor of one element, or of 64
     "mul": lambda j: (j * 2**57) // 2**60,
     "shl": lambda j: (j << 57) >> 60,
@@ -82,19 +92,21 @@ def test_of_an_index_that_wraps_both_ends_may_be_inside() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "compared": (lambda b, h, i, j: PLANE[i] > 0, "1 indices"),
-    "reflected": (lambda b, h, i, j: j > PLANE[i], "1 indices"),
+    "compared": (lambda b, h, i, j: PLANE[i] > 0, "11 values, of bool"),
+    "reflected": (lambda b, h, i, j: j > PLANE[i], "11 values, of bool"),
     "returned": (lambda b, h, i, j: KEEP[i], "1 indices"),
-    "arithmetic": (lambda b, h, i, j: i + CUBE[h][i] > 0, "2 indices"),
-    "negated": (lambda b, h, i, j: ~KEEP[i], "1 indices"),
-    "condition": (lambda b, h, i, j: torch.where(KEEP[i], i, j) > 0, "1 indices"),
+    "arithmetic": (lambda b, h, i, j: i + CUBE[h][i] > 0, "11 values, of bool"),
+    "of_two_dimensions": (lambda b, h, i, j: i + CUBE[h] > 0, "1 indices"),
+    "negated": (lambda b, h, i, j: ~KEEP[i], "11 values, of bool"),
+    "condition": (lambda b, h, i, j: torch.where(KEEP[i], i, j) > 0, "11 values, of bool"),
     "index": (lambda b, h, i, j: ORDER[IDS[b]] > 0, "1 indices"),
-    "method": (lambda b, h, i, j: PLANE[i].sum() > 0, "1 indices"),
-    "function": (lambda b, h, i, j: torch.tanh(PLANE[i]) > 0, "1 indices"),
+    "method": (lambda b, h, i, j: CUBE[h].sum() > 0, "1 indices"),
+    "function": (lambda b, h, i, j: torch.tanh(PLANE[i]) > 0, "11 values, of bool"),
     "branch": (lambda b, h, i, j: KEEP[i] and True, "1 indices"),
     "iterated": (lambda b, h, i, j: next(iter(KEEP[i])), "1 indices"),
     "one_too_many": (lambda b, h, i, j: KEEP[i][j, j], "3 indices"),
-    "sliced": (lambda b, h, i, j: PLANE[i][:] > 0, "slice"),
+    "sliced": (lambda b, h, i, j: PLANE[:][i] > 0, "11 values, of bool"),
+    "sliced_first": (lambda b, h, i, j: PLANE[:, i] > 0, "slice"),
     "column": (lambda b, h, i, j: PLANE[..., j][i] > 0, "ellipsis"),
     "two_ellipses": (lambda b, h, i, j: PLANE[..., i, j, ...] > 0, "4 indices"),
 }

@@ -100,6 +100,8 @@ WRAPPING: dict[str, Any] = {  # of positions 0 to 7: between the ends something 
     "neg": lambda i, j: -(FAR[j % 4] + 1) - 2 > 5,
     "neg_of_the_least": lambda i, j: -FAR[j % 4] < -5,
     "abs_of_the_least": lambda i, j: abs(FAR[j % 4]) < 0,
+    "abs_that_wraps_again": lambda i, j: abs(FAR[j % 4]) - j > -1,
+    "least_of_an_abs": lambda i, j: torch.minimum(abs(FAR[j % 4]), i) - j - 9 > 0,
     "floordiv": lambda i, j: FAR[j % 4] // -1 < -3,
     "mod": lambda i, j: (j << 62) % 7 < 4,
     "shl": lambda i, j: (j + 1 << i * 9) < 0,

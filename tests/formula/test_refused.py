@@ -21,6 +21,8 @@ from tilewise.formula.linear import linear
 from tilewise.formula.optimize import base_2, cheaper
 from tilewise.schedule.rule import tile_rule
 
+WIDE = torch.zeros(2, 1000)
+
 torch.library.define("tilewise_test::tanh", "(Tensor x) -> Tensor")  # a user's own operator, for what messages call it
 
 
@@ -52,12 +54,25 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "len": (lambda b, h, i, j: len(i) > 0, "len()"),
     "unsupported_torch": (lambda b, h, i, j: torch.cumsum(i, 0) > j, "torch.cumsum"),
     "whole_tensor": (lambda b, h, i, j: i < PLANE, "without an index"),
-    "too_few_indices": (lambda b, h, i, j: PLANE[i] > 0, "1 indices"),
+    "too_few_indices": (lambda b, h, i, j: PLANE[i] > 0, "11 values"),
     "too_many_indices": (lambda b, h, i, j: ORDER[i, j] > 0, "2 indices"),
     "five_dimensions": (lambda b, h, i, j: torch.zeros(2, 2, 2, 2, 2)[b, b, b, b, i] > 0, "5 indices"),
     "float_index": (lambda b, h, i, j: ORDER[i / 2] > 0, "float expression"),
     "bool_index": (lambda b, h, i, j: ORDER[i > j] > 0, "bool expression"),
-    "slice": (lambda b, h, i, j: PLANE[i, :] > 0, "slice"),
+    "slice": (lambda b, h, i, j: PLANE[:, i] > 0, "slice"),
+    "slice_of_positions": (lambda b, h, i, j: PLANE[i, :j].any(), "slice"),
+    "a_row": (lambda b, h, i, j: PLANE[i, :] > 0, "11 values, of bool"),
+    "rows_of_other_sizes": (lambda b, h, i, j: (PLANE[i] > SLOPES[:2]).any(-1), "2 and 11 entries"),
+    "a_wide_row": (lambda b, h, i, j: torch.zeros(1, 2000)[b].sum() > 0, "2000 entries of a tensor"),
+    "too_many_products": (
+        lambda b, h, i, j: torch.dot(WIDE[b], WIDE[b + 1]) > 0,
+        "at most 4000",
+    ),
+    "another_dimension": (lambda b, h, i, j: PLANE[i].sum(1) > 0, "dim"),
+    "largest_and_where": (lambda b, h, i, j: PLANE[i].max(-1).values > 0, "amax"),
+    "two_dimensions": (lambda b, h, i, j: PLANE[i].unsqueeze(-1).any() > 0, "unsqueeze"),
+    "entry_beyond": (lambda b, h, i, j: (PLANE[i] > 0)[11], "11, of 11 entries"),
+    "no_entry": (lambda b, h, i, j: PLANE[i, 3:3].amax(-1) > 0, "a row of no entries"),
     "not_boolean": (lambda b, h, i, j: i - j, "int expression"),
     "and_of_floats": (lambda b, h, i, j: (i / 2 & j) > 0, "operand of &"),
     "shift_of_floats": (lambda b, h, i, j: (i << j / 2) > 0, "operand of <<"),
@@ -87,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "round": (lambda b, h, i, j: round(i) > j, "__round__"),
     "number_for_a_tensor": (lambda b, h, i, j: torch.maximum(i, 5) > j, "must be Tensor, not int"),
     "numpy_array": (lambda b, h, i, j: np.arange(11)[i] > j, "IndexError"),
-    "one_operand": (lambda b, h, i, j: torch.max(i) > j, "missing 1 required positional argument: 'other'"),
+    "one_operand": (lambda b, h, i, j: torch.where(i > j), "missing 2 required positional arguments"),
     "out": (lambda b, h, i, j: torch.sub(i, j, out=torch.empty(1)) > 0, "out"),
     "divided_by_zero": (lambda b, h, i, j: i // 0 == j, "got 0"),
     "modulo_zero": (lambda b, h, i, j: i % 0 == j, "got 0"),
@@ -98,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "int8": (lambda b, h, i, j: i.to(dtype=torch.int8) > 0, "torch.int8"),
     "int16": (lambda b, h, i, j: i.type_as(THREE.short()) > 0, "torch.int16"),
     "method_argument": (lambda b, h, i, j: i.clamp(low=0) > j, "torch.Tensor.clamp at"),
-    "method_operand": (lambda b, h, i, j: i.max() > j, "missing 1 required positional argument: 'other'"),
+    "method_operand": (lambda b, h, i, j: i.maximum() > j, "missing 1 required positional argument: 'other'"),
     "dimension": (lambda b, h, i, j: torch.max(i, 0) > j, "got other 0"),
     "no_method_of_a_tensor": (lambda b, h, i, j: i.silu() > j, "attribute 'silu'"),
     "ndim": (lambda b, h, i, j: i.ndim > 0, "attribute 'ndim'"),

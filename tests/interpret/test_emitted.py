@@ -175,6 +175,21 @@ def test_integers_are_as_wide_as_pytorchs(name: str) -> None:
     _emitted_mask_is_the_formula(as_mask(WIDTHS[name]), 1, 2)
 
 
+BLOCKS = torch.randint(0, 4, (2, 3, 5, 3), generator=torch.Generator().manual_seed(0))
+FLAGS = torch.rand(64, 4, generator=torch.Generator().manual_seed(0)) < 0.5
+ROW_MASKS: dict[str, Any] = {  # of what is captured without its last index
+    "blocks": lambda b, h, i, j: (BLOCKS[b, h, i // 4] == (j // 8).unsqueeze(-1)).any(-1),
+    "all": lambda b, h, i, j: (~FLAGS[i] | FLAGS[j]).all(-1),
+    "count": lambda b, h, i, j: (FLAGS[i] & FLAGS[j]).sum(-1) > 1,
+    "largest": lambda b, h, i, j: BLOCKS[b, h, i // 4].amax(-1) * 8 >= j + BLOCKS[b, h, i // 4, 1:].min(),
+}
+
+
+@pytest.mark.parametrize("name", ROW_MASKS)
+def test_masks_of_rows(name: str) -> None:
+    _emitted_mask_is_the_formula(as_mask(ROW_MASKS[name]), 1, 2)
+
+
 def _emitted_score_is_the_formula(score: Any, wanted: tuple[bool, ...], b: int, h: int) -> None:
     functions = score_functions(score.text, _captured(score), wanted, False)
     generator = torch.Generator().manual_seed(0)
@@ -221,6 +236,20 @@ def test_every_named_score(name: str) -> None:
     score = as_score(inputs.score.formula)
     wanted = tuple(t.requires_grad for t in score.tensors)
     _emitted_score_is_the_formula(score, wanted, len(CASES[name].lengths) - 1, CASES[name].heads_q - 1)
+
+
+Q_PE, K_PE, W_PE = (torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (40, 50, 3))
+ROW_SCORES: dict[str, Any] = {
+    "dot": lambda s, b, h, i, j: s + (Q_PE[i] * K_PE[j]).sum(-1),
+    "by_head": lambda s, b, h, i, j: s * torch.sigmoid(torch.dot(W_PE[h], K_PE[j])) + (W_PE[h] - Q_PE[i]).mean(-1),
+    "largest": lambda s, b, h, i, j: s - (Q_PE[i] - K_PE[j]).abs().amax(-1),
+}
+
+
+@pytest.mark.parametrize("name", ROW_SCORES)
+def test_scores_of_rows(name: str) -> None:
+    score = as_score(ROW_SCORES[name])
+    _emitted_score_is_the_formula(score, (True,) * len(score.tensors), 1, 2)
 
 
 @EXAMPLES

@@ -251,6 +251,28 @@ def test_nothing_to_do(lengths: tuple[int, int], far: str) -> None:
     assert bool((lse == -torch.inf).all())
 
 
+def _without_pairs(layout: str) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    ends = torch.tensor([0, 0, 150], dtype=torch.int32)
+    if layout == "dense":
+        return torch.randn(0, 150, 2, 16), torch.randn(0, 150, 2, 16), None
+    if layout == "packed":
+        return torch.randn(0, 2, 16), torch.randn(150, 2, 16), tw.Packed(ends * 0, ends)
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    return torch.randn(2, 1, 2, 16), torch.randn(8, 32, 2, 16), tw.Paged(table, ends[:2])
+
+
+@pytest.mark.parametrize("select", [tw.Sparge(0.5), tw.TopK(2), tw.Select(tw.TopK(1), far="summary", block=16)])
+@pytest.mark.parametrize("layout", ["dense", "packed", "paged"])
+def test_formulas_of_other_sizes_are_not_read_without_pairs(layout: str, select: Any) -> None:
+    """Nothing proves that their indices stay inside, nor that they divide by no 0."""
+    q, k, where = _without_pairs(layout)
+    few, none = torch.randn(1), torch.zeros(0, dtype=torch.int32)
+    for mask in (None, lambda b, h, i, j: none[j] == i, lambda b, h, i, j: i % (few[h] * 0).int() == 0):
+        for score in (None, lambda s, b, h, i, j: s + few[j] * few[h]):
+            o = tw.attention(q, k, k, mask=mask, score=score, layout=where, select=select)
+            assert torch.equal(o, torch.zeros_like(q))
+
+
 def test_errors() -> None:
     q, k, v = (x.detach() for x in cases.make_inputs(BY_NAME["mass"], torch.float32))
     far, far2 = (tw.Select(tw.TopK(1), far=far) for far in ("summary", "summary2"))

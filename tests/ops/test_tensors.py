@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
 
 import tilewise as tw
 from tests.ops.transforms import CASES
 from tilewise.core.errors import InputError
+from tilewise.quant import decode, encode, encode_by_channel
 
 # tensors without memory of their own ---------------------------------------------------------------------------------
 
@@ -22,6 +25,27 @@ TABLE = torch.tensor([[0]], dtype=torch.int32)
 LENGTH = torch.tensor([2], dtype=torch.int32)
 ENDS = torch.tensor([0, 6], dtype=torch.int32)
 SLOTS = torch.arange(6)
+NUMBERS = ONE = torch.tensor([0, 1], dtype=torch.int32)
+ANGLES = dict(zip(("cos", "sin"), tw.rope_tables(16, 8), strict=True)) | {"positions": SLOTS}
+CODES, CHANNELS = encode(POOL, "int8"), encode_by_channel(POOL, 4)
+SUMMED = tw.PageSummaries.of(POOL, POOL)
+TAKEN = tw.select_tiles(K[None], K[None], tw.TopK(1))
+MADE = tw.quantize_qkv(K[None], K[None], K[None], scheme=tw.Sage2())
+
+
+def paged(layout: tw.Paged, **more: Any) -> Any:
+    return tw.attention(K[None, :1] if layout.cu_seqlens_q is None else K[:1], POOL, POOL, layout=layout, **more)
+
+
+def dense(**more: Any) -> Any:
+    return tw.attention(K[None], K[None], K[None], **more)
+
+
+def fields(kept: Any, use: Callable[[Any], Any], *names: str) -> dict[str, tuple[Callable[[Any], Any], torch.Tensor]]:
+    """For each of the fields a call that has another tensor in it."""
+    call = lambda name: lambda t: use(replace(kept, **{name: t}))  # noqa: E731
+    return {f"{type(kept).__name__}.{name}": (call(name), getattr(kept, name)) for name in names}
+
 
 # what else takes tensors: (function of one of them, a good one)
 OTHERS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
@@ -45,6 +69,28 @@ OTHERS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "rope inplace": (lambda q: tw.rope(q, rope=tw.Rope(*tw.rope_tables(16, 8), SLOTS), inplace=True), K),
     "norm quantize": (lambda x: tw.rms_norm(x, quantize="int8"), K),
     "cross_entropy target": (lambda t: tw.cross_entropy(K[:, 0], t), SLOTS),
+    "packed keys": (lambda t: tw.attention(K, K, K, layout=tw.Packed(ENDS, t)), ENDS),
+    "packed keys of tiles": (lambda t: tw.select_tiles(K, K, tw.TopK(1), layout=tw.Packed(t)), ENDS),
+    "packed keys of codes": (lambda t: tw.quantize_qkv(K, K, K, scheme=tw.Sage2(), layout=tw.Packed(t)), ENDS),
+    "paged indptr": (lambda t: paged(tw.Paged((t, NUMBERS), LENGTH)), ONE),
+    "paged indices": (lambda t: paged(tw.Paged((ONE, t), LENGTH)), NUMBERS),
+    "paged lengths": (lambda t: paged(tw.Paged(TABLE, t)), LENGTH),
+    "paged lengths of tiles": (lambda t: paged(tw.Paged(TABLE, t), select=tw.TopK(1)), LENGTH),
+    "paged queries": (lambda t: paged(tw.Paged(TABLE, LENGTH, t)), ONE),
+    "summaries table": (lambda t: tw.summarize_pages(POOL, POOL, SUMMED, tw.Paged(t, LENGTH)), TABLE),
+    "summaries of": (lambda t: tw.PageSummaries.of(t, POOL), POOL),
+    "encode": (lambda t: encode(t, "int8"), POOL),
+    "encode_by_channel": (lambda t: encode_by_channel(t, 4), POOL),
+    "ByChannel.keys": (CHANNELS.keys, torch.tensor([0])),
+    "document": (lambda t: dense(mask=tw.document(t)), ENDS.new_zeros(6)),
+    "explicit": (lambda t: dense(mask=tw.explicit(t)), torch.ones(6, 6, dtype=torch.bool)),
+    "bias": (lambda t: dense(score=tw.bias(t)), K.new_ones(6, 6)),
+    **fields(SUMMED, lambda s: paged(tw.Paged(TABLE, LENGTH, summaries=s), select=tw.TopPages(2)), "least", "v_mean"),
+    **fields(CODES, decode, "data", "scale"),
+    **fields(CHANNELS, lambda k: k, "data", "scale", "least", "open", "place"),
+    **fields(tw.Rope(**ANGLES), lambda rope: tw.rope(K, rope=rope), *ANGLES),
+    **fields(TAKEN, lambda tiles: dense(select=tiles), "kept", "classes"),
+    **fields(MADE, lambda codes: dense(quantize=codes), "q", "k_scale", "v_scale", "k_mean"),
 }  # fmt: skip
 CALLS = [(name, n) for name, case in CASES.items() for n in range(len(case.shapes))]
 BY_NAME = {f"{name} {n}": (name, n) for name, n in CALLS}
@@ -120,7 +166,12 @@ def test_tensors_that_are_negated_when_read_are_refused(name: str) -> None:
     refused(called(name, made), "tensor that is negated", "resolve_neg")
 
 
-@pytest.mark.parametrize("name", [name for name in [*BY_NAME, *OTHERS] if name != "attention table"])  # not read
+@ALL
+def test_nested_tensors_are_refused(name: str) -> None:
+    refused(called(name, lambda x: torch.nested.nested_tensor([x])), "nested tensor", "Packed")
+
+
+@ALL
 def test_subclasses_with_memory_run(name: str) -> None:
     called(name, lambda x: x.clone().as_subclass(Named))()
 
@@ -189,3 +240,28 @@ def test_what_is_no_number_gives_what_the_reference_gives(
     for impl in ("cpu_sdpa", "cpu_tiled"):
         for ours, theirs in zip(found[impl], found["reference"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("row", [3, 140])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("mask", [None, tw.causal, tw.window(5), tw.document(torch.arange(150) // 80)], ids=repr)
+def test_what_is_no_number_reaches_whatever_it_meets(where: str, row: int, value: float, mask: tw.Mask | None) -> None:
+    """Each output and gradient that is no number where PyTorch has, for every query, the keys alone that it sees."""
+    generator = torch.Generator().manual_seed(row)
+    inputs = {name: torch.randn(1, 150, 1, 8, generator=generator) for name in "qkv"}
+    inputs[where][0, row, 0, 5] = value
+    places = {"b": torch.tensor(0), "h": torch.tensor(0), "i": torch.arange(150)[:, None], "j": torch.arange(150)}
+    seen = torch.ones(150, 150, dtype=torch.bool) if mask is None else mask.evaluate(**places).expand(150, 150)
+    do = torch.linspace(0.5, 2.0, 150).view(1, -1, 1, 1)
+    x = [a.requires_grad_() for a in inputs.values()]
+    q, k, v = (a[0, :, 0] for a in x)
+    each = [(k[see] @ q[i] * 8**-0.5).softmax(0) @ v[see] for i, see in enumerate(seen)]
+    o = torch.stack(each)[None, :, None]
+    expected = [o, *torch.autograd.grad(o, x, do.expand_as(o))]
+    for impl in ("cpu_sdpa", "cpu_tiled", "reference"):
+        o = tw.attention(*x, mask=mask, impl=impl if mask in (None, tw.causal) or impl != "cpu_sdpa" else None)
+        for found, exact in zip((o, *torch.autograd.grad(o, x, do.expand_as(o))), expected, strict=True):
+            assert not found[~exact.isfinite()].isfinite().any(), impl
+            both = found.isfinite() & exact.isfinite()
+            torch.testing.assert_close(found[both], exact[both], rtol=1e-4, atol=1e-4)

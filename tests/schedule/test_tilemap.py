@@ -157,8 +157,38 @@ def test_sizes_are_positive(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["seqlen_q", "seqlen_k"])
 def test_lengths_are_not_negative(name: str) -> None:
-    with pytest.raises(InputError, match=f"TileMap {name}: got -1; expected an integer >= 0"):
+    with pytest.raises(InputError, match=f"TileMap {name}: got -1; expected an integer from 0"):
         TileMap.build(tw.causal, **({"seqlen_q": 4, "seqlen_k": 4} | {name: -1}))
+
+
+@pytest.mark.parametrize("name", ["seqlen_q", "seqlen_k", "batch", "heads", "block_m", "block_n"])
+@pytest.mark.parametrize("size", [True, 2**63, 2**70, 1.5, None])
+def test_sizes_are_integers_of_positions(name: str, size: Any) -> None:
+    for mask in (None, tw.causal, tw.document(torch.zeros(4, dtype=torch.int64))):
+        with pytest.raises(InputError, match=f"TileMap {name}: got"):
+            TileMap.build(mask, **({"seqlen_q": 4, "seqlen_k": 4} | {name: size}))
+
+
+@pytest.mark.parametrize("device", ["nowhere", 2.5, "meta"])
+def test_devices(device: Any) -> None:
+    with pytest.raises(InputError, match=r"TileMap device|captured tensor 0: got cpu"):
+        TileMap.build(tw.document(torch.zeros(4, dtype=torch.int64)), seqlen_q=4, seqlen_k=4, device=device)
+
+
+@pytest.mark.parametrize(
+    ("mask", "size"),
+    [
+        (tw.neighborhood((2, 2), 1), {"seqlen_q": 9, "seqlen_k": 9}),
+        (tw.explicit(torch.ones(3, 1, 4, 4, dtype=torch.bool)), {"batch": 2}),
+        (tw.explicit(torch.ones(1, 3, 4, 4, dtype=torch.bool)), {"heads": 2}),
+        (tw.document(torch.zeros(6, dtype=torch.int64)), {}),
+        (tw.lengths(torch.ones(2, dtype=torch.int64)), {"batch": 1}),
+    ],
+)
+def test_masks_are_for_these_sizes(mask: Any, size: dict[str, int]) -> None:
+    """As `attention` takes them: an index that stays inside is not enough."""
+    with pytest.raises(InputError, match="as the call has it"):
+        TileMap.build(mask, **({"seqlen_q": 4, "seqlen_k": 4} | size))
 
 
 def test_captured_tensors_are_large_enough() -> None:
@@ -229,7 +259,7 @@ torch.set_num_threads(1)
 n = 131072
 ids = torch.arange(n) // 5000
 mask = tw.causal & tw.window(4096) & tw.document(ids)
-TileMap.build(mask, seqlen_q=1024, seqlen_k=1024)
+TileMap.build(tw.causal & tw.window(4096) & tw.document(ids[:1024]), seqlen_q=1024, seqlen_k=1024)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 seconds = []
 for _ in range(3):

@@ -23,6 +23,8 @@ from tilewise.adapters.sdpa import additive, top_left_causal
 from tilewise.adapters.transformers_fused import Fused, fuse, unfuse
 from tilewise.core.errors import FormulaError, InputError, MissingExtraError, UnsupportedError
 from tilewise.core.flags import check_flags
+from tilewise.core.readback import host_values, values_checked
+from tilewise.layouts import check_ends
 
 __all__ = ["Fused", "attention_forward", "attention_mask", "fuse", "register", "unfuse"]
 
@@ -297,12 +299,19 @@ def _sequences(
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     hint = "tilewise.attention(layout=tilewise.Packed(...)) takes lengths that differ between queries and keys"
     check_tensors("(sequences + 1,)", (1,), hint, cu_seq_lens_q=cu_seqlens_q, cu_seq_lens_k=cu_seqlens_k)
+    given = {"cu_seq_lens_q": cu_seqlens_q, "cu_seq_lens_k": cu_seqlens_k}
+    for name, x in given.items():
+        if x.dtype not in (torch.int32, torch.int64) or not x.shape[0]:
+            got, expected = f"{x.dtype} {tuple(x.shape)}", "int32 or int64 (sequences + 1,)"
+            raise InputError(name, got=got, expected=expected, hint="running sums of the lengths, from 0")
+    expected = "packed sequences in a batch of 1, with as many queries as keys"
     if batch != 1 or sizes[0] != sizes[1] or cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise InputError(
-            "cu_seq_lens_q",
-            got=f"batch {batch}, seqlen_q {sizes[0]}, seqlen_k {sizes[1]}",
-            expected="packed sequences in a batch of 1, with as many queries as keys",
-            hint=hint,
-        )
+        got = f"batch {batch}, seqlen_q {sizes[0]}, seqlen_k {sizes[1]}"
+        raise InputError("cu_seq_lens_q", got=got, expected=expected, hint=hint)
+    if values_checked(cu_seqlens_q.device):
+        for (name, x), tokens in zip(given.items(), sizes, strict=True):
+            check_ends(name, x, tokens)
+        if cu_seqlens_k is not cu_seqlens_q and host_values(cu_seqlens_k) != host_values(cu_seqlens_q):
+            raise InputError("cu_seq_lens_k", got="other lengths than cu_seq_lens_q", expected=expected, hint=hint)
     places = torch.arange(sizes[0], device=cu_seqlens_q.device, dtype=cu_seqlens_q.dtype)
     return tw.document(torch.searchsorted(cu_seqlens_q[1:].contiguous(), places, right=True))

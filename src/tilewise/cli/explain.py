@@ -14,6 +14,7 @@ from tilewise.core.errors import InputError
 from tilewise.explain import ladder
 from tilewise.explain import traffic as closed_forms
 from tilewise.explain.ladder import ORDER, Report
+from tilewise.formula.sizes import made_for
 from tilewise.schedule.sharing import Group
 from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, TileMap
 from tilewise.schedule.worklist import WorkList
@@ -140,7 +141,9 @@ def mask(
         from tilewise.explain import draw
 
         draw.check_target(out)
-    tilemap = TileMap.build(formula, seqlen_q=queries, seqlen_k=seqlen, block_m=block_m, block_n=block_n)
+    batch, heads = (made_for(formula.sizes, axis, 1) for axis in ("batch", "num_heads_q"))
+    given: dict[str, Any] = {"seqlen_q": queries, "seqlen_k": seqlen, "block_m": block_m, "block_n": block_n}
+    tilemap = TileMap.build(formula, batch=batch, heads=heads, **given)
     classes = tilemap.classes[0, 0].tolist()
     count = {kind: sum(row.count(kind) for row in classes) for kind in (EMPTY, PARTIAL, FULL)}
     if out is not None:

@@ -17,11 +17,17 @@ def being_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
+def has_memory(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of this type are memory, not stand-ins for others (fake ones) nor wrappers of them."""
+    plain = kind is torch.Tensor or kind is torch.nn.Parameter  # at the cost that every call can bear
+    return plain or kind.__torch_dispatch__ in (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
+
+
 def unreadable(tensor: torch.Tensor) -> bool:
     """Whether values cannot be read now: inside a compiled region, of a fake tensor or one without memory, or while a
     CUDA graph is captured.
     """
-    if being_traced() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+    if being_traced() or not has_memory(type(tensor)) or tensor.is_meta:
         return True
     return being_captured(tensor.device)
 

@@ -20,9 +20,10 @@ from torch.autograd import forward_ad
 
 from tilewise.core.dispatch import untraced
 from tilewise.core.errors import InputError, UnsupportedError
-from tilewise.core.readback import being_traced, unreadable
+from tilewise.core.readback import being_traced, has_memory, unreadable
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+TRANSFORMED = "tensors that vmap, torch.func or forward mode see"
 _STAND_INS = "torch._subclasses"  # FakeTensor and FunctionalTensor, which operators know
 _HINTS = {
     "DTensor": "pass x.to_local(), or wrap the call in torch.distributed.tensor.experimental.local_map",
@@ -40,10 +41,8 @@ def not_dense(x: Any) -> tuple[str, str] | None:
         return kind.__name__, "convert it with torch.as_tensor"
     if x.is_nested:  # of a subclass where it is jagged
         return "a nested tensor", _HINTS["nested"]
-    if kind not in _PLAIN:
-        own = kind.__torch_dispatch__ not in (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)
-        if own and not kind.__module__.startswith(_STAND_INS):
-            return f"a {kind.__name__}", _HINTS.get(kind.__name__, "pass the tensor that it wraps")
+    if not has_memory(kind) and not kind.__module__.startswith(_STAND_INS):
+        return f"a {kind.__name__}", _HINTS.get(kind.__name__, "pass the tensor that it wraps")
     if x.layout is not torch.strided:
         return f"a {x.layout} tensor", _HINTS["sparse"]
     if not torch.compiler.is_compiling() and x.is_neg():  # memory holds the numbers before the sign
@@ -141,21 +140,20 @@ def refuse_batched(name: str, tensors: Iterable[Any]) -> None:
     for x in tensors:
         while isinstance(x, torch.Tensor) and is_functorch_wrapped_tensor(x):
             if is_batchedtensor(x):
-                raise no_transform(name, "a tensor with a dimension that vmap takes out")
+                raise no_derivative(name, "a tensor with a dimension that vmap takes out")
             x = get_unwrapped(x)
 
 
 def refuse_transforms(operation: str, tensors: Iterable[torch.Tensor | None]) -> None:
     """Raise UnsupportedError for tensors that a transform sees, where it would see nothing of the result."""
     if transformed(tensors):
-        raise no_transform(operation, "tensors that vmap, torch.func or forward mode see")
+        raise no_derivative(operation)
 
 
-def no_transform(operation: str, got: str) -> UnsupportedError:
-    """What is raised where neither the operation nor PyTorch's own could do it."""
-    return UnsupportedError(
-        operation,
-        got=got,
-        expected="plain tensors",
-        hint="call it outside the transform, for one example at a time",
-    )
+def no_derivative(operation: str, got: str = TRANSFORMED, *, second: bool = False) -> UnsupportedError:
+    """What is raised where neither the operation nor PyTorch's own could do it: a transform, or a second derivative."""
+    expected, hint = "plain tensors", "call it outside the transform, for one example at a time"
+    if second:
+        expected = "first derivatives"
+        hint = "write this part in PyTorch's own operations where second ones are needed"
+    return UnsupportedError(operation, got=got, expected=expected, hint=hint)

@@ -7,13 +7,15 @@ But the builtin abs() goes past them: then `trace` calls the function again, wit
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tilewise.formula.expr import Expr
-from tilewise.formula.functions import apply_torch_function, operator_of
+from tilewise.formula.functions import apply_torch_function, getitem, operator_of
 
 
 class Traced(torch.Tensor):
@@ -35,9 +37,23 @@ class Traced(torch.Tensor):
         return _tensor_of(found) if isinstance(found, Expr) else found
 
 
+class _Indexing(TorchFunctionMode):
+    """While active, `tensor[...]` with a traced index becomes a load node, or a row of them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__ or func is operator.getitem:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(part, Traced) for part in index):
+                return _tensor_of(getitem(_expr_of(args[0]), _expr_of(index)))
+        return func(*args, **(kwargs or {}))
+
+
 def call(fn: Callable[..., Any], symbols: list[Expr]) -> tuple[bool, Any]:
     """(Whether nothing went past `Traced`, what a function gives for these symbols then)."""
-    result = _expr_of(fn(*(_tensor_of(symbol) for symbol in symbols)))
+    with _Indexing():
+        result = _expr_of(fn(*(_tensor_of(symbol) for symbol in symbols)))
     return not _escaped(result), result
 
 

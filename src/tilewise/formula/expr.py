@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import FormulaError, caller_line, shown
+from tilewise.core.tensors import check_dense, not_dense
 from tilewise.formula.walk import render
 
 Number = int | float | bool
@@ -201,6 +202,7 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, (float, torch.SymFloat)):
         return Expr("num", (), "float", value)
     if isinstance(value, torch.Tensor):
+        check_captured(value)
         if value.numel() != 1:
             raise FormulaError(
                 f"captured tensor at {caller_line()}",
@@ -228,8 +230,15 @@ def tensor_kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
 
 
+def check_captured(tensor: torch.Tensor) -> None:
+    """Raise InputError for a tensor without dense memory of its own, which may have no shape."""
+    if not_dense(tensor) is not None:
+        check_dense(f"captured tensor at {caller_line()}", tensor, "a dense tensor with memory of its own")
+
+
 def load(tensor: torch.Tensor, indices: Sequence[Any]) -> Expr:
     """A captured tensor read at traced indices, one for each dimension."""
+    check_captured(tensor)
     if len(indices) != tensor.ndim or tensor.ndim > 4:
         raise FormulaError(
             f"index into a captured tensor at {caller_line()}",
@@ -239,13 +248,8 @@ def load(tensor: torch.Tensor, indices: Sequence[Any]) -> Expr:
         )
     exprs = tuple(as_expr(index) for index in indices)
     for position, index in enumerate(exprs):
-        if index.kind != "int":
-            raise FormulaError(
-                f"index {position} into a captured tensor at {caller_line()}",
-                got=f"a {index.kind} expression {render(index)}",
-                expected="an integer expression",
-                hint="cast with .to(torch.int32), or use // instead of /",
-            )
+        what, hint = f"index {position} into a captured tensor", "cast with .to(torch.int32), or use // instead of /"
+        _of_kind("int", index, what, "an integer expression", hint)
         if isinstance(index.value, int) and index.value < 0:  # a constant counts from the end
             exprs = (*exprs[:position], as_expr(index.value + tensor.shape[position]), *exprs[position + 1 :])
     return Expr("load", exprs, tensor_kind(tensor.dtype), tensor)
@@ -314,16 +318,17 @@ def compare(op: str, left: Any, right: Any) -> Expr:
     return Expr(op, (a, b), "bool")
 
 
-def _as_bool(value: Any, operator: str) -> Expr:
-    expr = as_expr(value)
-    if expr.kind != "bool":
-        raise FormulaError(
-            f"operand of {operator} at {caller_line()}",
-            got=f"the {expr.kind} expression {render(expr)}",
-            expected="a boolean expression",
-            hint="compare first, for example (x != 0); parenthesise comparisons joined by & and |",
-        )
+def _of_kind(kind: str, expr: Expr, what: str, expected: str, hint: str) -> Expr:
+    """The expression, if it is of this kind."""
+    if expr.kind != kind:
+        got = f"the {expr.kind} expression {render(expr)}"
+        raise FormulaError(f"{what} at {caller_line()}", got=got, expected=expected, hint=hint)
     return expr
+
+
+def _as_bool(value: Any, operator: str) -> Expr:
+    hint = "compare first, for example (x != 0); parenthesise comparisons joined by & and |"
+    return _of_kind("bool", as_expr(value), f"operand of {operator}", "a boolean expression", hint)
 
 
 def logic(op: str, left: Any, right: Any) -> Expr:
@@ -352,14 +357,9 @@ def bits(op: str, left: Any, right: Any) -> Expr:
     0 to the left, and its sign (0 or -1) to the right.
     """
     a, b = _numeric(as_expr(left)), _numeric(as_expr(right))
+    hint = "parenthesise comparisons joined by & and |; cast with .to(torch.int64)"
     for operand in (a, b):
-        if operand.kind != "int":
-            raise FormulaError(
-                f"operand of {_BITS[op]} at {caller_line()}",
-                got=f"the {operand.kind} expression {render(operand)}",
-                expected="booleans, or integers",
-                hint="parenthesise comparisons joined by & and |; cast with .to(torch.int64)",
-            )
+        _of_kind("int", operand, f"operand of {_BITS[op]}", "booleans, or integers", hint)
     return Expr(op, (a, b), "int")
 
 

@@ -156,7 +156,8 @@ def mask(fn: Callable[..., Any], name: Name = None) -> Mask:
 
     `i` is the query's place on the key axis (query index + seqlen_k - seqlen_q), `j` the key position, `h` the query
     head, `b` the batch element (the sequence, in a packed layout). Captured tensors of up to four dimensions may be
-    indexed by integer expressions. Raises FormulaError for a branch on a traced value or an operation outside the
+    indexed by integer expressions; one whose last index is missing is a row, of which `.sum(-1)`, `.any(-1)` and their
+    like make one value. Raises FormulaError for a branch on a traced value or an operation outside the
     formula language.
     """
     return Mask(trace(fn, ("b", "h", "i", "j"), "bool", "mask", name is not None), name)

@@ -22,13 +22,12 @@ from tilewise.formula.expr import (
     compare,
     invert,
     lit,
-    load,
     logic,
     negate,
-    tensor_kind,
     unary,
     where,
 )
+from tilewise.formula.rows import OF_ROWS, read, spread
 from tilewise.formula.walk import postorder, render
 
 Function = Callable[..., Any]
@@ -38,26 +37,6 @@ ELSEWHERE = "compute what does not depend on positions or the score outside, and
 def _refused(what: str, got: Any, expected: str, hint: str) -> FormulaError:
     """The error that names the user's line."""
     return FormulaError(f"{what} at {caller_line()}", got=got, expected=expected, hint=hint)
-
-
-class Row(Expr):
-    """A captured tensor with too few indices so far: takes more, and refuses any other use."""
-
-    def __getitem__(self, index: Any) -> Expr:
-        return read(self.value, (*self.args, *(index if isinstance(index, tuple) else (index,))))
-
-    def whole(self) -> Expr:
-        return load(self.value, self.args)  # which says how many indices it takes
-
-
-def read(tensor: torch.Tensor, indices: tuple[Any, ...]) -> Expr:
-    """`tensor[indices]`: a load, or a `Row` where indices are missing."""
-    dots = [position for position, index in enumerate(indices) if index is Ellipsis]
-    if len(dots) == 1 and (dots[0] == len(indices) - 1 or len(indices) == tensor.ndim + 1):
-        indices = indices[: dots[0]] + indices[dots[0] + 1 :]
-    if len(indices) < tensor.ndim <= 4:
-        return Row("load", tuple(as_expr(index) for index in indices), tensor_kind(tensor.dtype), tensor)
-    return load(tensor, indices)
 
 
 # The functions below take PyTorch's own parameter names, so that keywords mean what they mean there; `**_` is where a
@@ -76,10 +55,15 @@ def _scaled(op: str) -> Function:
 def _extreme(op: str) -> Function:
     def extreme(input: Any, other: Any) -> Expr:
         if not isinstance(other, (Expr, torch.Tensor)):  # to torch.max a number is a dimension
-            raise _refused(op, f"other {other!r}", "a traced value", "use clamp")
-        return binary(op, input, other)
+            raise _refused(op, f"other {other!r}", "a traced value", f"use clamp; of a row .a{op}(-1)")
+        return spread(lambda a, b: binary(op, a, b), input, other)  # type: ignore[no-any-return]
 
     return extreme
+
+
+def _extreme_or_reduced(op: str) -> Function:
+    of_two = _extreme(op)
+    return lambda input, other=None: OF_ROWS[f"a{op}"](input) if other is None else of_two(input, other)
 
 
 def _one(op: str) -> Function:
@@ -277,8 +261,10 @@ _ENTRIES: dict[str, Function] = {
     "floor_divide": _two("floordiv"),
     "remainder": _two("mod"),
     "pow": _pow,
-    "min minimum": _extreme("min"),
-    "max maximum": _extreme("max"),
+    "min": _extreme_or_reduced("min"),
+    "max": _extreme_or_reduced("max"),
+    "minimum": _extreme("min"),
+    "maximum": _extreme("max"),
     "lt less": _cmp("lt"),
     "le less_equal": _cmp("le"),
     "gt greater": _cmp("lt", swap=True),
@@ -329,8 +315,10 @@ _ENTRIES: dict[str, Function] = {
     "to": _to,
     "type_as": lambda input, other: _to(input, other),
     "detach": _detach,
+    **OF_ROWS,
 }
 TABLE = {name: function for names, function in _ENTRIES.items() for name in names.split()}
+_OF_ROWS = {*OF_ROWS.values(), TABLE["max"], TABLE["min"], getitem}  # which take rows as they are
 _METHODS = TABLE | {"where": lambda input, condition, other: where(condition, input, other)}
 _SPACES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.special": torch.special}
 _OPERATORS = dict.fromkeys(("add", "sub", "mul", "pow", "lt", "le", "gt", "ge", "eq", "ne")) | {
@@ -352,8 +340,9 @@ _REFLECTED = {f"__r{name}__": function for name, function in zip(_OPERATORS, _BY
 def operator_of(name: str) -> Function | None:
     """The operator of two operands that a method of this name (`__add__`, `__radd__`) is, if it is one."""
     if name in _REFLECTED:
-        return lambda right, left: _REFLECTED[name](left, right)
-    return _pow if name == "pow" else _BY_NAME.get(name)  # as `__pow__` calls itself
+        return lambda right, left: spread(_REFLECTED[name], left, right)
+    known = _pow if name == "pow" else _BY_NAME.get(name)  # as `__pow__` calls itself
+    return known and functools.partial(spread, known)
 
 
 def _qualified(func: Any) -> str:
@@ -368,7 +357,7 @@ def _qualified(func: Any) -> str:
 
 def _call(known: Function, func: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        return known(*args, **kwargs)
+        return known(*args, **kwargs) if known in _OF_ROWS else spread(known, *args, **kwargs)
     except FormulaError:
         raise
     except TypeError as wrong:  # a keyword or a number of operands that PyTorch has and formulas have not

@@ -25,7 +25,7 @@ import torch
 from tilewise.formula.bits import LEAST, MOST, bit_bounds
 from tilewise.formula.expr import FALSE, TRUE, Expr, binary, cast, compare, lit, logic, negate, sym, unary, where
 from tilewise.formula.overflow import WRAPPING, fits
-from tilewise.formula.reach import IN_64_BITS, INT64, Range, reach, within
+from tilewise.formula.reach import IN_64_BITS, INT64, Range, reach, within, wrapped
 from tilewise.formula.walk import postorder
 
 _WIDEN = 2.0**-18  # slack of float bounds, relative and absolute: far above float32 rounding, too little to matter
@@ -73,7 +73,7 @@ class Bounds:
     def _may_wrap(self, node: Expr) -> bool:
         """Whether an integer may leave 64 bits, by what its operands can be at all."""
         values = reach(node, [self._reach.get(id(arg), (0, 1)) for arg in node.args], IN_64_BITS)
-        self._reach[id(node)] = (max(values[0], INT64[0]), min(values[1], INT64[1]))
+        self._reach[id(node)] = wrapped(values)
         if node.op == "to_int":
             return node.args[0].kind == "float"
         return node.op in WRAPPING and not within(values, INT64)
@@ -140,7 +140,8 @@ class Bounds:
         return Interval(where(narrow, close.low, wide[0]), where(narrow, close.high, wide[1]))
 
     def _extreme(self, node: Expr, dims: list[str], choices: list[list[Expr]], kind: str) -> Expr:
-        table = Extremum(node.value, "min" if set(dims) <= {"keep"} else kind, tuple(dims))  # an entry alone is both
+        alone = not self._whole_tensors and set(dims) <= {"keep"}  # such an entry is both
+        table = Extremum(node.value, "min" if alone else kind, tuple(dims))
         if table not in self.tables:
             self.tables.append(table)
         slot = self.tables.index(table)

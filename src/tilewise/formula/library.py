@@ -17,6 +17,7 @@ from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
 from tilewise.core.readback import unreadable, values_checked
 from tilewise.core.real import is_finite
+from tilewise.core.tensors import check_dense
 from tilewise.formula import expr as e
 from tilewise.formula.expr import Expr
 from tilewise.formula.formula import Mask, Score, mask, score
@@ -329,8 +330,7 @@ def check_integer(
 def _tensor(name: str, value: Any, ranks: tuple[int, ...], kind: str, hint: str) -> None:
     """Raise unless `value` is a tensor of these ranks and of `kind`: floating-point, integer, or boolean."""
     wanted = f"{'an' if kind[0] == 'i' else 'a'} {kind} tensor of rank {' or '.join(map(str, ranks))}"
-    if not isinstance(value, torch.Tensor):
-        raise InputError(name, got=type(value).__name__, expected=wanted, hint=hint)
+    check_dense(name, value, wanted, hint)
     if value.ndim not in ranks or value.is_floating_point() != (kind == "floating-point") or value.is_complex():
         additive = kind == "boolean" and value.is_floating_point()
         raise InputError(

@@ -30,16 +30,16 @@ NARROW = Limits(POSITION, 2**29, INT32)
 
 
 def reaches(roots: Sequence[Expr], limits: Limits) -> dict[int, Range]:
-    """Least and greatest value of each integer node, by its id, as if integers had no end; leaves as `limits` says."""
+    """Least and greatest value of each integer node, by its id, in 64 bits, which wrap; leaves as `limits` says."""
     found: dict[int, Range] = {}
     for node in postorder(roots):
         if node.kind == "int":
-            found[id(node)] = reach(node, [found.get(id(arg), (0, 1)) for arg in node.args], limits)
+            found[id(node)] = wrapped(reach(node, [found.get(id(arg), (0, 1)) for arg in node.args], limits))
     return found
 
 
 def reach(node: Expr, args: Sequence[Range], limits: Limits) -> Range:
-    """That of one integer node whose operands reach so far."""
+    """That of one integer node whose operands reach so far, as if integers had no end."""
     op = node.op
     if op == "sym":
         return _of_symbol(node, limits)
@@ -91,6 +91,11 @@ def _of_two(op: str, a: Range, b: Range) -> Range:
     if min(a[0], b[0]) >= 0 or (op == "bitand" and max(a[0], b[0]) >= 0):
         return 0, 2**bits - 1
     return -(2 ** (bits + 1)), 2**bits - 1  # of `bits.bit_bounds`, whose least is one bit lower
+
+
+def wrapped(values: Range) -> Range:
+    """What 64 bits make of integers that reach so far: any, where one wraps."""
+    return values if within(values, INT64) else INT64
 
 
 def within(values: Range, bits: Range) -> bool:

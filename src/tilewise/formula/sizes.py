@@ -68,6 +68,11 @@ def check_sizes(wanted: Iterable[Size], call: Sizes) -> None:
             raise _mismatch(size, f"{call.seqlen_k} or less")
 
 
+def made_for(wanted: Iterable[Size], axis: str, least: int) -> int:
+    """How many "batch" elements or "num_heads_q" a call needs that wants `least` of them and meets these sizes."""
+    return max([least, *(size.extent for size in wanted if size.axis == axis)])
+
+
 def of_lengths(wanted: Iterable[Size]) -> bool:
     """Whether any of these is of each sequence of a packed or paged call."""
     return any(size.each or size.axis == "shift" for size in wanted)

@@ -1,5 +1,7 @@
 """Masks whose visible keys are one run: solve the mask for j (or, for the backward pass, for i).
 
+Integers beyond any position end somewhere there, and sums with positions are exact: neither wraps.
+
 `solve(mask, "j")` gives two expressions over (b, h, i), the first and the last visible key, when every query sees one
 contiguous run; None otherwise. Kernels then need no tile lists: `span_bounds` gives, for a whole tile of queries, the
 run that any of them sees and the run that all of them see.
@@ -11,12 +13,12 @@ from typing import NamedTuple
 
 from tilewise.formula.expr import Expr, binary, lit, negate, unary, where
 from tilewise.formula.interval import Bounds
-from tilewise.formula.reach import IN_64_BITS, reaches, within
+from tilewise.formula.reach import IN_64_BITS, INT64, reaches, within
 from tilewise.formula.walk import postorder
 
 FAR = 2**30  # beyond any position
-_WIDE = 2**61
-_TERMS = 3  # sums of so many integers within _WIDE, and of a position, are within 64 bits
+_WIDE = (2**61, 2**62)  # where the one term of a sum that may be any integer ends
+_MARGIN = 2**31  # by how much it is larger than the others together where it ends: more than any position
 
 
 class Span(NamedTuple):
@@ -52,11 +54,12 @@ def _unbounded(span: Span) -> tuple[bool, bool]:
 
 
 class _Linear(NamedTuple):
-    """coefficient * axis + rest, where `rest` is a sum of so many terms, each within _WIDE."""
+    """coefficient * axis + rest, whose terms are within +-size together, but for one where it `ends` somewhere."""
 
     coefficient: int
     rest: Expr
-    terms: int
+    size: int
+    ends: bool
 
 
 class _Solver:
@@ -65,12 +68,9 @@ class _Solver:
     def __init__(self, mask: Expr, axis: str) -> None:
         self._axis = axis
         self._reach = reaches([mask], IN_64_BITS)
-        self._moving: set[int] = set()
-        for node in postorder([mask]):
-            if (node.op == "sym" and node.value == axis) or any(id(arg) in self._moving for arg in node.args):
-                self._moving.add(id(node))
+        self._moving, self._placed = (_with(mask, names) for names in ((axis,), ("i", "j")))
         self._runs: dict[tuple[int, bool], Span | None] = {}
-        self._forms: dict[int, _Linear | None] = {}
+        self._forms: dict[tuple[int, int], _Linear | None] = {}
 
     def run(self, mask: Expr, holds: bool) -> Span | None:
         """Where a condition of the mask holds, or where it does not."""
@@ -118,7 +118,8 @@ class _Solver:
         """Where left < right, or left <= right."""
         if left.kind != "int":
             return None
-        difference = self._sum("sub", left, right)
+        found = (self._sum("sub", left, right, wide) for wide in _WIDE)
+        difference = next((linear for linear in found if linear is not None), None)
         if difference is None or difference.coefficient == 0:
             return None
         strict, rest = lit(1 if strictly else 0), difference.rest
@@ -126,36 +127,46 @@ class _Solver:
             return Span(lit(-FAR), unary("neg", rest) - strict)
         return Span(rest + strict, lit(FAR))
 
-    def _sum(self, op: str, left: Expr, right: Expr) -> _Linear | None:
-        a, b = self._linear(left), self._linear(right)
-        if a is None or b is None or a.terms + b.terms > _TERMS:
+    def _sum(self, op: str, left: Expr, right: Expr, wide: int) -> _Linear | None:
+        a, b = self._linear(left, wide), self._linear(right, wide)
+        if a is None or b is None or (a.ends and b.ends):
             return None
         coefficient = a.coefficient + b.coefficient if op == "add" else a.coefficient - b.coefficient
-        if abs(coefficient) > 1:
+        size, ends = a.size + b.size, a.ends or b.ends
+        if abs(coefficient) > 1 or size + _MARGIN > (wide if ends else INT64[1]):
             return None
-        return _Linear(coefficient, binary(op, a.rest, b.rest), a.terms + b.terms)
+        return _Linear(coefficient, binary(op, a.rest, b.rest), size, ends)
 
-    def _linear(self, expr: Expr) -> _Linear | None:
+    def _linear(self, expr: Expr, wide: int) -> _Linear | None:
         """Write an integer expression so, with a coefficient of -1, 0 or 1."""
-        if id(expr) not in self._forms:
-            self._forms[id(expr)] = self._form(expr)
-        return self._forms[id(expr)]
+        key = (id(expr), wide)
+        if key not in self._forms:
+            self._forms[key] = self._form(expr, wide)
+        return self._forms[key]
 
-    def _form(self, expr: Expr) -> _Linear | None:
+    def _form(self, expr: Expr, wide: int) -> _Linear | None:
+        low, high = self._reach[id(expr)]
         if id(expr) not in self._moving:
-            return _Linear(0, self._summable(expr), 1)
+            if within((low, high), (-wide, wide)):
+                return _Linear(0, expr, max(abs(low), abs(high)), False)
+            # a sum with a position may wrap for some of them; its terms do not, of which one may be any integer
+            if id(expr) not in self._placed or (low, high) != INT64 or expr.op not in ("add", "sub", "neg"):
+                return _Linear(0, binary("max", binary("min", expr, lit(wide)), lit(-wide)), 0, True)
         if expr.op == "sym":
-            return _Linear(1, lit(0), 0)
+            return _Linear(1, lit(0), 0, False)
         if expr.op == "neg":
-            inner = self._linear(expr.args[0])
-            return inner and _Linear(-inner.coefficient, unary("neg", inner.rest), inner.terms)
-        return self._sum(expr.op, *expr.args) if expr.op in ("add", "sub") else None
+            inner = self._linear(expr.args[0], wide)
+            return inner and inner._replace(coefficient=-inner.coefficient, rest=unary("neg", inner.rest))
+        return self._sum(expr.op, expr.args[0], expr.args[1], wide) if expr.op in ("add", "sub") else None
 
-    def _summable(self, expr: Expr) -> Expr:
-        """An integer whose sums with positions stay within 64 bits: tensors hold any ("no limit": the largest)."""
-        if within(self._reach[id(expr)], (-_WIDE, _WIDE)):
-            return expr
-        return binary("max", binary("min", expr, lit(_WIDE)), lit(-_WIDE))
+
+def _with(root: Expr, names: tuple[str, ...]) -> set[int]:
+    """The nodes, by their ids, that look at one of these symbols."""
+    found: set[int] = set()
+    for node in postorder([root]):
+        if (node.op == "sym" and node.value in names) or any(id(arg) in found for arg in node.args):
+            found.add(id(node))
+    return found
 
 
 def span_bounds(span: Span) -> list[Expr] | None:

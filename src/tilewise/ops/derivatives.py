@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import UnsupportedError
-from tilewise.core.tensors import batched, no_transform
+from tilewise.core.tensors import batched, no_derivative
 
 Found = Sequence[torch.Tensor | None]
 Backward = Callable[..., Found]  # gradients, from what came in and what was kept, None where there is none
@@ -46,7 +45,7 @@ def run_backward(operation: str, first: Backward, composed: Backward | None, ten
     tensors = [*(x if x is None else x.resolve_neg() for x in tensors[:count]), *tensors[count:]]
     if batched(tensors[:count]):
         if composed is None:
-            raise no_transform(operation, "batched gradients")
+            raise no_derivative(operation, "batched gradients")
         return composed(*tensors)
     if not torch.is_grad_enabled():
         return first(*tensors)
@@ -69,7 +68,7 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if ctx.composed is None:
-            raise no_second(ctx.operation, "a second derivative")
+            raise no_derivative(ctx.operation, "a second derivative", second=True)
         create_graph = torch.is_grad_enabled()
         wanted = ctx.needs_input_grad[3:]
         with torch.enable_grad():
@@ -79,13 +78,3 @@ class _Twice(torch.autograd.Function):
             inputs = [x for x, yes in zip(tensors, wanted, strict=True) if yes]
             found = iter(gradients(outputs, inputs, incoming, create_graph, zeros=False))
         return None, None, None, *(next(found) if yes else None for yes in wanted)
-
-
-def no_second(operation: str, got: str) -> UnsupportedError:
-    """What is raised where no second derivative is there."""
-    return UnsupportedError(
-        operation,
-        got=got,
-        expected="first derivatives",
-        hint="write this part in PyTorch's own operations where second ones are needed",
-    )

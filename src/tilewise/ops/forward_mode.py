@@ -9,7 +9,7 @@ from torch._compile import _disable_dynamo
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
-from tilewise.core.tensors import has_tangent, no_transform
+from tilewise.core.tensors import has_tangent, no_derivative
 
 _LIBRARY = torch.library.Library("tilewise", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -42,4 +42,4 @@ def _refuse(operation: str, args: Any) -> None:
     for x in args:
         for y in x if isinstance(x, (list, tuple)) else (x,):
             if isinstance(y, torch.Tensor) and has_tangent(y):
-                raise no_transform(operation, "a tangent of forward mode, inside a compiled region")
+                raise no_derivative(operation, "a tangent of forward mode, inside a compiled region")

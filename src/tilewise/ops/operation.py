@@ -14,7 +14,7 @@ import torch
 
 from tilewise.core import dispatch
 from tilewise.core.dispatch import NAMED, TRITON, Need, Row
-from tilewise.core.tensors import batched, check_all_dense, no_transform, plain, recorded, transformed
+from tilewise.core.tensors import batched, check_all_dense, no_derivative, plain, recorded, transformed
 from tilewise.ops.derivatives import gradients as gradients_of
 from tilewise.ops.derivatives import run_backward
 from tilewise.ops.forward_mode import refuse_forward_mode
@@ -83,7 +83,7 @@ class Operation(Generic[C]):
         row = dispatch.choose(self.rows, self.name, call, impl)
         if aside and transformed(tensors):
             if self.composed is None:
-                raise no_transform(self.name, "tensors that vmap, torch.func or forward mode see")
+                raise no_derivative(self.name)
             return tuple(self.composed(call))[: self.count(call)]
         if aside and recorded(tensors):
             return tuple(self._operators[0](tensors, _written(call), row.name)[: self.count(call)])

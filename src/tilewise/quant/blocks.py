@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,6 +75,19 @@ class Quantized:
     q_sums: tuple[torch.Tensor, torch.Tensor] | None = None
     k_sums: tuple[torch.Tensor, torch.Tensor] | None = None
     turned: bool = False
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Those that are there, and those that must be, by name."""
+        own = {name: getattr(self, name) for name in ("q", "k", "v", "q_scale", "k_scale")}
+        for name, x in vars(self).items():
+            if isinstance(x, tuple):
+                own |= {f"{name}[{n}]": part for n, part in enumerate(x)}
+            elif x is not None and name not in ("scheme", "layout", "turned"):
+                own[name] = x
+        if isinstance(self.layout, Packed):
+            own |= {"layout cu_seqlens_q": self.layout.cu_seqlens_q, "layout cu_seqlens_k": self.layout.keys}
+        return own
 
     @property
     def nbytes(self) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import host_range, values_checked
+from tilewise.core.tensors import check_dense
 from tilewise.quant.codes import SMALLEST
 
 BITS = (4, 2)
@@ -77,14 +78,13 @@ class ByChannel:
                     expected=f"{opened.dtype} {channels} on {data.device}: one for each page, head and channel",
                     hint="of the dtype of `open`",
                 )
-        fits = isinstance(place, torch.Tensor) and place.dtype == torch.int32 and place.shape == data.shape[:1]
-        if not fits or not place.is_contiguous() or place.device != data.device or opened.device != data.device:
-            raise InputError(
-                "ByChannel place",
-                got=f"{place.dtype} {tuple(place.shape)}" if isinstance(place, torch.Tensor) else type(place).__name__,
-                expected=f"contiguous int32 ({data.shape[0]},) on {data.device}, as open",
-                hint="the row of `open` for each page, below 0 for a page of codes",
-            )
+        expected = f"contiguous int32 ({data.shape[0]},) on {data.device}, as open"
+        hint = "the row of `open` for each page, below 0 for a page of codes"
+        check_dense("ByChannel place", place, expected, hint)
+        fits = place.dtype == torch.int32 and place.shape == data.shape[:1] and place.is_contiguous()
+        if not fits or place.device != data.device or opened.device != data.device:
+            got = f"{place.dtype} {tuple(place.shape)} on {place.device}"
+            raise InputError("ByChannel place", got=got, expected=expected, hint=hint)
 
     @property
     def bits(self) -> int:
@@ -108,6 +108,10 @@ class ByChannel:
 
     def keys(self, pages: torch.Tensor) -> torch.Tensor:
         """The keys of some pages, int32 or int64 (n,), as float32 (n, page_size, num_heads_kv, head_dim)."""
+        expected, hint = "a dense int32 or int64 tensor (n,)", "torch.tensor([...])"
+        check_dense("pages", pages, expected, hint)
+        if pages.ndim != 1 or pages.dtype not in (torch.int32, torch.int64):
+            raise InputError("pages", got=f"{pages.dtype} {tuple(pages.shape)}", expected=expected, hint=hint)
         data, scale, least, opened = (x[None] for x in (self.data, self.scale, self.least, self.open))
         return keys_of_pages(data, scale, least, opened, self.place, pages)[0]
 
@@ -141,13 +145,10 @@ def encode_by_channel(x: torch.Tensor, bits: int) -> ByChannel:
         InputError: other bits, no such tensor, or a head_dim whose codes would end inside a byte.
     """
     in_byte = 8 // check_bits("bits", bits)
-    if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES or x.ndim != 4 or not x.shape[1] * x.shape[3]:
-        raise InputError(
-            "x",
-            got=f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__,
-            expected="float16, bfloat16 or float32 (num_pages, page_size, num_heads_kv, head_dim)",
-            hint="keys of full pages",
-        )
+    expected, hint = "float16, bfloat16 or float32 (num_pages, page_size, num_heads_kv, head_dim)", "keys of full pages"
+    check_dense("x", x, expected, hint)
+    if x.dtype not in DTYPES or x.ndim != 4 or not x.shape[1] * x.shape[3]:
+        raise InputError("x", got=f"{x.dtype} {tuple(x.shape)}", expected=expected, hint=hint)
     check_channels("x", x.shape[-1], bits)
     keys = x.detach().float()
     low, span = keys.amin(1), keys.amax(1) - keys.amin(1)
@@ -212,13 +213,7 @@ def decoded_by_channel(data: torch.Tensor, scale: torch.Tensor, least: torch.Ten
 
 
 def _check_unit_stride(name: str, x: torch.Tensor) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise InputError(
-            f"ByChannel {name}",
-            got=type(x).__name__,
-            expected="a tensor",
-            hint="`tilewise.quant.encode_by_channel` has all",
-        )
+    check_dense(f"ByChannel {name}", x, "a dense tensor", "`tilewise.quant.encode_by_channel` has all")
     if x.ndim < 1 or x.shape[-1] < 1 or (x.stride(-1) != 1 and x.shape[-1] > 1):
         raise InputError(
             f"ByChannel {name}",

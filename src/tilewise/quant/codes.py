@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.core.errors import InputError, shown
+from tilewise.core.tensors import check_dense
 
 
 class Kind(NamedTuple):
@@ -56,13 +57,7 @@ class Encoded:
     def __post_init__(self) -> None:
         data, scale = self.data, self.scale
         for name, x in (("data", data), ("scale", scale)):
-            if not isinstance(x, torch.Tensor):
-                raise InputError(
-                    f"Encoded {name}",
-                    got=type(x).__name__,
-                    expected="a tensor",
-                    hint="`tilewise.quant.encode` has both",
-                )
+            check_dense(f"Encoded {name}", x, "a dense tensor", "`tilewise.quant.encode` has both")
         if data.dtype not in BY_DTYPE:
             raise InputError(
                 "Encoded data",
@@ -133,9 +128,10 @@ def encode(x: torch.Tensor, kind: str) -> Encoded:
         InputError: another kind, no floating-point tensor, or an odd head_dim for "int4".
     """
     found = kind_of("kind", kind)
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim < 1 or x.shape[-1] < 1:
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise InputError("x", got=got, expected="a floating-point tensor (..., head_dim)", hint="keys or values")
+    expected, hint = "a floating-point tensor (..., head_dim)", "keys or values"
+    check_dense("x", x, expected, hint)
+    if not x.is_floating_point() or x.ndim < 1 or x.shape[-1] < 1:
+        raise InputError("x", got=f"{x.dtype} {tuple(x.shape)}", expected=expected, hint=hint)
     check_head_dim("x", x.shape[-1], kind)
     x = x.detach().float()
     largest = x.abs().amax(-1)

@@ -11,10 +11,13 @@ from tilewise.core.errors import InputError, shown
 from tilewise.formula.check import prove
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import Mask, as_mask
+from tilewise.formula.reach import POSITION
+from tilewise.formula.sizes import Sizes, check_sizes
 from tilewise.formula.structure import Bound
 from tilewise.schedule.rule import build_tables, tile_rule
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+_MOST = POSITION + 1
 _CHUNK = 1 << 18  # tiles classified at a time: bounds the temporaries to a few MB
 
 
@@ -48,27 +51,35 @@ class TileMap:
 
         Args:
             seqlen_q, seqlen_k: sequence lengths; the last query stands at the last key.
-            batch, heads: sizes of the dimensions that the mask may depend on; kept at 1 where it does not.
+            batch, heads: sizes of the dimensions that the mask may depend on; classes have 1 where it does not.
             block_m, block_n: tile extents in queries and keys.
-            device: where the classes are computed and kept; captured tensors must be there.
+            device: where the classes are computed and kept; captured tensors are there.
 
         Raises:
-            InputError: a length is negative, or another size not positive. FormulaError: an index can leave its tensor.
+            InputError: a length is negative, another size not positive, or the mask was made for other ones.
+            FormulaError: an index can leave its tensor.
         """
         lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         extents = {"batch": batch, "heads": heads, "block_m": block_m, "block_n": block_n}
         for name, size in (lengths | extents).items():
             least = 0 if name in lengths else 1
-            if not isinstance(size, int) or size < least:
-                hint = "lengths may be 0, tiles, batch and heads start at 1"
-                raise InputError(f"TileMap {name}", got=shown(size), expected=f"an integer >= {least}", hint=hint)
+            if not isinstance(size, int) or isinstance(size, bool) or not least <= size <= _MOST:
+                hint, expected = "tiles, batch and heads start at 1", f"an integer from {least} to 2**29"
+                raise InputError(f"TileMap {name}", got=shown(size), expected=expected, hint=hint)
+        device = _device_of(device)
         tiles_q, tiles_k = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
         if mask is None:
             full = torch.full((1, 1, tiles_q, tiles_k), FULL, dtype=torch.int8, device=device)
             return TileMap(full, seqlen_q, seqlen_k, block_m, block_n)
-        bound = as_mask(mask).bound
+        mask = as_mask(mask)
+        bound = mask.bound
+        for slot, tensor in enumerate(bound.tensors):
+            if tensor.device != device:
+                expected, hint = f"{device}, where the tiles are classified", "give TileMap.build that device"
+                raise InputError(f"mask: captured tensor {slot}", got=str(tensor.device), expected=expected, hint=hint)
         if seqlen_q and seqlen_k:
             prove(bound, "mask", (batch, heads, seqlen_k - seqlen_q, seqlen_k))
+        check_sizes(mask.sizes, Sizes(batch, heads, seqlen_q, seqlen_k))
         classes = classify(
             bound,
             seqlen_q=seqlen_q,
@@ -139,6 +150,15 @@ class TileMap:
             marks.scatter_(-1, torch.where(valid, indices, tiles[1]).long(), kind)
             classes = torch.maximum(classes, marks[..., : tiles[1]])
         return TileMap(classes, seqlen_q, seqlen_k, block_m, block_n)
+
+
+def _device_of(device: Any) -> torch.device:
+    """The device as tensors there have it."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as wrong:
+        expected, hint = "a device that PyTorch has here", f"PyTorch says: {str(wrong).splitlines()[0]}"
+        raise InputError("TileMap device", got=shown(device), expected=expected, hint=hint) from wrong
 
 
 def classify(

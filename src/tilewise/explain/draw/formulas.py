@@ -29,18 +29,20 @@ def panel(
     import torch
 
     from tilewise.formula import as_mask
+    from tilewise.formula.sizes import made_for
     from tilewise.schedule.tilemap import TileMap
 
     if not 1 <= min(seqlen_q, seqlen_k) <= max(seqlen_q, seqlen_k) <= 2048:
         got, hint = (seqlen_q, seqlen_k), "TileMap.build classifies longer ones, without a picture"
         raise InputError("seqlen_q, seqlen_k", got=got, expected="sizes in [1, 2048]", hint=hint)
     formula = as_mask(mask)
+    sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": block_m, "block_n": block_n}
+    sizes["batch"] = made_for(formula.sizes, "batch", batch + 1)
+    sizes["heads"] = made_for(formula.sizes, "num_heads_q", head + 1)
+    classes: torch.Tensor = TileMap.build(formula, **sizes).classes
     i = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
     symbols: dict[str, Any] = {"b": torch.tensor(batch), "h": torch.tensor(head), "i": i, "j": torch.arange(seqlen_k)}
     visible = formula.evaluate(**symbols).expand(seqlen_q, seqlen_k).numpy().astype(bool)
-    sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": block_m, "block_n": block_n}
-    tilemap = TileMap.build(formula, batch=batch + 1, heads=head + 1, **sizes)
-    classes: torch.Tensor = tilemap.classes
     tiles = classes[min(batch, classes.shape[0] - 1), min(head, classes.shape[1] - 1)]
     return masks.Panel(title or repr(formula), visible, tiles.cpu().numpy().astype(np.int8))
 

@@ -78,10 +78,12 @@ def check_encoded(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> Non
 def check_codes(codes: Quantized, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> None:
     """Codes that are of tensors like these, whose cumulative lengths (None of dense ones) `packing` are."""
     of = codes.layout
+    tensors = codes.tensors
+    check_all_dense({f"quantize {name}": x for name, x in tensors.items()})
     packed = (of.cu_seqlens_q, of.keys) if isinstance(of, Packed) else (None, None)
     dims = codes.v.shape[-1] if codes.v_scale is None else codes.v.shape[-2]
     like = (codes.q.shape, codes.k.shape, dims, codes.q.device)
-    good = like == (q.shape, k.shape, v.shape[-1], q.device)
+    good = like == (q.shape, k.shape, v.shape[-1], q.device) and len({x.device for x in tensors.values()}) == 1
     for x, y in zip(packed, packing, strict=True):
         good = good and (x is None) is (y is None)
         if good and x is not None and y is not None and x is not y:

@@ -11,6 +11,7 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.core.readback import constant, host_values, unreadable, values_checked
+from tilewise.core.tensors import check_all_dense, check_dense
 from tilewise.formula import expr as e
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr
@@ -57,6 +58,14 @@ class Selected:
     far: str
     skip: PerHead | None
     layout: Packed | None = None
+
+    def __post_init__(self) -> None:
+        for name, x, dtype in (("kept", self.kept, torch.bool), ("classes", self.classes, torch.int8)):
+            expected, hint = f"{dtype} of four dimensions, on one device", "tilewise.select_tiles makes both"
+            check_dense(f"Selected {name}", x, expected, hint)
+            if x.dtype != dtype or x.ndim != 4 or x.device != self.kept.device:
+                got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+                raise InputError(f"Selected {name}", got=got, expected=expected, hint=hint)
 
     def density(self) -> torch.Tensor:
         """Of the tiles that the mask does not hide, the share that is taken: a tensor of one number."""
@@ -171,6 +180,7 @@ class Places:
 
 def _same_lengths(layout: Packed, call: Call) -> bool:
     """Whether packed sequences are as long as they were, as far as is known without waiting for a GPU."""
+    check_all_dense({"select layout cu_seqlens_q": layout.cu_seqlens_q, "select layout cu_seqlens_k": layout.keys})
     given = (layout.cu_seqlens_q, call.cu_seqlens_q), (layout.keys, call.cu_seqlens_k)
     for known, found in given:
         assert found is not None
@@ -287,7 +297,8 @@ def _means(x: torch.Tensor, cu_seqlens: torch.Tensor | None, rows: int, alike: b
 
 
 def _classes(bound: Bound | None, call: Call, block: tuple[int, int]) -> torch.Tensor:
-    """The classes of a mask's tiles."""
+    """The classes of a mask's tiles; of a call without pairs, without a look at the mask."""
+    bound = bound if call.has_pairs else None
     if call.packed:
         return classify_pairs(bound, *_tiles(call, block), call.num_heads_q, *block)
     sizes = (call.rows_q, call.rows_k, call.batch, call.num_heads_q, *block, call.q.device)
@@ -339,7 +350,7 @@ def _tiles(call: Call, block: tuple[int, int]) -> tuple[Tiles, Tiles]:
 
 def _scored(call: Call, s: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """What the score formula makes of scores of tiles, at their middles."""
-    if call.score is None:
+    if call.score is None or not call.has_pairs:
         return s
     queries, keys, _ = paired(*_tiles(call, block))
     sequences = queries.b[:, None] if call.packed else torch.arange(s.shape[0], device=s.device).view(-1, 1, 1, 1)

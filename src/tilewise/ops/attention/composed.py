@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import UnsupportedError
-from tilewise.core.tensors import no_transform
+from tilewise.core.tensors import no_derivative
 from tilewise.ops.attention.problem import Call
 from tilewise.ops.attention.rows.reference import ROW as REFERENCE
-from tilewise.ops.derivatives import Found, gradients, no_second, run_backward
+from tilewise.ops.derivatives import Found, gradients, run_backward
 
 _reference = REFERENCE.function("attention_reference")  # found now: torch.compile traces no import
 MOST_SCORES = 2**24  # 128 MiB in float64, of which autograd keeps some ten
@@ -24,9 +24,9 @@ MOST_SCORES = 2**24  # 128 MiB in float64, of which autograd keeps some ten
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) for tensors that a transform sees; raises UnsupportedError for codes, and for too many scores."""
     if call.scheme is not None or call.skip is not None:
-        raise no_transform("quantize" if call.scheme else "select", "tensors that vmap, torch.func or forward mode see")
+        raise no_derivative("quantize" if call.scheme else "select")
     if call.dropout and torch.compiler.is_compiling():
-        raise no_transform("dropout", "a transform of torch.func inside a compiled region")
+        raise no_derivative("dropout", "a transform of torch.func inside a compiled region")
     return _composed(call)
 
 
@@ -64,7 +64,7 @@ def differentiable(
 
     def by_operations(do: torch.Tensor | None, dlse: torch.Tensor | None, *inputs: Any) -> Found:
         if call.scheme is not None:
-            raise no_second("quantize", "a second derivative, or batched gradients")
+            raise no_derivative("quantize", "a second derivative, or batched gradients", second=True)
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             views = [x.view_as(x) if x is not None and x.requires_grad else x for x in inputs]

@@ -18,7 +18,7 @@ def check_indices(call: Call) -> bool:
     """Raise FormulaError if a captured tensor could be read outside. Whether shapes, types and bounds alone say
     that none can; else lengths of packed sequences and of requests, or values of captured tensors, are read each time.
     """
-    if not (call.batch and call.rows_q and call.rows_k):
+    if not call.has_pairs:
         return True
     if provable_unread(call):
         return True

@@ -122,6 +122,11 @@ class Call:
         return self.k.shape[-3] if self.pages is None else self.pages.longest * self.k.shape[1]
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether sizes leave a query and a key to meet: the formulas of another call are neither proved nor read."""
+        return bool(self.batch and self.rows_q and self.rows_k)
+
+    @property
     def num_heads_q(self) -> int:
         return self.q.shape[-2]
 

@@ -76,7 +76,7 @@ def attend(
     near = _near(q, k, v, selected, arguments)
     near.codes = near.codes or whole.codes
     found = run(near, impl)
-    if selected.far == "drop":
+    if selected.far == "drop" or not whole.has_pairs:
         return found
     rest = _of_the_rest(q, k, v, whole, selected, arguments)
     same = near.scheme is None and rest.q.dtype == q.dtype  # a row in few bits has no exact keys

@@ -194,9 +194,10 @@ def _check_terms(ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction
 
 def _check_target(target: Any, x: torch.Tensor, name: str, ignore_index: int, vocabulary: int) -> None:
     """Type, shape, dtype and device of target, and its values where they are read."""
-    if not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
-        got = str(target.dtype) if isinstance(target, torch.Tensor) else type(target).__name__
-        raise InputError("target", got=got, expected="an int64 tensor of classes", hint="convert it with .long()")
+    expected, hint = "a dense int64 tensor of classes", "convert it with .long()"
+    check_dense("target", target, expected, hint)
+    if target.dtype != torch.int64:
+        raise InputError("target", got=str(target.dtype), expected=expected, hint=hint)
     if target.shape != x.shape[:-1] or target.device != x.device:
         raise InputError(
             "target",
@@ -204,7 +205,6 @@ def _check_target(target: Any, x: torch.Tensor, name: str, ignore_index: int, vo
             expected=f"{tuple(x.shape[:-1])} on {x.device}: one class for each row of {name}",
             hint="classes are the last dimension here, not the second as in torch.nn.functional.cross_entropy",
         )
-    check_dense("target", target, "a dense int64 tensor of classes")
     if not values_checked(target.device) or hidden(target):
         return
     wrong = target[(target != ignore_index) & ((target < 0) | (target >= vocabulary))]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tilewise.core.tensors import no_transform
+from tilewise.core.tensors import no_derivative
 from tilewise.ops.norm.problem import Call
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, x), where x is the sum with a residual that there is."""
     if call.quantize is not None:
-        raise no_transform("quantize", "tensors that vmap, torch.func or forward mode see")
+        raise no_derivative("quantize")
     x = call.x if call.residual is None else call.x + call.residual
     wide = x.to(call.wide)
     if call.centred:

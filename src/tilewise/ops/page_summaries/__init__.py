@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.core.errors import InputError, shown
-from tilewise.core.tensors import check_all_dense, refuse_transforms
+from tilewise.core.tensors import check_all_dense, check_dense, refuse_transforms
 from tilewise.layouts import Paged, PageSummaries, check_pages
 from tilewise.ops.kv_write import kv_write
 from tilewise.ops.kv_write.problem import DTYPES
@@ -41,11 +41,15 @@ def summarize_pages(
         UnsupportedError: `impl` cannot run this call.
     """
     check_summaries(k_pages, v_pages, summaries)
+    if not isinstance(layout, Paged):
+        got, hint = type(layout).__name__, "of the step that wrote the keys"
+        raise InputError("layout", got=got, expected="tilewise.Paged(block_table, seqlens_k)", hint=hint)
     table, first, seqlens = layout.pages
     if first is not None:
         raise InputError(
             "layout block_table", got="a pair", expected="a matrix (batch, max_pages)", hint="one row for each request"
         )
+    check_dense("layout block_table", table, "a matrix (batch, max_pages)", "torch.tensor(..., dtype=torch.int32)")
     batch = table.shape[0]
     starts = layout.cu_seqlens_q
     if starts is None:
