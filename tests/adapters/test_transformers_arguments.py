@@ -71,3 +71,11 @@ def test_without_a_prepared_mask_padding_and_windows_are_flash_attentions(
     keep = keep & (torch.ones(2, 1, 1, 9) if padding is None else padding[:, None, None]).bool()
     assert_close(o.transpose(1, 2), *(dense(*(x.to(t) for x in (q, k, v)), keep)[0]
                                       for t in (torch.float64, torch.float32)))  # fmt: skip
+
+
+def test_padding_over_no_keys() -> None:
+    """Its last 0 columns count, whatever it has."""
+    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 0, 8)
+    for columns in (0, 3):
+        o, _ = adapter.attention_forward(LAYER, q, k, k, torch.ones(1, columns))
+        assert not o.any()

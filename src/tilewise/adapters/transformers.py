@@ -283,7 +283,7 @@ def _pattern(causal: bool, sliding_window: int | None) -> tw.Mask | None:
 
 
 def _padding(keep: torch.Tensor, batch: int, seqlen_k: int) -> tw.Mask:
-    keep = keep[:, -seqlen_k:].bool()
+    keep = keep[:, max(0, keep.shape[1] - seqlen_k) :].bool()
     if keep.shape[0] != batch or keep.shape[1] != seqlen_k:
         expected = f"({batch}, {seqlen_k}) or more columns, of which the last count"
         raise InputError(

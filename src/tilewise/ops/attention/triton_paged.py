@@ -442,8 +442,8 @@ def rows_of_tile(call: Call, least: int = 16, most: int = 64) -> int:
 
 
 def _tile(call: Call) -> tuple[int, int]:
-    """Rows of a tile, and 32 KB of keys or values; by channel 8,192 numbers of one page, whose scales are then read once, or else
-    4,096, since scales of several pages take registers.
+    """Rows of a tile, and 32 KB of keys or values; by channel 8,192 numbers of one page, whose scales are then read
+    once, or else 4,096, since scales of several pages take registers.
     """
     most = 128
     if call.keys_by_channel:
