@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
 import tilewise as tw
+from tilewise.ops.attention import cpu
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES, CPU_CASES
@@ -104,3 +105,27 @@ def test_an_infinite_score_makes_lse_infinite(mask: tw.Mask | None) -> None:
     found, wanted = (tw.attention_with_lse(q, q, q, mask=mask, score=score, impl=x) for x in ("cpu_tiled", "reference"))
     torch.testing.assert_close(found, wanted, equal_nan=True)
     assert found[1].isposinf().sum() > 100
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("heads_kv", [1, 2, 6])
+def test_heads_may_come_a_few_at_a_time(heads_kv: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do where all their scores would leave the cache: the same results, random words and gradients."""
+    slopes, table = torch.rand(6), torch.randn(70, 6)
+    score = tw.score(lambda s, b, h, i, j: s - slopes[h] * abs(i - j) + table[j, h])
+    mask = tw.mask(lambda b, h, i, j: (i + h) % 3 != j % 2)
+    found = []
+    for in_cache in (2**19, 1):
+        torch.manual_seed(0)
+        monkeypatch.setattr(cpu, "IN_CACHE", in_cache)
+        leaves = [torch.randn(70, n, 8) for n in (6, heads_kv, heads_kv)]
+        leaves = [(x if packed else x[None]).requires_grad_() for x in leaves] + [torch.randn(6).requires_grad_()]
+        layout = {"layout": tw.Packed(torch.tensor([0, 30, 70], dtype=torch.int32))} if packed else {}
+        for captured in (slopes, table):
+            captured.requires_grad_()
+        options = {"mask": mask, "score": score, "dropout": 0.3, "seed": 5, **layout}
+        o, lse = tw.attention_with_lse(*leaves[:3], sink=leaves[3], impl="cpu_tiled", **options)  # type: ignore[arg-type]
+        grads = torch.autograd.grad(o.square().sum() + lse.sum(), [*leaves, slopes, table])
+        found.append([o, lse, *grads])
+    for few, whole in zip(*found, strict=True):
+        torch.testing.assert_close(few, whole, rtol=1e-5, atol=1e-5)

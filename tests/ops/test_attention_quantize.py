@@ -13,7 +13,8 @@ import tilewise as tw
 from tilewise.core.errors import InputError, TilewiseError, UnsupportedError
 from tilewise.ops.attention import cpu_codes
 from tilewise.ops.attention.codes import encoded
-from tilewise.ops.attention.cpu import BLOCK_N, MAX_RUN
+from tilewise.ops.attention.cpu import BLOCK_N
+from tilewise.ops.attention.cpu_parts import MAX_RUN
 from tilewise.quant.blocks import Quantized
 from tilewise.testing import attention_codes as cases
 from tilewise.testing.attention_codes import CASES, CodedCase

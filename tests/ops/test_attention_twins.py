@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise.ops.attention import cpu, gradient
+from tilewise.ops.attention import cpu, cpu_parts, gradient
 from tilewise.testing import properties
 from tilewise.testing.case import Case
 from tilewise.testing.cases import CASES
@@ -114,8 +114,10 @@ def _another_dropout_mask_backward(patch: pytest.MonkeyPatch) -> None:
 
 def _packed_sequences_leak(patch: pytest.MonkeyPatch) -> None:
     """Every sequence reads its keys from one row too early."""
-    parts = cpu.sequences
-    patch.setattr(cpu, "sequences", lambda c: [(b, q, slice(max(k.start - 1, 0), k.stop)) for b, q, k in parts(c)])
+    parts = cpu_parts.sequences
+    patch.setattr(
+        cpu_parts, "sequences", lambda c: [(b, q, slice(max(k.start - 1, 0), k.stop)) for b, q, k in parts(c)]
+    )
 
 
 FORWARD, BACKWARD = properties.equals_reference, properties.gradients_equal_reference

@@ -6,8 +6,9 @@ O(seqlen) memory: one tile of scores at a time. Its backward recomputes scores f
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,12 +21,13 @@ from tilewise.formula.limits import MOST
 from tilewise.formula.optimize import written_once
 from tilewise.formula.structure import Bound
 from tilewise.formula.walk import postorder
+from tilewise.ops.attention.cpu_parts import MAX_RUN, fill, parts_of, runs_of
 from tilewise.ops.attention.gradient import Gradients, delta_of
-from tilewise.ops.attention.problem import Call, requests, sequences
+from tilewise.ops.attention.problem import Call
 from tilewise.schedule.tilemap import EMPTY, FULL, classify
 
 BLOCK_M, BLOCK_N = 256, 128
-MAX_RUN = 8  # key tiles taken in one matmul
+IN_CACHE = 2**19  # scores of a tile at a time: 2 MiB, which every step goes over once more
 Weights = Callable[[torch.Tensor], torch.Tensor]
 # of a log-sum: beyond, its rounding shows in weights that are counted from it
 _FAR = {torch.float32: 2.0**10, torch.float64: 2.0**39}
@@ -99,13 +101,14 @@ def tiled_forward(call: Call, of_weights: Weights | None = None) -> tuple[torch.
     """
     o, lse = call.new_output(), call.new_lse()
     with _full_precision():
-        for part, rows, _ in _parts(call, apart=call.batch_invariant):
+        for part, rows, _ in parts_of(call, apart=call.batch_invariant):
             o_part, lse_part = o, lse
             if rows is not None:
                 o_part, lse_part = (o[None, rows], lse[None, :, rows]) if call.packed else (o[rows], lse[rows])
-            sequence = _Sequence(part, of_weights)
-            for tile in sequence.query_tiles():
-                o_part[:, tile.rows], lse_part[:, :, tile.rows] = sequence.forward_tile(tile)
+            for few in _Sequence(part, of_weights).by_heads():
+                o_few, lse_few = o_part[:, :, few.heads], lse_part[:, few.heads]
+                for tile in few.query_tiles():
+                    o_few[:, tile.rows], lse_few[:, :, tile.rows] = few.forward_tile(tile)
     return o, lse
 
 
@@ -116,45 +119,21 @@ def tiled_backward(
     delta = delta_of(o, do, dlse, call.packed)
     grads = Gradients.zeros(call)
     with _full_precision():
-        for part, rows, keys in _parts(call):
-            sequence = _Sequence(part)
+        for part, rows, keys in parts_of(call):
             views = grads.rows(rows, keys)
             lse_p = lse if rows is None else lse[None, :, rows]
             delta_p = delta if rows is None else delta[None, :, rows]
             do_p = do if rows is None else do[None, rows]
-            for tile in sequence.query_tiles():
-                sequence.backward_tile(tile, do_p, lse_p, delta_p, views)
+            for few in _Sequence(part).by_heads():
+                into = few.of_heads(views)
+                for tile in few.query_tiles():
+                    few.backward_tile(tile, do_p[:, :, few.heads], lse_p[:, few.heads], delta_p[:, few.heads], into)
     return grads.finish(call, lse, delta)
 
 
 def _full_precision() -> torch.autocast:
     """Autocast would take products of the float32 copies in 16 bits."""
     return torch.autocast("cpu", enabled=False)
-
-
-def _parts(call: Call, apart: bool = False) -> Iterator[tuple[Call, slice | None, slice | None]]:
-    """The call itself, or one dense call of batch 1 for each packed sequence or paged request (`apart`, for each
-    element of a dense batch too), with its rows of q (or of the batch) and of k; formulas see its batch index as `b`.
-    """
-    if call.pages is not None:
-        for part, rows in requests(call):
-            if part.rows_q:
-                yield part, rows, None
-        return
-    if not call.packed:
-        if apart:
-            for b in range(call.batch if call.rows_q else 0):
-                k, v = call.k[b : b + 1].clone(), call.v[b : b + 1].clone()
-                yield replace(call, q=call.q[b : b + 1], k=k, v=v, first_batch=b), slice(b, b + 1), None
-        elif call.batch and call.rows_q:
-            yield call, None, None
-        return
-    for b, rows, keys in sequences(call):
-        if rows.stop > rows.start:
-            q, k, v = call.q[None, rows], call.k[None, keys], call.v[None, keys]
-            if apart:  # products of libraries may depend on where memory starts
-                k, v = k.clone(), v.clone()
-            yield replace(call, q=q, k=k, v=v, cu_seqlens_q=None, cu_seqlens_k=None, first_batch=b), rows, keys
 
 
 @dataclass(frozen=True)
@@ -169,13 +148,15 @@ class _Sequence:
     """A dense call prepared for tiles: positions, tile classes, and the score's derivative."""
 
     def __init__(self, call: Call, of_weights: Weights | None = None) -> None:
-        self.call = call
+        self.call, self.num_heads = call, call.num_heads_q
         self.of_weights = of_weights
         self.compute = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         self.least = -torch.finfo(self.compute).max if call.score is None else -MOST * LOG2E  # what is below is hidden
         self.shift = call.rows_k - call.rows_q
         self.b = torch.arange(call.first_batch, call.first_batch + call.batch, device="cpu")[:, None, None, None]
         self.h = torch.arange(call.num_heads_q, device="cpu")[:, None, None]
+        self.heads, self.heads_kv = slice(0, call.num_heads_q), slice(0, call.num_heads_kv)
+        self.classes: torch.Tensor | None = None
         self.visible = None if call.mask is None else written_once(call.mask.structure.root)
         self.slope: Expr | None = None
         self.captured: list[tuple[Expr, Expr]] = []  # (load, its gradient)
@@ -187,18 +168,47 @@ class _Sequence:
             self.slope = None if symbol is None else made[0]
             self.captured = list(zip(loads, made[len(made) - len(loads) :], strict=True))
 
+    def by_heads(self) -> Iterator[_Sequence]:
+        """The same for as many heads of keys at a time as have their scores of a tile in cache."""
+        call = self.call
+        of_one = call.batch * call.group * min(BLOCK_M, call.rows_q) * min(MAX_RUN * BLOCK_N, max(1, call.rows_k))
+        few = max(1, IN_CACHE // of_one)
+        self.classes = self._classes()  # which all heads share
+        for first in range(0, call.num_heads_kv, few):
+            part = copy.copy(self)
+            part.heads_kv = slice(first, min(first + few, call.num_heads_kv))
+            part.heads = slice(first * call.group, part.heads_kv.stop * call.group)
+            part.h = self.h[part.heads]
+            part.call = replace(
+                call,
+                q=call.q[:, :, part.heads],
+                k=call.k[:, :, part.heads_kv],
+                v=call.v[:, :, part.heads_kv],
+                sink=None if call.sink is None else call.sink[part.heads],
+                skip=None if call.skip is None else call.skip[part.heads],
+            )
+            yield part
+
+    def of_heads(self, grads: Gradients) -> Gradients:
+        """Views of these heads' gradients."""
+        dq, dk, dv = grads.dq[:, :, self.heads], grads.dk[:, :, self.heads_kv], grads.dv[:, :, self.heads_kv]
+        return Gradients(dq, dk, dv, None, grads.captured)
+
     def query_tiles(self) -> Iterator[_Tile]:
         call = self.call
 
         def keys_of(run: range) -> slice:
             return slice(run.start * BLOCK_N, min(run.stop * BLOCK_N, call.rows_k))
 
-        for m, row in enumerate(self._classes().tolist()):
+        classes = self._classes() if self.classes is None else self.classes
+        for m, row in enumerate(classes.tolist()):
             rows = slice(m * BLOCK_M, min((m + 1) * BLOCK_M, call.rows_q))
-            visited = _runs(n for n, kind in enumerate(row) if kind != EMPTY)
+            visited = runs_of(n for n, kind in enumerate(row) if kind != EMPTY)
             yield _Tile(
                 rows,
-                tuple((keys_of(run), tuple(map(keys_of, _runs(n for n in run if row[n] != FULL)))) for run in visited),
+                tuple(
+                    (keys_of(run), tuple(map(keys_of, runs_of(n for n in run if row[n] != FULL)))) for run in visited
+                ),
             )
 
     def _classes(self) -> torch.Tensor:
@@ -255,7 +265,7 @@ class _Sequence:
         if call.mask is not None and self.visible is not None and cuts:
             seen = self._evaluate(call.mask, self.visible, self._symbols(rows, *cuts))
             parts = [s[..., cut.start - keys.start : cut.stop - keys.start] for cut in cuts]
-            _fill(parts, seen, -torch.inf)
+            fill(parts, seen, -torch.inf)
         return raw, s
 
     def _evaluate(self, bound: Bound, root: Expr, symbols: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -264,7 +274,7 @@ class _Sequence:
 
     def _keep(self, rows: slice, keys: slice) -> torch.Tensor:
         symbols = self._symbols(rows, keys)
-        row = self.b * self.call.num_heads_q + self.h
+        row = self.b * self.num_heads + self.h
         assert self.call.seed is not None
         keep = keep_mask(int(self.call.seed), self.call.dropout, row, symbols["i"], symbols["j"])
         return keep.to(self.compute)
@@ -368,32 +378,8 @@ class _Sequence:
         if self.slope is None:
             return torch.zeros_like(ds)
         through = self._evaluate(score, self.slope, symbols).expand_as(ds).clone()
-        _fill([through], ds != 0.0, 0.0)  # a hidden score may have no finite derivative
+        fill([through], ds != 0.0, 0.0)  # a hidden score may have no finite derivative
         return through
-
-
-def _runs(tiles: Iterable[int]) -> list[range]:
-    """Ascending numbers of tiles as ranges of neighbours, up to MAX_RUN of them."""
-    runs: list[range] = []
-    for n in tiles:
-        if runs and runs[-1].stop == n and len(runs[-1]) < MAX_RUN:
-            runs[-1] = range(runs[-1].start, n + 1)
-        else:
-            runs.append(range(n, n + 1))
-    return runs
-
-
-def _fill(parts: list[torch.Tensor], kept: torch.Tensor, value: float) -> None:
-    """masked_fill_(~kept, value) of columns in `parts`, by bit operations, which PyTorch vectorises: a tenth of the
-    time on a CPU.
-    """
-    whole = torch.int64 if parts[0].dtype == torch.float64 else torch.int32
-    widths = [x.shape[-1] for x in parts]
-    kept = kept.broadcast_to((*kept.shape[:-1], sum(widths)))
-    bits = kept.to(whole).neg_()
-    filling = bits.bitwise_not() & torch.tensor(value, dtype=parts[0].dtype, device="cpu").view(whole)
-    for x, keep, fill in zip(parts, torch.split(bits, widths, -1), torch.split(filling, widths, -1), strict=True):
-        x.view(whole).bitwise_and_(keep).bitwise_or_(fill)
 
 
 def _score_symbol(root: Expr) -> Expr | None:
