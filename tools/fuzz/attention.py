@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import tilewise as tw
 from tools.fuzz import placed as places
 from tools.fuzz.case import UNIT, Case, Tensors, largest
 from tools.fuzz.draw import HALVES, Draw
-from tools.fuzz.exact import Rules, attend, coarse, stacked, steepest
+from tools.fuzz.exact import Rules, attend, coarse, has_kink, stacked, steepest
 from tools.fuzz.formulas import LEARNED, Formula, Visible, captured, formula, library_masks, names_read
 from tools.fuzz.placed import Heads, Placed
 
@@ -88,11 +89,21 @@ class Problem:
         found = [steepest(q, k, self.rules, b, x) for b, (q, k, _) in enumerate(self.placed.sequences(x))]
         return max([0.0, *found])
 
+    @functools.cached_property
+    def has_kink(self) -> bool:
+        """Of some sequence."""
+        x = {name: y.detach() for name, y in self.inputs.items()}
+        return any(has_kink(q, k, self.rules, b, x) for b, (q, k, _) in enumerate(self.placed.sequences(x)))
+
     def floor(self, name: str, truth: Tensors) -> float:
-        """A backward that reads o as it was rounded has a delta that is off by that; sums of all rows add it up."""
+        """A backward that reads o as it was rounded has a delta that is off by that; sums of all rows add it up. Where
+        rounding decides a derivative there is nothing to compare.
+        """
         unit = UNIT[self.dtype]
         if name in ("o", "lse"):
             return 2 * unit if name == "lse" and self.formula.steps else 0.0
+        if name != "dv" and self.has_kink:
+            return math.inf
         size = largest(truth[name])
         o = truth["o"].detach().abs().nan_to_num()
         if not o.numel():

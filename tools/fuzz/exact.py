@@ -12,6 +12,8 @@ import torch
 from tools.fuzz.case import Tensors, largest
 from tools.fuzz.formulas import Change, Visible
 
+_ROUNDING, _JUMP = 2.0**-22, 0.01  # of scores in float32, relative to the largest; of a derivative
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -59,14 +61,35 @@ def steepest(q: torch.Tensor, k: torch.Tensor, rules: Rules, batch: int, c: Tens
     """The largest slope that a score has in its scaled product: what errors of gradients are multiplied by."""
     if rules.change is None or not len(q) or not len(k):
         return 1.0
+    s, at = _scores(q, k, rules, batch)
+    return largest(_slope(s, rules, c, at))
+
+
+def has_kink(q: torch.Tensor, k: torch.Tensor, rules: Rules, batch: int, c: Tensors) -> bool:
+    """Whether some score lies so near a place where the formula's derivative jumps that rounding decides its side."""
+    if rules.change is None or not len(q) or not len(k):
+        return False
+    s, at = _scores(q, k, rules, batch)
+    near = _ROUNDING * max(1.0, largest(s))
+    return largest(_slope(s + near, rules, c, at) - _slope(s - near, rules, c, at)) > _JUMP
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, rules: Rules, batch: int
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(Scores of a sequence before the formula, what the formula sees beside them)."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    s = (torch.matmul(q.double().transpose(0, 1), k.double().permute(1, 2, 0)) * rules.scale).requires_grad_()
-    at = _places(batch, q.shape[1], len(q), len(k), rules, q.device)
+    s = torch.matmul(q.double().transpose(0, 1), k.double().permute(1, 2, 0)) * rules.scale
+    return s, _places(batch, q.shape[1], len(q), len(k), rules, q.device)
+
+
+def _slope(s: torch.Tensor, rules: Rules, c: Tensors, at: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The formula's derivative in each score."""
+    s = s.detach().requires_grad_()
     changed = _formula(s, replace(rules, visible=None), c, at)
     if not changed.requires_grad:
-        return 0.0
-    (slope,) = torch.autograd.grad(torch.where(changed.isfinite(), changed, 0.0).sum(), s)
-    return largest(slope)
+        return torch.zeros_like(s)
+    return torch.autograd.grad(torch.where(changed.isfinite(), changed, 0.0).sum(), s)[0]
 
 
 def _formula(s: torch.Tensor, rules: Rules, c: Tensors, at: tuple[torch.Tensor, ...]) -> torch.Tensor:
