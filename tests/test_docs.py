@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise as tw
+from tilewise.core.errors import UnsupportedError
+from tools import support_matrix
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -79,6 +83,71 @@ def test_a_broken_block_fails_and_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(NameError) as caught:
         run(page, {}, gpu=False)
     assert (caught.traceback[-1].path.name, caught.traceback[-1].lineno + 1) == ("page.md", 5)
+
+
+def test_the_readme_fits_a_newcomer() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+
+
+def test_the_imports_that_the_readme_names_work() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Coming from")[2].partition("## ")[0]
+    statements = re.findall(r"`((?:from|import) [^`]+)`", table)
+    assert len(statements) >= 7
+    for statement in statements:
+        exec(statement, {})
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        page = path.parent / name if name else path
+        outside = path.parent != ROOT and ROOT / "docs" not in page.resolve().parents  # the site has docs/ alone
+        if outside or not page.exists() or (anchor and anchor not in _anchors(page)):
+            missing.append(target)
+    assert missing == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that GitHub and MkDocs give a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_in_the_menu_and_in_the_index() -> None:
+    menu, index = (ROOT / "mkdocs.yml").read_text(), (ROOT / "docs" / "index.md").read_text()
+    pages = [str(page.relative_to(ROOT / "docs")) for page in FILES if page.parent != ROOT]
+    assert [page for page in pages if f": {page}\n" not in menu] == []
+    assert [page for page in pages if page != "index.md" and f"({page})" not in index] == []
+
+
+def test_the_table_of_hardware_is_what_calls_on_a_cpu_do(tmp_path: Path) -> None:
+    cells = [cell.strip() for cell in support_matrix.hardware(tmp_path).splitlines()[2].split("|")[1:-1]]
+    assert cells == [
+        "CPU (PyTorch)", "fp16, bf16, fp32, fp64", "1–512", "dense, packed, paged", "dense, packed", "emulated",
+        "every CI run",
+    ]  # fmt: skip
+    lengths, table = torch.tensor([0, 2, 5], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    for name, short in support_matrix.DTYPES.items():
+        assert short in cells[1]
+        rows = torch.randn(1, 5, 2, 512, dtype=getattr(torch, name), requires_grad=True)
+        for x, layout in ((rows, None), (rows[0], tw.Packed(lengths))):
+            assert torch.autograd.grad(tw.attention(x, x, x, layout=layout).sum(), rows)[0].isfinite().all()
+        paged = tw.Paged(table, torch.tensor([5], dtype=torch.int32))
+        assert tw.attention(*3 * [rows.detach()], layout=paged).shape == rows.shape
+    with pytest.raises(UnsupportedError):
+        tw.attention(rows, rows, rows, layout=paged)
+
+
+def test_the_glossary_is_in_order() -> None:
+    lines = (ROOT / "docs" / "glossary.md").read_text().splitlines()
+    terms = [line.split("|")[1].strip().lower() for line in lines if line.startswith("| ")][1:]
+    assert terms == sorted(terms)
+    assert len(terms) == len(set(terms)) > 30
 
 
 def test_every_guarantee_names_tests_that_are_there() -> None:

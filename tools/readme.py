@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md and docs/support.md: `python -m tools.readme [--check]`."""
+"""Write the generated parts of README.md and of pages in docs/: `python -m tools.readme [--check]`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tools import serving_table, speed_table, support_matrix
+from tools import serving_table, speed_table, summary_table, support_matrix
 from tools.families import ROOT
 
 README = ROOT / "README.md"
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {
-        "support matrix": support_matrix.matrix,
-        "exact speed": speed_table.exact,
-        "speed": speed_table.table,
-        "speed in few bits": speed_table.fewer,
-        "speed of serving": serving_table.table,
-        "speed beside attention": speed_table.beside,
+        "headline": summary_table.headline,
+        "hardware": support_matrix.hardware,
+        "speed": summary_table.table,
     },
-    ROOT / "docs" / "support.md": {"implementations": support_matrix.details},
+    ROOT / "docs" / "performance.md": {
+        "exact attention": speed_table.exact,
+        "formulas": speed_table.formulas,
+        "quantized attention": speed_table.quantized,
+        "block-sparse attention": speed_table.sparse,
+        "paged decode": serving_table.table,
+        "serving": serving_table.gains,
+        "fused layers": speed_table.fused,
+    },
+    ROOT / "docs" / "support.md": {"matrix": support_matrix.matrix, "implementations": support_matrix.details},
 }
 
 

@@ -1,5 +1,6 @@
-"""The README's tables of speed: how many times as fast as its peers each problem ran, from the newest records of one
-GPU. Where kernels have changed since, who ran the command again might find other numbers, and the caption says so.
+"""The speed tables of docs/performance.md, from the newest records of one GPU.
+
+Where kernels have changed since they were measured, the caption says so.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.grid_report import place
 from benchmarks.records import RESULTS, Record, read_all
@@ -15,13 +17,14 @@ from benchmarks.report import Table, latest, outdated, ratio
 DEVICES = ("h200", "h100-80gb-hbm3")
 PASSES = ("attention_forward", "attention_backward")
 EXACT = ("exact_forward", "exact_backward")
-BESIDE = ("neighbours_forward", "neighbours_backward")
-FEWER = ("few_bits_forward", "sliding_tile", "sparse_whole")
+FUSED = ("neighbours_forward", "neighbours_backward")
+QUANTIZED = ("few_bits_forward",)
+SPARSE = ("sliding_tile", "sparse_whole")
 SELECTED = "hopper_codes.selected"
-SLIDING = ("sliding", "sliding_int8", "sliding_int8_blocks")  # in FP8, `Sage2` and INT8 by blocks
+SLIDING = ("sliding", "sliding_int8", "sliding_int8_blocks")  # in FP8, `Sage2` and INT8 with block scales
 SCHEMES = {
     "sage2": "`Sage2()`",
-    "int8_blocks": "INT8 by blocks",
+    "int8_blocks": "INT8, block scales",
     "fp8": '`Sage("fp8")`',
     "blocks": '`FP8("block", "block", "block")`',
 }
@@ -45,141 +48,170 @@ def _records(tables: dict[str, Table]) -> Iterator[Record]:
     return (record for rows in tables.values() for _, row in rows for record in row.values())
 
 
-def table(results: Path = RESULTS) -> str:
-    """The Markdown table with its caption: one row a peer, one column a formula, forward / backward in a cell."""
+def formulas(results: Path = RESULTS) -> str:
+    """Masks and scores: one row a peer, one column a formula, forward / backward in a cell."""
     tables = of_one_device(results, PASSES)
     passes = [dict(_by_formula(tables[question])) for question in PASSES]
-    formulas = [formula for formula in passes[0] if formula in passes[1]]
-    if not formulas:
+    names = [formula for formula in passes[0] if formula in passes[1]]
+    if not names:
         return "No records yet."
-    lines = [
-        "| forward / backward, times as fast as | " + " | ".join(formulas) + " |",
-        "|---" * (1 + len(formulas)) + "|",
-    ]
+    lines = ["| speedup, forward / backward, over | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
     for peer, name in PEERS.items():
-        cells = [" / ".join(_ratio(rows[formula], peer) for rows in passes) for formula in formulas]
+        cells = [" / ".join(_shown(over(rows[formula], peer)) for rows in passes) for formula in names]
         lines.append("| " + " | ".join([name, *("" if cell == " / " else cell for cell in cells)]) + " |")
-    record = next(iter(passes[0][formulas[0]].values()))
+    record = next(iter(passes[0][names[0]].values()))
     size = record.problem
-    return (
-        "\n".join(lines)
-        + (
-            f"\n\n{record.device}, {size['dtype']}, batch {size['batch']}, {size['num_heads_q']} heads of "
-            f"{size['head_dim']}, {size['seqlen_q']:,} tokens, {record.date[:10]}."
-        )
-        + of_earlier(record for rows in passes for row in rows.values() for record in row.values())
+    caption = (
+        f"{made(_records(tables))}; batch {size['batch']}, {size['num_heads_q']} heads, "
+        f"head_dim {size['head_dim']}, {size['seqlen_q']:,} tokens."
     )
+    return _page(lines, caption, _records(tables))
 
 
 def exact(results: Path = RESULTS) -> str:
-    """The same for attention without a formula, against the best peer: one row a head dimension, full or causal, one
-    column a length; grouped queries and packed documents in the caption.
+    """Attention without a formula, against the fastest peer: one row a head dimension, full or causal, one column a
+    length; grouped queries and packed documents in the caption.
     """
     tables = of_one_device(results, EXACT)
-    passes = [tables[question] for question in EXACT]
     cells: dict[str, dict[int | str, str]] = {}
-    first: Record | None = None
-    for (_, forward), (_, backward) in zip(*passes, strict=True):
-        record = next(iter(forward.values()))
-        first = first or record
-        size = record.problem
+    for size, ratios in exact_ratios(tables):
         packed, grouped, *_ = place(size)
-        row = f"head dimension {size['head_dim']}, {size['formula']}"
+        row = f"head_dim {size['head_dim']}, {size['formula']}"
         where: int | str = size.get("seqlen_q", 0)
         if packed or grouped:
             row, where = "", f"{size['batch']} packed documents" if packed else "grouped queries"
-        ratios = [ratio(_without_variants(found)) for found in (forward, backward)]
         cells.setdefault(row, {})[where] = " / ".join(UNKNOWN if x is None else f"{x:.2f}" for x in ratios)
-    if first is None:
+    if not cells:
         return "No records yet."
     others = cells.pop("", {})
-    lines = _by_length("forward / backward, times as fast as the best peer", cells)
-    caption = [f"{first.device}, {first.problem['dtype']}, {first.date[:10]}"]
+    lines = _by_length("speedup over the fastest peer, forward / backward", cells)
+    caption = [made(_records(tables))]
     caption += [f"{what} {value}" for what, value in others.items()]
     if any(UNKNOWN in value for row in cells.values() for value in row.values()):
-        caption.append(f"{UNKNOWN}: times of this run lay too far apart to be found again")
-    earlier = of_earlier(record for rows in passes for _, row in rows for record in row.values())
-    return "\n".join(lines) + "\n\n" + "; ".join(caption) + "." + earlier
+        caption.append(f"{UNKNOWN}: timings of this run vary too much to be quoted")
+    return _page(lines, "; ".join(caption) + ".", _records(tables))
 
 
-def beside(results: Path = RESULTS) -> str:
-    """What stands beside attention: one row an operation, its share of a copy's rate, and how many times as fast it is
-    as PyTorch's own; of several shapes the first.
+def exact_ratios(tables: dict[str, Table]) -> Iterator[tuple[dict[str, Any], list[float | None]]]:
+    """Each problem of EXACT with its speedup over the fastest peer, forward and backward."""
+    for (_, forward), (_, backward) in zip(*(tables[question] for question in EXACT), strict=True):
+        problem = next(iter(forward.values())).problem
+        yield problem, [ratio(_without_variants(found)) for found in (forward, backward)]
+
+
+def fused(results: Path = RESULTS) -> str:
+    """Fused layers: one row an operation, its fraction of copy bandwidth, and its speedup over PyTorch, eager and
+    compiled; of several shapes the first.
     """
-    tables = of_one_device(results, BESIDE)
-    passes = []
-    for question in BESIDE:
+    tables = of_one_device(results, FUSED)
+    found = list(first_shapes(tables))
+    if not found:
+        return "No records yet."
+    lines = [
+        "| forward / backward | shape | fraction of copy bandwidth | speedup over eager | over `torch.compile` |",
+        "|---" * 5 + "|",
+    ]
+    for name, passes in found:
+        ours = [row["tilewise.triton"] for row in passes]
+        share = " / ".join(f"{x.gbps / x.ceiling_gbps:.2f}" if x.gbps and x.ceiling_gbps else "" for x in ours)
+        speed = [" / ".join(_shown(over(row, peer)) for row in passes) for peer in ("eager", "compile")]
+        lines.append("| " + " | ".join((f"`{name}`", ours[0].problem["shape"], share, *speed)) + " |")
+    records = [record for _, passes in found for row in passes for record in row.values()]
+    return _page(lines, f"{made(records)}.", records)
+
+
+def first_shapes(tables: dict[str, Table]) -> Iterator[tuple[str, list[dict[str, Record]]]]:
+    """Each operation of FUSED with its forward and backward row, of several shapes the first."""
+    passes: list[dict[str, dict[str, Record]]] = []
+    for question in FUSED:
         rows: dict[str, dict[str, Record]] = {}
         for _, row in tables[question]:
             rows.setdefault(next(iter(row.values())).problem["operation"], row)
         passes.append(rows)
-    names = [name for name in passes[0] if name in passes[1]]
-    if not names:
-        return "No records yet."
-    lines = [
-        "| forward / backward | rows × numbers | share of a copy's rate | times as fast as eager | `torch.compile` |",
-        "|---" * 5 + "|",
-    ]
-    for name in names:
-        row = [found[name] for found in passes]
-        ours = [found["tilewise.triton"] for found in row]
-        share = " / ".join(f"{x.gbps / x.ceiling_gbps:.2f}" if x.gbps and x.ceiling_gbps else "" for x in ours)
-        speed = [" / ".join(_ratio(found, peer) for found in row) for peer in ("eager", "compile")]
-        lines.append("| " + " | ".join((f"`{name}`", ours[0].problem["shape"], share, *speed)) + " |")
-    caption = f"{ours[0].device}, {ours[0].problem['dtype']}, {ours[0].date[:10]}."
-    earlier = of_earlier(record for rows in passes for row in rows.values() for record in row.values())
-    return "\n".join(lines) + "\n\n" + caption + earlier
+    for name in passes[0]:
+        if name in passes[1]:
+            yield name, [rows[name] for rows in passes]
 
 
-def fewer(results: Path = RESULTS) -> str:
-    """Attention in few bits: one row a scheme, head dimension and mask, one column a length, how many times as fast as
-    the exact kernel with codes that the call makes, and with codes that are there; over fewer tiles, in 16 bits and in
-    few, in the caption.
+def quantized(results: Path = RESULTS) -> str:
+    """Quantized attention: one row a scheme, head dimension and mask, one column a length, speedup over the exact
+    kernel with quantisation in the call, and with q, k and v that are quantized already.
     """
-    tables = of_one_device(results, FEWER)
-    bits, sliding, chosen = ([row for _, row in tables[question]] for question in FEWER)
-    if not bits:
-        return "No records yet."
+    tables = of_one_device(results, QUANTIZED)
     cells: dict[str, dict[int | str, str]] = {}
-    first = bits[0]["tilewise.hopper"]
-    for key, scheme in SCHEMES.items():
-        for row in bits:
-            exact_one, whole, kernel = (
-                row[f"tilewise.{impl}"] for impl in ("hopper", f"hopper_codes.{key}", f"hopper_codes.{key}.kernel")
+    for scheme, size, included, excluded in quantized_ratios(tables):
+        name = f"{SCHEMES[scheme]}, head_dim {size['head_dim']}, {size['formula']}"
+        cells.setdefault(name, {})[size["seqlen_q"]] = f"{_shown(included)} / {_shown(excluded)}"
+    if not cells:
+        return "No records yet."
+    lines = _by_length("speedup over exact attention, quantisation included / excluded", cells)
+    return _page(lines, f"{made(_records(tables))}.", _records(tables))
+
+
+def quantized_ratios(
+    tables: dict[str, Table],
+) -> Iterator[tuple[str, dict[str, Any], float | None, float | None]]:
+    """Scheme, problem, and speedup over the exact kernel with quantisation included and excluded."""
+    for scheme in SCHEMES:
+        for _, row in tables[QUANTIZED[0]]:
+            dense, whole, kernel = (
+                row[f"tilewise.{impl}"]
+                for impl in ("hopper", f"hopper_codes.{scheme}", f"hopper_codes.{scheme}.kernel")
             )
-            size = exact_one.problem
-            name = f"{scheme}, head dimension {size['head_dim']}, {size['formula']}"
-            cells.setdefault(name, {})[size["seqlen_q"]] = f"{_times(exact_one, whole)} / {_times(exact_one, kernel)}"
-    lines = _by_length("times as fast as exact, codes made in the call / before", cells)
-    caption = [f"{first.device}, {first.problem['dtype']}, {first.date[:10]}"]
-    for row in sliding:
+            yield scheme, dense.problem, times(dense, whole), times(dense, kernel)
+
+
+def sparse(results: Path = RESULTS) -> str:
+    """Block-sparse attention, whole calls: one row a workload, speedup over attention to all pairs in 16 and 8 bits."""
+    tables = of_one_device(results, SPARSE)
+    found = list(sparse_rows(tables))
+    if not found:
+        return "No records yet."
+    lines = ["| workload | computed | speedup, 16 bits | speedup, 8 bits | over all pairs by |", "|---" * 5 + "|"]
+    for what, share, ours, coded, name, peer in found:
+        cells = (what, share, _shown(times(peer, ours)), _shown(times(peer, coded)), name)
+        lines.append("| " + " | ".join(cells) + " |")
+    return _page(lines, f"{made(_records(tables))}.", _records(tables))
+
+
+def sparse_rows(tables: dict[str, Table]) -> Iterator[tuple[str, str, Record, Record, str, Record]]:
+    """Workload, what is computed of it, ours in 16 bits, in the fastest 8, and who computed all pairs, by name."""
+    windows, selections = (tables[question] for question in SPARSE)
+    for _, row in windows:
         ours = row["tilewise.hopper.sliding"]
         coded = min((row[f"tilewise.hopper_codes.{name}"] for name in SLIDING), key=lambda one: one.p50_ms or math.inf)
         peer = min((row[impl] for impl in DENSE if impl in row), key=lambda record: record.p50_ms or math.inf)
         mask, share = ours.problem["formula"].rsplit(", ", 1)
-        times = f"{_times(peer, ours)} / {_times(peer, coded)}"
-        caption.append(f"`{mask}`, {share}: {times} times as fast as {DENSE[peer.impl]} over all")
-    synthetic = [row for row in chosen if row["tilewise.hopper.dense"].problem.get("operation") != "demo"]
-    for row in synthetic[-1:]:
+        yield f"`{mask}`", share, ours, coded, DENSE[peer.impl], peer
+    for _, row in selections:
         dense, ours, coded = (row[f"tilewise.{impl}"] for impl in ("hopper.dense", "hopper.selected", SELECTED))
-        where = f"{ours.problem['seqlen_q']:,} tokens, {ours.problem['formula']}"
-        caption.append(
-            f"`Sparge`, {where}: {_times(dense, ours)} / {_times(dense, coded)} times as fast as exact over all"
-        )
-    records = (record for row in (*bits, *sliding, *chosen) for record in row.values())
-    return "\n".join(lines) + "\n\n" + "; ".join(caption) + "." + of_earlier(records)
+        what, _, share = ours.problem["formula"].rpartition(", ")
+        words = ["`Sparge`", f"{ours.problem['seqlen_q']:,} tokens", what]
+        if ours.problem.get("operation") == "demo":
+            words.append("the demo's model")
+        where = ", ".join(word for word in words if word)
+        yield where, share, ours, coded, "tilewise, exact", dense
+
+
+def made(records: Iterable[Record]) -> str:
+    """The GPU, the dtype and the days of some records."""
+    found = list(records)
+    days = sorted({record.date[:10] for record in found})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{found[0].device}, {found[0].problem['dtype']}, {when}"
 
 
 def of_earlier(records: Iterable[Record]) -> str:
-    """What a caption says of records that were made with other sources than today's."""
+    """What a caption says of records that were made with other kernels than today's."""
     found = list(records)
     if not outdated(found):
         return ""
     commits = sorted({record.commit[:7] for record in found})
-    return (
-        f" Measured at {', '.join(commits)}: sources have changed since, and this GPU's records of today's are still "
-        "to be made."
-    )
+    return f" Measured at {', '.join(commits)}; kernels have changed since, re-measurement pending."
+
+
+def _page(lines: list[str], caption: str, records: Iterable[Record]) -> str:
+    return "\n".join(lines) + "\n\n" + caption + of_earlier(records)
 
 
 def _by_length(title: str, cells: dict[str, dict[int | str, str]]) -> list[str]:
@@ -192,10 +224,19 @@ def _by_length(title: str, cells: dict[str, dict[int | str, str]]) -> list[str]:
     ]
 
 
-def _times(of: Record, one: Record) -> str:
-    """How many times as fast as `of` one is."""
+def times(of: Record, one: Record) -> float | None:
+    """The speedup of `one` over `of`; None where one of them has no time, or no steady one."""
     known = of.p50_ms and one.p50_ms and of.steady and one.steady
-    return f"{of.p50_ms / one.p50_ms:.2f}" if known else ""
+    return of.p50_ms / one.p50_ms if known else None
+
+
+def over(row: dict[str, Record], peer: str) -> float | None:
+    """The speedup of our best over one peer."""
+    return ratio({impl: record for impl, record in row.items() if impl == peer or impl.startswith("tilewise")})
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _without_variants(row: dict[str, Record]) -> dict[str, Record]:
@@ -205,8 +246,3 @@ def _without_variants(row: dict[str, Record]) -> dict[str, Record]:
 
 def _by_formula(rows: list[tuple[str, dict[str, Record]]]) -> list[tuple[str, dict[str, Record]]]:
     return [(next(iter(row.values())).problem["formula"], row) for _, row in rows]
-
-
-def _ratio(row: dict[str, Record], peer: str) -> str:
-    value = ratio({impl: record for impl, record in row.items() if impl == peer or impl.startswith("tilewise")})
-    return "" if value is None else f"{value:.2f}"

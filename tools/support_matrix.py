@@ -1,5 +1,5 @@
-"""What runs where, from the dispatch tables and the receipts: the README's matrix, and all about each row in
-docs/support.md.
+"""What runs where, from the dispatch tables and the receipts: the README's table of hardware, and in docs/support.md
+the matrix of operations and all about each implementation.
 
 Rows stand in the order in which dispatch prefers them. "verified on" appears only while the sources that a receipt
 vouches for are byte for byte those of today.
@@ -8,6 +8,7 @@ vouches for are byte for byte those of today.
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,23 @@ from tools.receipts import verified
 OPERATIONS = ("attention", "merge", "kv_write", *NEIGHBOURS)
 KINDS = {"cpu": "on a CPU, PyTorch", "triton": "on a GPU, Triton", "hopper": "on Hopper, Gluon"}
 VERIFIED = "✓"
+HARDWARE = {
+    "cpu": "CPU (PyTorch)",
+    "triton": "NVIDIA sm_80 or newer (Triton)",
+    "hopper": "NVIDIA sm_90, Hopper (Gluon)",
+}
+DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+LAYOUTS = ("dense", "packed", "paged")
+KEEPS = {  # the layouts that a row with this need runs; a row without such a need runs all
+    "the dense layout": ("dense",),
+    "paged keys": ("paged",),
+    "packed queries over pages": ("paged",),
+    "keys that are not paged": ("dense", "packed"),
+    "keys in pages, or a dense layout": ("dense", "paged"),
+}
+NO_BACKWARD = {"no gradient wanted": LAYOUTS, "no gradient wanted of paged keys": ("paged",)}
+EMULATED = ("cpu",)
+LARGEST_HEAD = 512
 
 
 def rows(operation: str) -> list[Any]:
@@ -55,6 +73,57 @@ def matrix(results: Path = RESULTS, root: Path = ROOT) -> str:
         backward = any(row.backward for row in found)
         lines.append(_line(f"`{operation}`", *cells, "yes" if backward else "no"))
     return "\n".join(lines)
+
+
+def layouts(row: Any, *, backward: bool = False) -> set[str]:
+    """The layouts that a row of attention runs, forward or backward, by what it needs."""
+    said = [need.says for need in row.needs]
+    found = set(LAYOUTS).intersection(*(KEEPS[says] for says in said if says in KEEPS))
+    if backward:
+        found = found if row.backward else set()
+        found = found.difference(*(NO_BACKWARD[says] for says in said if says in NO_BACKWARD))
+    return found
+
+
+def hardware(results: Path = RESULTS, root: Path = ROOT) -> str:
+    """A Markdown table of attention: a line a kind of hardware, its dtypes, head dimensions, layouts, and proof."""
+    head = ("hardware", "dtypes", "head_dim", "layouts", "backward", "`quantize=`", "tested")
+    lines = [_line(*head), "|---" * len(head) + "|"]
+    for kind, name in HARDWARE.items():
+        found = [row for row in rows("attention") if row.name.startswith(kind)]
+        exact = [row for row in found if "quantize=" not in [need.says for need in row.needs]]
+        quantized = [row for row in found if row not in exact]
+        forward, backward = (
+            set[str]().union(*(layouts(row, backward=back) for row in exact)) for back in (False, True)
+        )
+        shown = [", ".join(one for one in LAYOUTS if one in kept) for kept in (forward, backward)]
+        codes = ("emulated" if kind in EMULATED else "yes") if quantized else "no"
+        lines.append(
+            _line(name, _dtypes(exact), f"1–{_largest_head(exact)}", *shown, codes, _tested(found, results, root))
+        )
+    return "\n".join(lines)
+
+
+def _dtypes(found: list[Any]) -> str:
+    """The dtypes that some of these rows take."""
+    said = [[need.says for need in row.needs if need.says.startswith("dtype ")] for row in found]
+    taken = {name for words in said for name in (words[0][6:].split(", ") if words else DTYPES)}
+    return ", ".join(short for name, short in DTYPES.items() if name in taken)
+
+
+def _largest_head(found: list[Any]) -> int:
+    said = [re.search(r"head dimensions (?:of \d+ |up )to (\d+)", needs(row)) for row in found]
+    return max(int(one[1]) if one else LARGEST_HEAD for one in said)
+
+
+def _tested(found: list[Any], results: Path, root: Path) -> str:
+    """What CI does with all of these rows, and the GPUs on which all of their tests passed with today's sources."""
+    families = [family for row in found if (family := family_of(row.name)) and family.ci]
+    if not families:
+        return "every CI run"
+    ci = families[0].ci
+    on = set.intersection(*({*verified(family.name, results, root)} for family in families))
+    return f"CI: {ci}" + "".join(f"; run on {device}" for device in sorted(on))
 
 
 def details(results: Path = RESULTS, root: Path = ROOT) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.records import append
 from tests.tools.samples import sample
-from tools import readme, serving_table, speed_table
+from tools import readme, serving_table, speed_table, summary_table, support_matrix
 from tools.families import FAMILIES
 
 PROBLEM = {"formula": "causal", "seqlen_q": 8192, "batch": 2, "num_heads_q": 16, "head_dim": 128, "dtype": "bfloat16"}
@@ -49,11 +49,11 @@ def test_the_table_has_each_peers_time_over_ours(tmp_path: Path) -> None:
         _fill(tmp_path, "full", question, {"tilewise.triton": 99.0, "flex": 1.0}, run="old")
         _fill(tmp_path, "full", question, {"tilewise.triton": ours, "flex": 5.0, "cudnn": 1.5})
         _fill(tmp_path, "window", question, {"tilewise.triton": ours, "flex": 3.0})
-    lines = speed_table.table(tmp_path).splitlines()
-    assert lines[0] == "| forward / backward, times as fast as | full | window |"
+    lines = speed_table.formulas(tmp_path).splitlines()
+    assert lines[0] == "| speedup, forward / backward, over | full | window |"
     assert lines[2] == "| FlexAttention, compiled | 2.50 / 1.25 | 1.50 / 0.75 |"
     assert lines[3] == "| cuDNN | 0.75 / 0.38 |  |"
-    assert lines[-1] == "NVIDIA H200, bfloat16, batch 2, 16 heads of 128, 8,192 tokens, 2026-02-01."
+    assert lines[-1] == "NVIDIA H200, bfloat16, 2026-02-01; batch 2, 16 heads, head_dim 128, 8,192 tokens."
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_table_is_of_the_gpu_whose_records_are_of_todays_sources(
         for question in speed_table.PASSES if sources else ():
             times = {"tilewise.triton": 2.0, "flex": 5.0}
             _fill(tmp_path, "full", question, times, sources=str(sources), device=device)
-    assert f"NVIDIA {shown}, bfloat16" in speed_table.table(tmp_path)
+    assert f"NVIDIA {shown}, bfloat16" in speed_table.formulas(tmp_path)
 
 
 def test_a_gpu_with_some_of_a_tables_records_is_not_the_one(tmp_path: Path) -> None:
@@ -77,14 +77,14 @@ def test_a_gpu_with_some_of_a_tables_records_is_not_the_one(tmp_path: Path) -> N
     ):
         sources = TODAY if "H100" in device else "f00"
         _fill(tmp_path, "full", question, {"tilewise.triton": 2.0, "flex": 5.0}, sources=sources, device=device)
-    assert "NVIDIA H200, bfloat16" in speed_table.table(tmp_path)
+    assert "NVIDIA H200, bfloat16" in speed_table.formulas(tmp_path)
 
 
 def test_records_of_earlier_sources_are_said_to_be_that(tmp_path: Path) -> None:
     for question in ("attention_forward", "attention_backward"):
         _fill(tmp_path, "full", question, {"tilewise.triton": 2.0, "flex": 5.0}, sources="f00")
-    assert "| FlexAttention, compiled | 2.50 / 2.50 |" in speed_table.table(tmp_path)
-    assert "sources have changed since" in speed_table.table(tmp_path)
+    assert "| FlexAttention, compiled | 2.50 / 2.50 |" in speed_table.formulas(tmp_path)
+    assert "re-measurement pending" in speed_table.formulas(tmp_path)
     dense = {"seqlen_q": 512, "seqlen_k": 512, "batch": 4, "num_heads_q": 2, "num_heads_kv": 2, "head_dim": 64}
     for question in speed_table.EXACT:
         for impl, time in {"tilewise.hopper": 2.0, "cudnn": 3.0}.items():
@@ -94,7 +94,7 @@ def test_records_of_earlier_sources_are_said_to_be_that(tmp_path: Path) -> None:
             made = sample(question=question, problem=problem, impl=impl, device="NVIDIA H200", sources=sources, **times)
             append(made, tmp_path)
     assert "1.50 / 1.50" in speed_table.exact(tmp_path)
-    assert "sources have changed since" in speed_table.exact(tmp_path)
+    assert "re-measurement pending" in speed_table.exact(tmp_path)
 
 
 def test_the_exact_table_has_the_best_peers_time_over_the_rows(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_the_exact_table_has_the_best_peers_time_over_the_rows(tmp_path: Path) -
                               sources=TODAY if impl.startswith("tilewise") else None), tmp_path)  # fmt: skip
     lines = speed_table.exact(tmp_path).splitlines()
     assert lines[0].endswith("| 512 tokens | 4,096 tokens |")
-    assert lines[2] == "| head dimension 64, full | 1.50 / 0.75 | 1.50 / 0.75 |"
+    assert lines[2] == "| head_dim 64, full | 1.50 / 0.75 | 1.50 / 0.75 |"
     assert lines[-1].endswith("; grouped queries 1.50 / 0.75; 4 packed documents 1.50 / 0.75.")
 
 
@@ -127,11 +127,11 @@ def test_what_nobody_would_find_again_is_not_quoted(tmp_path: Path) -> None:
             p20, p50, p80 = times
             append(sample(question=question, problem=problem, impl=impl, p20_ms=p20, p50_ms=p50, p80_ms=p80), tmp_path)
     text = speed_table.exact(tmp_path)
-    assert "| head dimension 64, full | – / 1.50 |" in text
-    assert "; –: times of this run lay too far apart to be found again." in text
+    assert "| head_dim 64, full | – / 1.50 |" in text
+    assert "; –: timings of this run vary too much to be quoted." in text
 
 
-def test_the_table_beside_attention_has_the_first_shape_of_each_operation(tmp_path: Path) -> None:
+def test_the_table_of_fused_layers_has_the_first_shape_of_each_operation(tmp_path: Path) -> None:
     for question, ours in (("neighbours_forward", 2.0), ("neighbours_backward", 4.0)):
         for operation, shape in (("rope", "16 × 4"), ("rope", "8 × 8"), ("swiglu", "16 × 4")):
             problem = {"operation": operation, "shape": shape, "dtype": "bfloat16"}
@@ -140,7 +140,7 @@ def test_the_table_beside_attention_has_the_first_shape_of_each_operation(tmp_pa
                               p50_ms=time, p80_ms=time, gbps=1800.0 / time, ceiling_gbps=1000.0,
                               date="2026-02-01T00:00:00Z",
                               sources=TODAY if impl.startswith("tilewise") else None), tmp_path)  # fmt: skip
-    lines = speed_table.beside(tmp_path).splitlines()
+    lines = speed_table.fused(tmp_path).splitlines()
     assert lines[2:4] == [
         "| `rope` | 16 × 4 | 0.90 / 0.45 | 3.00 / 1.50 | 1.50 / 0.75 |",
         "| `swiglu` | 16 × 4 | 0.90 / 0.45 | 3.00 / 1.50 | 1.50 / 0.75 |",
@@ -151,14 +151,13 @@ def test_the_table_beside_attention_has_the_first_shape_of_each_operation(tmp_pa
 TIMES = {"sage2": 2.0, "int8_blocks": 0.75, "fp8": 1.0, "blocks": 0.5}  # of schemes
 
 
-def test_the_table_of_few_bits_has_times_over_the_exact_kernels(tmp_path: Path) -> None:
+def test_quantized_and_sparse_tables_have_speedups_over_the_exact_kernels(tmp_path: Path) -> None:
     def fill(question: str, problem: dict[str, object], times: dict[str, float]) -> None:
         for impl, time in times.items():
             append(sample(question=question, problem={"dtype": "bfloat16", **problem}, impl=impl, device="NVIDIA H200",
                           p20_ms=time, p50_ms=time, p80_ms=time, date="2026-02-01T00:00:00Z",
                           sources=TODAY if impl.startswith("tilewise") else None), tmp_path)  # fmt: skip
 
-    assert speed_table.fewer(tmp_path) == "No records yet."
     for length, exact in ((4096, 6.0), (512, 3.0)):
         codes = {f"tilewise.hopper_codes.{name}": time for name, time in TIMES.items()}
         kernels = {f"{impl}.kernel": time / 2 for impl, time in codes.items()}
@@ -175,19 +174,58 @@ def test_the_table_of_few_bits_has_times_over_the_exact_kernels(tmp_path: Path) 
     fill("sparse_whole", {"operation": "demo", "formula": "30% of the tiles", "seqlen_q": 4096},
          {"tilewise.hopper.dense": 5.0, "tilewise.hopper.selected": 2.0,
           "tilewise.hopper_codes.selected": 1.0})  # fmt: skip
-    lines = speed_table.fewer(tmp_path).splitlines()
+    lines = speed_table.quantized(tmp_path).splitlines()
     assert lines[0].endswith("| 512 tokens | 4,096 tokens |")
     assert lines[2:6] == [
-        "| `Sage2()`, head dimension 64, full | 1.50 / 3.00 | 3.00 / 6.00 |",
-        "| INT8 by blocks, head dimension 64, full | 4.00 / 8.00 | 8.00 / 16.00 |",
-        '| `Sage("fp8")`, head dimension 64, full | 3.00 / 6.00 | 6.00 / 12.00 |',
-        '| `FP8("block", "block", "block")`, head dimension 64, full | 6.00 / 12.00 | 12.00 / 24.00 |',
+        "| `Sage2()`, head_dim 64, full | 1.50 / 3.00 | 3.00 / 6.00 |",
+        "| INT8, block scales, head_dim 64, full | 4.00 / 8.00 | 8.00 / 16.00 |",
+        '| `Sage("fp8")`, head_dim 64, full | 3.00 / 6.00 | 6.00 / 12.00 |',
+        '| `FP8("block", "block", "block")`, head_dim 64, full | 6.00 / 12.00 | 12.00 / 24.00 |',
     ]
-    assert "`sliding_tile((2, 2), (1, 1))`, 9% of the pairs: 4.50 / 9.00 times as fast as cuDNN" in lines[-1]
+    assert speed_table.sparse(tmp_path).splitlines()[2:-2] == [
+        "| `sliding_tile((2, 2), (1, 1))` | 9% of the pairs | 4.50 | 9.00 | cuDNN |",
+        "| `Sparge`, 1,024 tokens | 15% of the tiles | 0.50 | 1.00 | tilewise, exact |",
+        "| `Sparge`, 2,048 tokens | 15% of the tiles | 4.00 | 8.00 | tilewise, exact |",
+        "| `Sparge`, 4,096 tokens, the demo's model | 30% of the tiles | 2.50 | 5.00 | tilewise, exact |",
+    ]
     fill("sliding_tile", {"formula": "sliding_tile((2, 2), (1, 1)), 9% of the pairs", "seqlen_q": 4}, {"fa4": 6.0})
-    assert "9% of the pairs: 3.00 / 6.00 times as fast as FlashAttention-4" in speed_table.fewer(tmp_path)
-    assert lines[-1].count("Sparge") == 1
-    assert "`Sparge`, 2,048 tokens, 15% of the tiles: 4.00 / 8.00 times as fast as exact" in lines[-1]
+    assert "| 9% of the pairs | 3.00 | 6.00 | FlashAttention-4 |" in speed_table.sparse(tmp_path)
+    lines = summary_table.table(tmp_path).splitlines()
+    assert lines[2:6] == [
+        "| `quantize=tw.Sage2()`, quantisation included, 512 tokens | exact attention | 1.50× |  |",
+        "| `quantize=tw.Sage2()`, quantisation included, 4,096 tokens | exact attention | 3.00× |  |",
+        "| `mask=tw.sliding_tile(...)`, 9% of the pairs | FlashAttention-4, all pairs | 3.00× |  |",
+        "| `select=tw.Sparge(...)`, 15–30% of the tiles | tilewise, exact, all pairs | 0.50–4.00× |  |",
+    ]
+
+
+def test_the_summary_has_the_lowest_and_the_highest_speedup(tmp_path: Path) -> None:
+    base = {"batch": 4, "num_heads_q": 2, "num_heads_kv": 2, "head_dim": 64, "formula": "full", "causal": False,
+            "dtype": "bfloat16"}  # fmt: skip
+
+    def fill(question: str, problem: dict[str, object], times: dict[str, float], date: str) -> None:
+        for impl, time in times.items():
+            sources = TODAY if impl.startswith("tilewise") else None
+            append(sample(question=question, problem={**base, **problem}, impl=impl, sources=sources, p20_ms=time,
+                          p50_ms=time, p80_ms=time, date=f"2026-02-0{date}T00:00:00Z"), tmp_path)  # fmt: skip
+
+    for length, peer in ((512, 1.0), (4096, 3.0)):
+        for question in speed_table.EXACT:
+            fill(question, {"seqlen_q": length, "seqlen_k": length}, {"tilewise.hopper": 2.0, "cudnn": peer}, "1")
+        codes = {f"tilewise.hopper_codes.{name}{end}": time for name, time in TIMES.items() for end in ("", ".kernel")}
+        fill("few_bits_forward", {"seqlen_q": length}, {"tilewise.hopper": peer, **codes}, "2")
+    for question in speed_table.PASSES:
+        fill(question, {"seqlen_q": 8192}, {"tilewise.hopper": 2.0, "flex": 5.0}, "3")
+    lines = summary_table.table(tmp_path).splitlines()
+    assert lines[2:4] == [
+        "| exact attention, head_dim 64, 512–4,096 tokens | fastest of cuDNN, FlashAttention-2 and -4 | 0.50–1.50× "
+        "| 0.50–1.50× |",
+        "| masks and scores as formulas, 8,192 tokens | FlexAttention, compiled | 2.50× | 2.50× |",
+    ]
+    assert lines[-1] == "NVIDIA H200, bfloat16, 2026-02-01 to 2026-02-03."
+    said = " ".join(summary_table.headline(tmp_path).split())
+    assert "0.50–1.50× the fastest of cuDNN" in said
+    assert "8-bit attention 1.50× exact at 4,096 tokens but 0.50× at 512 tokens" in said
 
 
 def test_the_table_of_serving_has_rates_beside_peers_and_what_is_gained(tmp_path: Path) -> None:
@@ -213,22 +251,38 @@ def test_the_table_of_serving_has_rates_beside_peers_and_what_is_gained(tmp_path
         times = {ours: 7.0, f"{ours}.pages": 1.0 if page_size == 256 else 0.5, "cudnn.contiguous": 6.0}
         fill("selected_pages", {"lengths": "equal", "page_size": page_size, "num_heads_kv": 8, "read": "1/8"}, times)
     lines = serving_table.table(tmp_path).splitlines()
-    assert lines[0] == "| decoding over pages of 16 | 4 × 100 | 1 × 400 |"
+    assert lines[0] == "| bandwidth over that of | 4 × 100 | 1 × 400 |"
     assert lines[2:6] == [
-        "| equal lengths: of cuDNN's bytes a second, contiguous keys |  | 0.50 |",
-        "| equal lengths: of FlashInfer's | 0.75 |  |",
-        "| uniform lengths: of FlashInfer's |  |  |",
-        "| Zipf lengths: of FlashInfer's | 1.50 |  |",
+        "| cuDNN over contiguous keys, equal lengths |  | 0.50 |",
+        "| FlashInfer, equal lengths | 0.75 |  |",
+        "| FlashInfer, uniform lengths |  |  |",
+        "| FlashInfer, Zipf lengths | 1.50 |  |",
     ]
     assert lines[-1] == (
-        "NVIDIA H200, bfloat16, 8 heads on 2 of 64, 2026-02-01. Beside that: 4 × 100 in INT8 1.50 times as fast as in "
-        "bfloat16; 4 × 100, 50 shared 4.00 times as fast as over pages of their own; an eighth of the pages (4 × 100 "
-        "tokens, 8 heads of keys, pages of 256) 6.00 times as fast as all."
+        "NVIDIA H200, bfloat16, 2026-02-01; 8 query heads, 2 KV heads, head_dim 64, pages of 16 tokens."
     )
+    assert serving_table.gains(tmp_path).splitlines()[2:] == [
+        "| INT8 KV cache | 4 × 100 | a bfloat16 cache | 1.50 |",
+        "| shared prefix | 4 × 100, 50 shared | a copy of the prefix in each sequence | 4.00 |",
+        "| `TopPages`, an eighth of the pages | 4 × 100 tokens, 8 KV heads, pages of 256 tokens | all pages | 6.00 |",
+        "",
+        "NVIDIA H200, bfloat16, 2026-02-01.",
+    ]
 
 
-def test_without_records_the_table_says_so(tmp_path: Path) -> None:
-    assert serving_table.table(tmp_path) == "No records yet."
-    assert speed_table.beside(tmp_path) == "No records yet."
-    assert speed_table.table(tmp_path) == "No records yet."
-    assert speed_table.exact(tmp_path) == "No records yet."
+def test_without_records_the_tables_say_so(tmp_path: Path) -> None:
+    for table in (serving_table.table, serving_table.gains, speed_table.fused, speed_table.formulas, speed_table.exact,
+                  speed_table.quantized, speed_table.sparse, summary_table.table):  # fmt: skip
+        assert table(tmp_path) == "No records yet."
+    assert summary_table.headline(tmp_path) == "* **Speed**: no records yet."
+
+
+def test_layouts_of_implementations_follow_from_what_they_need() -> None:
+    found = {row.name: row for row in support_matrix.rows("attention")}
+    assert support_matrix.layouts(found["triton"]) == {"dense", "packed"}
+    assert support_matrix.layouts(found["triton_paged"]) == {"paged"}
+    assert support_matrix.layouts(found["triton_paged"], backward=True) == set()
+    assert support_matrix.layouts(found["hopper"]) == {"dense", "packed", "paged"}
+    assert support_matrix.layouts(found["hopper"], backward=True) == {"dense", "packed"}
+    said = {need.says for row in found.values() for need in row.needs}
+    assert {*support_matrix.KEEPS, *support_matrix.NO_BACKWARD} <= said, "a need has other words now"
