@@ -294,7 +294,13 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="attention_cpu",
-            sources=(*_FORMULA, *_SHARED, _ATTENTION + "cpu.py", _ATTENTION + "rows/cpu.py"),
+            sources=(
+                *_FORMULA,
+                *_SHARED,
+                _ATTENTION + "cpu.py",
+                _ATTENTION + "cpu_parts.py",
+                _ATTENTION + "rows/cpu.py",
+            ),
             tests=("tests/ops/*.py",),
             rows=("cpu_sdpa", "cpu_tiled"),
         ),
@@ -350,7 +356,7 @@ FAMILIES: dict[str, Family] = {
             compiled=("token_scores",),
         ),
         _layer("layer_cuda", (*_PORTABLE, *_HOPPER, *_HOPPER_TILED), 0),
-        _layer("layer_cpu", (*_FORMULA, *_SHARED, _ATTENTION + "cpu.py"), 1),
+        _layer("layer_cpu", (*_FORMULA, *_SHARED, _ATTENTION + "cpu.py", _ATTENTION + "cpu_parts.py"), 1),
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
         Family(name="quant", sources=("src/tilewise/quant/*.py",), tests=("tests/quant/*.py",), rows=()),
         Family(name="kv", sources=("src/tilewise/kv/*.py",), tests=("tests/kv/*.py",), rows=()),
