@@ -3,8 +3,6 @@
 from tilewise.formula.formula import Mask, Score, mask, score
 from tilewise.formula.grids import neighborhood, sliding_tile
 from tilewise.formula.library import (
-    alibi,
-    bias,
     blocks,
     causal,
     chunked,
@@ -13,16 +11,13 @@ from tilewise.formula.library import (
     explicit,
     lengths,
     prefix,
-    relative_bias,
-    sigmoid_score,
     sinks,
-    softcap,
-    tanh_score,
     tree,
     tree_times,
     window,
 )
 from tilewise.formula.order import TokenOrder
+from tilewise.formula.scores import alibi, bias, relative_bias, sigmoid_score, softcap, tanh_score
 from tilewise.frequencies import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, rope_tables
 from tilewise.layouts import Dense, Packed, Paged, PageSummaries
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why

@@ -1,7 +1,7 @@
 """Masks and scores written on the command line: a small grammar of the library's own names, never evaluated as Python.
 
-Allowed: the names of `tilewise.formula.library` and `tilewise.formula.grids`; calls of them with numbers, words in
-quotes, None, True, False, lists and tuples; `&`, `|` and `~` on masks; `>>` between scores; a minus sign; `+` and `*`
+Allowed: the names of `tilewise.formula.library`, `grids` and `scores`; calls of them with numbers, words in quotes,
+None, True, False, lists and tuples; `&`, `|` and `~` on masks; `>>` between scores; a minus sign; `+` and `*`
 to build lists (`[0] * 512 + [1] * 512`). A list stands for a tensor where the function wants one.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import FormulaError
-from tilewise.formula import grids, library
+from tilewise.formula import grids, library, scores
 from tilewise.formula.formula import Mask, Score
 
 MAX_TEXT = 10_000
@@ -32,12 +32,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 def _library() -> dict[str, Any]:
     """Public masks, scores and the functions that make them."""
     names: dict[str, Any] = {}
-    for module in (library, grids):
+    for module in (library, grids, scores):
         for name, value in vars(module).items():
             made_here = inspect.isfunction(value) and value.__module__ == module.__name__
             if not name.startswith("_") and (isinstance(value, Mask | Score) or made_here):
                 names[name] = value
-    del names["tree_times"], names["check_integer"]  # make no mask
+    del names["tree_times"]  # makes no mask
     return names
 
 

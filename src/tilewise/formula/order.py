@@ -11,7 +11,7 @@ import torch
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
-from tilewise.formula.library import check_integer
+from tilewise.formula.arguments import check_integer
 
 Extents = Sequence[int]
 ORDERS = ("tile", "hilbert", "raster")
