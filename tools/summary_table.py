@@ -42,8 +42,8 @@ def headline(results: Path = RESULTS) -> str:
         return "* **Speed**: no records yet."
     (short, loss), (long, gain) = coded[0], coded[-1]
     text = (
-        f"* **Fast on Hopper, losses shown**: {dense[0]} the fastest of cuDNN and FlashAttention-2 and -4 (backward "
-        f"{dense[1]}), {formulas[0]} compiled FlexAttention, 8-bit attention {gain} exact at {long} but {loss} at "
+        f"* **Fast on Hopper**: {dense[0]} the fastest of cuDNN and FlashAttention-2 and -4 (backward "
+        f"{dense[1]}), {formulas[0]} compiled FlexAttention, `Sage2()` {gain} exact at {long} but {loss} at "
         f"{short}."
     )
     return textwrap.fill(text, 118, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
