@@ -18,7 +18,7 @@ from tilewise.cli.app import build
 from tilewise.cli.expression import MAX_TEXT, NAMES, read_mask, read_score
 from tilewise.core.errors import FormulaError, InputError
 from tilewise.demo import TOLERANCE
-from tilewise.formula import grids, library
+from tilewise.formula import grids, library, scores
 
 COMMANDS = ("demo", "why", "explain", "bench", "roofline", "tune-quant")
 
@@ -102,7 +102,7 @@ def test_lists_become_tensors_where_a_tensor_is_wanted() -> None:
 
 def test_every_name_of_the_library_is_known() -> None:
     helpers = {"Mask", "Score", "mask", "score", "tree_times", "TokenOrder"}
-    masks_and_scores = {*vars(library), *vars(grids)} & set(tilewise.__all__) - helpers
+    masks_and_scores = {*vars(library), *vars(grids), *vars(scores)} & set(tilewise.__all__) - helpers
     assert masks_and_scores == set(NAMES)
 
 
