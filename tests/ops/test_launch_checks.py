@@ -46,7 +46,7 @@ class Tools:
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
-    monkeypatch.setattr(triton_compile, "_sound", set())
+    monkeypatch.setattr(triton_compile, "_sound", {})
     assembled.inspected.cache_clear()
     assembled._warn.cache_clear()
 
@@ -70,6 +70,9 @@ def test_a_kernel_that_loses_addresses_is_assembled_anew(monkeypatch: pytest.Mon
     assert one.module is one.function is one._run is None, "what was loaded is loaded anew"
     look_at(one)
     assert tools.calls == ["nvdisasm", "ptxas-blackwell", "nvdisasm"], "looked at once"
+    of_another_device = compiled("lost", ptx="wgmma.mma_async")
+    look_at(of_another_device)
+    assert of_another_device.kernel == b"new binary"
 
 
 def test_a_kernel_that_no_assembler_makes_right_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tilewise.core.errors import UnsupportedError
 from tilewise.ops.assembled import mended
 from tilewise.ops.triton_operands import too_wide
 
-_sound: set[str] = set()  # hashes of compiled kernels that were looked at
+_sound: dict[str, Any] = {}  # binaries that are right, by the hash of the kernel: each device has one of its own
 
 
 def compiled_for(
@@ -46,7 +46,7 @@ def compiled_for(
 
 def look_at(compiled: Any) -> None:
     """Mend a compiled kernel whose numbers are known to be wrong, or raise UnsupportedError, before it is launched."""
-    if compiled.hash in _sound:
+    if compiled.hash in _sound and _sound[compiled.hash] == compiled.asm.get("cubin"):
         return
     wide = too_wide(compiled.asm.get("ttgir", ""))
     if wide:
@@ -56,7 +56,7 @@ def look_at(compiled: Any) -> None:
     lost = mended(compiled)
     if lost:
         raise _wrong(compiled, f"with products at addresses that are not set: {lost[0]}", "says where its operands are")
-    _sound.add(compiled.hash)
+    _sound[compiled.hash] = compiled.asm.get("cubin")
 
 
 def _wrong(compiled: Any, what: str, expected: str) -> UnsupportedError:
