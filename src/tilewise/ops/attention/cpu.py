@@ -7,8 +7,9 @@ O(seqlen) memory: one tile of scores at a time. Its backward recomputes scores f
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -156,7 +157,6 @@ class _Sequence:
         self.b = torch.arange(call.first_batch, call.first_batch + call.batch, device="cpu")[:, None, None, None]
         self.h = torch.arange(call.num_heads_q, device="cpu")[:, None, None]
         self.heads, self.heads_kv = slice(0, call.num_heads_q), slice(0, call.num_heads_kv)
-        self.classes: torch.Tensor | None = None
         self.visible = None if call.mask is None else written_once(call.mask.structure.root)
         self.slope: Expr | None = None
         self.captured: list[tuple[Expr, Expr]] = []  # (load, its gradient)
@@ -173,9 +173,10 @@ class _Sequence:
         call = self.call
         of_one = call.batch * call.group * min(BLOCK_M, call.rows_q) * min(MAX_RUN * BLOCK_N, max(1, call.rows_k))
         few = max(1, IN_CACHE // of_one)
-        self.classes = self._classes()  # which all heads share
+        classes = self.classes  # of all heads
         for first in range(0, call.num_heads_kv, few):
             part = copy.copy(self)
+            part.classes = classes
             part.heads_kv = slice(first, min(first + few, call.num_heads_kv))
             part.heads = slice(first * call.group, part.heads_kv.stop * call.group)
             part.h = self.h[part.heads]
@@ -200,8 +201,7 @@ class _Sequence:
         def keys_of(run: range) -> slice:
             return slice(run.start * BLOCK_N, min(run.stop * BLOCK_N, call.rows_k))
 
-        classes = self._classes() if self.classes is None else self.classes
-        for m, row in enumerate(classes.tolist()):
+        for m, row in enumerate(self.classes.tolist()):
             rows = slice(m * BLOCK_M, min((m + 1) * BLOCK_M, call.rows_q))
             visited = runs_of(n for n, kind in enumerate(row) if kind != EMPTY)
             yield _Tile(
@@ -211,7 +211,8 @@ class _Sequence:
                 ),
             )
 
-    def _classes(self) -> torch.Tensor:
+    @functools.cached_property
+    def classes(self) -> torch.Tensor:
         """int8 (query tiles, key tiles): visited if any batch element or head needs it, FULL only if all have it so."""
         call = self.call
         if call.mask is None:
@@ -279,15 +280,29 @@ class _Sequence:
         keep = keep_mask(int(self.call.seed), self.call.dropout, row, symbols["i"], symbols["j"])
         return keep.to(self.compute)
 
+    def _begun(self, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The maxima and sums of rows (batch, heads, rows) that have seen no key yet: the sink's, if there is one."""
+        m = torch.full(tuple(shape), -torch.inf, dtype=self.compute, device="cpu")
+        if self.call.sink is not None:
+            m = (self.call.sink.detach().to(self.compute) * LOG2E)[None, :, None].expand(m.shape)
+        return m, torch.where(m == -torch.inf, 0.0, 1.0).to(self.compute)
+
+    def _step(
+        self, m: torch.Tensor, l: torch.Tensor, s: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A step of online softmax: (maxima, sums, weights, written over s, the factor of what came before)."""
+        m_new = torch.maximum(m, s.amax(-1))
+        m_use = m_new.clamp(min=self.least)
+        p = s.sub_(m_use[..., None]).exp2_()
+        alpha = torch.exp2(m - m_use)
+        return m_new, l * alpha + p.sum(-1), p, alpha
+
     def forward_tile(self, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """(o (batch, rows, heads, dim_v), lse (batch, heads, rows)) of one tile of queries."""
         call, rows = self.call, tile.rows
         q = self._grouped(call.q, rows)
         shape = (call.batch, call.num_heads_q, rows.stop - rows.start)
-        m = q.new_full(shape, -torch.inf)
-        if call.sink is not None:
-            m = (call.sink.detach().to(self.compute) * LOG2E)[None, :, None].expand(shape)
-        l = torch.where(m == -torch.inf, 0.0, 1.0).to(self.compute)
+        m, l = self._begun(shape)
         acc = q.new_zeros((*q.shape[:-1], call.head_dim_v))
         scaled = self._scaled(q)
         for keys, cuts in tile.runs:
@@ -295,18 +310,13 @@ class _Sequence:
             if call.skip is not None:
                 low = (s.amax(-1) - m).amax(-1) < -call.skip * LOG2E  # (batch, heads)
                 s = s.masked_fill(low[..., None, None], -torch.inf)
-            m_new = torch.maximum(m, s.amax(-1))
-            m_use = m_new.clamp(min=self.least)
-            p = s.sub_(m_use[..., None]).exp2_()
-            alpha = torch.exp2(m - m_use)
-            l = l * alpha + p.sum(-1)
+            m, l, p, alpha = self._step(m, l, s)
             if call.dropout > 0.0:
                 p *= self._keep(rows, keys)
             if self.of_weights is not None:
                 p = self.of_weights(p)
             acc *= alpha.view(*acc.shape[:-1], 1)
             acc += torch.matmul(p.view(*q.shape[:-1], -1), self._keys(call.v, keys))
-            m = m_new
         lse = torch.where(l == 0.0, -torch.inf, (m + torch.log2(l)) / LOG2E).where(m != torch.inf, m)
         o = acc / torch.where(l == 0.0, 1.0, l).view(*acc.shape[:-1], 1) / (1.0 - call.dropout)
         o = o.view(call.batch, call.num_heads_q, -1, call.head_dim_v).transpose(1, 2)
@@ -323,16 +333,9 @@ class _Sequence:
         far = lse.isfinite() & (lse.abs() > _FAR[self.compute])
         if not far.any():
             return lse2, None
-        m = lse.new_full(lse.shape, -torch.inf)
-        if self.call.sink is not None:
-            m = torch.maximum(m, (self.call.sink.detach().to(self.compute) * LOG2E)[None, :, None])
-        l = torch.where(m == -torch.inf, 0.0, 1.0).to(self.compute)
+        m, l = self._begun(lse.shape)
         for keys, cuts in tile.runs:
-            _, s = self._scores(scaled, keys, tile.rows, cuts)
-            m_new = torch.maximum(m, s.amax(-1))
-            m_use = m_new.clamp(min=self.least)
-            l = l * torch.exp2(m - m_use) + s.sub_(m_use[..., None]).exp2_().sum(-1)
-            m = m_new
+            m, l, _, _ = self._step(m, l, self._scores(scaled, keys, tile.rows, cuts)[1])
         return torch.where(far, m, lse2), torch.where(far, l, 1.0)
 
     def backward_tile(
