@@ -230,7 +230,7 @@ WEIGHTS = {"fp8": 2.0**-4, "fp16": 2.0**-11, "bf16": 2.0**-8}  # what rounding c
 
 
 def codes_gradients(draw: Draw) -> Case:
-    """Attention in few bits, whose gradients are those of exact attention over the numbers that codes stand for."""
+    """Quantized attention: its gradients are those of exact attention over the dequantized q, k and v."""
     dtype, sizes = draw.kernel(HALVES), places.heads(draw)
     sizes = replace(sizes, dim=min(256, sizes.dim), dim_v=min(256, sizes.dim_v))
     name, (scheme, _) = draw.kernel(sorted(SCHEMES.items(), key=lambda item: item[0]))

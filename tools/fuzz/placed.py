@@ -69,8 +69,16 @@ def dense(draw: Draw, sizes: Heads, dtype: torch.dtype, batch: int | None = None
     rows_k = 0 if draw.chance(0.03) else draw.length()
     rows_q = rows_k if draw.chance(0.6) else draw.one((1, 1, 2, draw.length()))
     rows_q = 0 if draw.chance(0.02) else rows_q
+    return in_rows(draw, sizes, dtype, (batch, rows_q, rows_k), MEMORY)
+
+
+def in_rows(
+    draw: Draw, sizes: Heads, dtype: torch.dtype, extents: tuple[int, int, int], memory: Sequence[str]
+) -> Placed:
+    """(batch, rows, heads, dim) of this batch, these rows of queries and of keys."""
+    batch, rows_q, rows_k = extents
     inputs = {
-        name: draw.rows((batch, rows, n, dim), dtype, draw.kernel(MEMORY))
+        name: draw.rows((batch, rows, n, dim), dtype, draw.kernel(memory))
         for name, rows, n, dim in (
             ("q", rows_q, sizes.q, sizes.dim),
             ("k", rows_k, sizes.kv, sizes.dim),

@@ -22,24 +22,9 @@ NO_FORMULA = Formula(None, ())
 
 
 def _in_rows(draw: Draw, sizes: Heads, dtype: torch.dtype, rows: int, keys: int) -> Placed:
-    """(batch, rows, heads, dim) of so many queries and keys."""
+    """One or two batch elements of so many queries and keys."""
     batch = draw.one((1, 1, 2))
-    inputs = {
-        name: draw.rows((batch, count, n, dim), dtype, draw.kernel(("plain", "heads first", "padded")))
-        for name, count, n, dim in (
-            ("q", rows, sizes.q, sizes.dim),
-            ("k", keys, sizes.kv, sizes.dim),
-            ("v", keys, sizes.kv, sizes.dim_v),
-        )
-    }
-    return Placed(
-        f"dense {batch} x {rows}, {keys}",
-        inputs,
-        None,
-        [(rows, keys)] * batch,
-        lambda x: [(x["q"][b], x["k"][b], x["v"][b]) for b in range(batch)],
-        packed=False,
-    )
+    return places.in_rows(draw, sizes, dtype, (batch, rows, keys), ("plain", "heads first", "padded"))
 
 
 def _problem(draw: Draw, dtype: torch.dtype, sizes: Heads, placed: Placed, rules: Rules, more: Tensors) -> Problem:

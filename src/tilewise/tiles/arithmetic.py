@@ -123,6 +123,19 @@ def unit_of_row(m, c):
 
 
 @triton.jit
+def weights_of(s, m_i, m_use, c, SCORE: tl.constexpr):
+    """(Weights of scores [ROWS, KEYS] from the maxima m_use on, the factor of what was weighted from m_i on before)."""
+    if SCORE is not None:
+        unit = unit_of_row(m_use, c)
+        p = tl.math.exp2(s * unit[:, None] - (m_use * unit)[:, None])
+        alpha = tl.math.exp2((m_i - m_use) * unit)
+    else:
+        p = tl.math.exp2(s * c - (m_use * c)[:, None])
+        alpha = tl.math.exp2((m_i - m_use) * c)
+    return p, alpha
+
+
+@triton.jit
 def has_no_gradient(lse):
     """Whether a row's scores are so large that their log-sum does not tell one sum from another twice as large: no
     weight is made of it.

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tilewise.ops.attention.triton_fwd import MOST
-from tilewise.tiles.arithmetic import LN2, LOG2E, power_below, unit_of_row
+from tilewise.tiles.arithmetic import LN2, LOG2E, power_below, weights_of
 from tilewise.tiles.codes import number_of_byte
 from tilewise.tiles.visit import call_once, locate, proved, row_ends, take_turns, visit, visit_ahead, visits
 
@@ -117,17 +117,12 @@ def fold_scores(
 ):  # fmt: skip
     """Fold the scores of key tile n, and its values."""
     m_new = tl.maximum(m_i, largest)
+    m_use = m_new
     if SCORE is not None:  # in base 2 a smaller one is infinite
         m_use = tl.maximum(m_new, -MOST)
-        unit = unit_of_row(m_use, c)
-        p = tl.math.exp2(s * unit[:, None] - (m_use * unit)[:, None])
-        alpha = tl.math.exp2((m_i - m_use) * unit)
-    else:
-        m_use = m_new
-        if MASKED:
-            m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-        p = tl.math.exp2(s * c - (m_use * c)[:, None])
-        alpha = tl.math.exp2((m_i - m_use) * c)
+    elif MASKED:
+        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+    p, alpha = weights_of(s, m_i, m_use, c, SCORE)
     l_i = l_i * alpha + tl.sum(p, 1)
     d_v = tl.arange(0, BLOCK_DV)
     in_dim = d_v < HEAD_DIM_V

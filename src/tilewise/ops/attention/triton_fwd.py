@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tilewise.formula import limits
-from tilewise.tiles.arithmetic import LN2, LOG2E, power_below, unit_of_row
+from tilewise.tiles.arithmetic import LN2, LOG2E, power_below, weights_of
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.load import HOST, POINTER, load_rows, rows_of, store_rows
 from tilewise.tiles.visit import call_once, locate, proved, row_ends, take_turns, visit, visit_ahead, visits
@@ -68,17 +68,12 @@ def fold_scores(
 ):  # fmt: skip
     """Fold the scores of the tile of keys from start_n on, and its values."""
     m_new = tl.maximum(m_i, largest)
+    m_use = m_new
     if SCORE is not None:  # in base 2 a larger one is infinite, and so are its weights
         m_use = tl.maximum(tl.minimum(m_new, MOST), -MOST)
-        unit = unit_of_row(m_use, c)
-        p = tl.math.exp2(s * unit[:, None] - (m_use * unit)[:, None])
-        alpha = tl.math.exp2((m_i - m_use) * unit)
-    else:
-        m_use = m_new
-        if MASKED:
-            m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-        p = tl.math.exp2(s * c - (m_use * c)[:, None])
-        alpha = tl.math.exp2((m_i - m_use) * c)
+    elif MASKED:
+        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+    p, alpha = weights_of(s, m_i, m_use, c, SCORE)
     l_i = l_i * alpha + tl.sum(p, 1)
     if DROPOUT:
         p = tl.where(keep_tile(seed, row, offs_i, start_n, dropout, BLOCK_N, False), p, 0.0)
