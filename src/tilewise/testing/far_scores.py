@@ -43,8 +43,8 @@ SIZES = (1e3, 1e6, 1e9, 1e30)
 
 
 def low_rows_are_means(setting: Setting, size: float, *, queries: int = 70, kept: bool = False) -> None:
-    """A row all of whose scores are -size has the mean of its values, and makes no gradient NaN: none where what comes
-    in is 0 there, as behind a mask of padding, and the right one where it is not, if that is `kept`.
+    """A row all of whose scores are -size has the mean of its values, and makes no gradient NaN: the right one if that
+    is `kept`; else none beyond 2**22, and none where what comes in is 0, as behind a mask of padding.
     """
     generator = torch.Generator().manual_seed(1)
     backward = queries == 70
@@ -54,8 +54,10 @@ def low_rows_are_means(setting: Setting, size: float, *, queries: int = 70, kept
     )
     low = torch.zeros(70, dtype=torch.bool, device=setting.device)
     low[[3, 40, 67, 69]] = True
-    if not kept:
-        do[:, low[70 - queries :]] = 0.0
+    without = do.clone()
+    without[:, low[70 - queries :]] = 0.0
+    if not kept and size < 2**22:  # where a log-sum in float32 has too little of the weights for a comparison
+        do = without
     score = tw.score(lambda s, b, h, i, j: torch.where(low[i], -size, s))
     leaves = [x.requires_grad_(backward) for x in (q, k, v)]
     o, lse = tw.attention_with_lse(*leaves, score=score, impl=setting.impl)
@@ -64,12 +66,15 @@ def low_rows_are_means(setting: Setting, size: float, *, queries: int = 70, kept
     s = torch.einsum("bihd,bjhd->bhij", wide[0], wide[1]) / 8
     s = torch.where(low[70 - queries :, None], -size, s)
     want = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), wide[2])
-    truth = [want, *(torch.autograd.grad(want, wide, do.double()) if backward else ())]
+    counted = do if kept else without
+    truth = [want, *(torch.autograd.grad(want, wide, counted.double()) if backward else ())]
     rows = lse.transpose(1, 2)[:, low[70 - queries :]]
     torch.testing.assert_close(rows, torch.full_like(rows, -size), rtol=1e-6, atol=5.0)
     allowed = 1e-5 if setting.dtype == torch.float32 else 0.02
     for one, other in zip(got, truth, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=allowed, atol=allowed * (1 + float(other.abs().max())))
+        torch.testing.assert_close(
+            one.double(), other, rtol=allowed, atol=allowed * (1 + float(other.detach().abs().max()))
+        )
 
 
 def no_sink_adds_nothing(setting: Setting, *, queries: int = 70) -> None:

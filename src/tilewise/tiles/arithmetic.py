@@ -144,6 +144,15 @@ def has_no_gradient(lse):
 
 
 @triton.jit
+def lse_of_weights(lse, unit):
+    """What a backward subtracts from a row's scores before it takes their powers: lse * unit; 0 where the row sees
+    nothing, whose scores are -inf; infinite where it has no gradient.
+    """
+    scaled = tl.where(lse == float("-inf"), 0.0, lse * unit)
+    return tl.where(has_no_gradient(lse), float("inf"), scaled)
+
+
+@triton.jit
 def power_below(x, top):
     """2**(x - top), for x up to top; 1 where they are equal, though the compiler may take x before it was rounded."""
     return tl.math.exp2(tl.where(x == top, 0.0, x - top))

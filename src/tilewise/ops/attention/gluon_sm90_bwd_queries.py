@@ -21,7 +21,7 @@ from tilewise.ops.attention.gluon_sm90_scores import (
     start_scores,
     through_score,
 )
-from tilewise.tiles.arithmetic import LOG2E, has_no_gradient
+from tilewise.tiles.arithmetic import LOG2E, lse_of_weights
 from tilewise.tiles.gluon_api import async_load, async_store, barrier
 from tilewise.tiles.hopper import (
     at_row,
@@ -130,8 +130,7 @@ def begin_rows(given, outputs, run, first, lengths, row, do_tile, full, phase, s
     of_lse = (b * fixed.heads + h).to(gl.int64) * grid[0][1] + first
     lse = gl.load(LSE + of_lse + offs, mask=inside, other=float("inf"))
     unit = LOG2E if fixed.scale_first else 1.0 / scalars[0]
-    shift = gl.where(lse == float("-inf"), 0.0, -lse * unit)
-    shift = gl.where(has_no_gradient(lse), float("-inf"), shift)
+    shift = -lse_of_weights(lse, unit)
     mbarrier.wait(full, phase)
     do = matrix(do_tile).load(OF_ROWS)
     centre = -gl.convert_layout(gl.sum(o.to(gl.float32) * do.to(gl.float32), 1), ROW)

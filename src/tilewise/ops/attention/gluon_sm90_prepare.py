@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from tilewise.tiles.arithmetic import lse_of_weights
 from tilewise.tiles.load import POINTER, load_rows, rows_of
 from tilewise.tiles.visit import locate
 
@@ -33,5 +34,5 @@ def prepare(
     if DLSE is not None:
         delta -= tl.load(DLSE + at, mask=inside, other=0.0)
     at = (h * slots + slot).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(SHIFT + at, tl.where(lse == float("-inf"), 0.0, -lse * unit))
+    tl.store(SHIFT + at, -lse_of_weights(lse, unit))
     tl.store(CENTRE + at, -delta)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tilewise.tiles.arithmetic import LOG2E
+from tilewise.tiles.arithmetic import LOG2E, lse_of_weights
 from tilewise.tiles.gluon_api import async_load, async_store, barrier, reinterpret
 from tilewise.tiles.hopper import at_row, matrix, read_by_tma, sequence, take, tile_bytes, wait_for_count
 from tilewise.tiles.visit import locate, visit_any
@@ -276,7 +276,7 @@ def make_ready(head, b, start, tile, given, sums, memory, uses, grid, scale, fix
             leave_zeros(SUM + (share + c).to(gl.int64) * (ROWS * COLUMNS))
         unit = LOG2E if fixed.scale_first else 1.0 / scale
         shifts = NUMBERS + tile.to(gl.int64) * BLOCK_M
-        gl.store(shifts + row, gl.where(lse == float("-inf"), 0.0, -lse * unit))
+        gl.store(shifts + row, -lse_of_weights(lse, unit))
         heads = fixed.heads * (1 if fixed.packed else grid[0][0])
         centres = shifts + (heads * grid[0][3]).to(gl.int64) * BLOCK_M
         for n in gl.static_range(2):

@@ -8,7 +8,7 @@ looped inside the program that owns the keys.
 import triton
 import triton.language as tl
 
-from tilewise.tiles.arithmetic import LOG2E, has_no_gradient
+from tilewise.tiles.arithmetic import LOG2E, lse_of_weights
 from tilewise.tiles.dropout import keep_tile
 from tilewise.tiles.load import HOST, POINTER, load_rows, load_values, row_values, rows_of, store_rows
 from tilewise.tiles.visit import call_once, locate, proved, row_ends, take_turns, visit, visit_ahead, visits
@@ -125,8 +125,7 @@ def attention_bwd_queries(
     if DLSE is not None:
         dlse = tl.load(DLSE + at, mask=in_q, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) - dlse
-    lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
-    lse2 = tl.where(has_no_gradient(lse), float("inf"), lse2)
+    lse2 = lse_of_weights(lse, LOG2E)
     at = row_values(b, h, row0_q, rows_q, batch, HEADS, PACKED) + offs_m
     tl.store(DELTA + at, delta, mask=in_q)
     tl.store(LSE2 + at, lse2, mask=in_q)
