@@ -307,7 +307,14 @@ def with_columns(once, b, h, start, last, args, nums, COLUMNS: gl.constexpr, LAY
     return once
 
 
-HIDDEN = gl.constexpr(-1e30)  # scores that a mask hides; a row whose largest is below half of it sees nothing
+@gluon.constexpr_function
+def hidden(scaled):
+    """A score that a mask hides; a row whose largest is below half of it sees nothing. Products of queries and keys
+    that are still to be scaled must not overflow then; scores that are `scaled` may be as low as -1e38 by a formula.
+    """
+    return -2.3e38 if scaled else -1e30
+
+
 _RUN = "{ .reg .b32 n; sub.s32 n, $2, $1; max.s32 n, n, 0; bmsk.clamp.b32 $0, $1, n; }"
 _SELECT = "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.b32 $0, $1, $4, p; }"
 RUN_OF_BITS = gl.constexpr(_RUN)
@@ -343,7 +350,7 @@ def where_within(x, start, first, last, OTHER: gl.constexpr):
 
 
 @gluon.jit
-def hide_outside(s, start, first, last):
+def hide_outside(s, start, first, last, HIDDEN: gl.constexpr):
     """Scores of a tile, HIDDEN outside each row's run."""
     return where_within(s, start, first, last, HIDDEN)
 

@@ -54,11 +54,11 @@ from tilewise.ops.attention.gluon_sm90_weight_codes import (
 )
 from tilewise.tiles.arithmetic import LN2, LOG2E, power_below
 from tilewise.tiles.hopper import (
-    HIDDEN,
     afresh,
     at_row,
     filled,
     give_turn,
+    hidden,
     keep_before_wait,
     keep_last_before_wait,
     matrix,
@@ -81,7 +81,7 @@ from tilewise.tiles.hopper import (
 from tilewise.tiles.visit import call_once, proved, visit_any
 
 FALL = gl.constexpr(32.0)  # how far below the largest of all its exponents a row may be counted from
-SMALLEST_FACTOR = gl.constexpr(1e-20)  # of codes that a mask may hide: HIDDEN times it is far below any score
+SMALLEST_FACTOR = gl.constexpr(1e-20)  # of codes that a mask may hide: `hidden` times it is far below any score
 
 
 @gluon.constexpr_function
@@ -146,6 +146,7 @@ def final_scores(s, n, masked, rows, scales, formula, fixed, bits=None, CUT: gl.
         raw = thread_max(s) if NUMBERS else largest_of_thread(s)
     largest = raw * factor
     if GUARD:
+        HIDDEN: gl.constexpr = hidden(not PLAIN)
         largest = gl.where(raw < HIDDEN / 2, float("-inf"), largest)
     of_row = largest_of(largest, 1)
     more = 0.0

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.tiles.hopper import hide_outside, with_columns
+from tilewise.tiles.hopper import hidden, hide_outside, with_columns
 
 
 @gluon.jit
@@ -40,10 +40,11 @@ def seen_in(first, rows, formula, fixed, LAYOUT: gl.constexpr):
 def with_hidden(s, first, rows, formula, fixed):
     """Scores of a tile of keys, far below all others or -inf where the mask, or the sequence's end, hides them."""
     LAYOUT: gl.constexpr = s.type.layout
+    HIDDEN: gl.constexpr = hidden(fixed.scale_first or fixed.linear is not None)
     if fixed.visible is not None:
         s = gl.where(seen_in(first, rows, formula, fixed, LAYOUT), s, float("-inf"))
         if first + fixed.block_n > rows[3]:
-            s = hide_outside(s, first, rows[5][0], rows[5][1])
+            s = hide_outside(s, first, rows[5][0], rows[5][1], HIDDEN)
     else:
-        s = hide_outside(s, first, rows[5][0], rows[5][1])
+        s = hide_outside(s, first, rows[5][0], rows[5][1], HIDDEN)
     return s

@@ -20,10 +20,10 @@ from tilewise.ops.attention.gluon_sm90_runs import RUN, ends_of, first_key, wher
 from tilewise.tiles.arithmetic import LN2, LOG2E, power_below, unit_of_row
 from tilewise.tiles.gluon_api import async_store, barrier
 from tilewise.tiles.hopper import (
-    HIDDEN,
     at_row,
     filled,
     give_turn,
+    hidden,
     keep_before_wait,
     keep_scores,
     matrix,
@@ -121,6 +121,7 @@ def softmax_of(s, first, m_old, rows, c, fixed):
             m_new = raised(m_old, largest, by)
         m_use = m_new
         if fixed.guard or fixed.score is not None:
+            HIDDEN: gl.constexpr = hidden(fixed.scale_first or fixed.linear is not None)
             m_use = gl.maximum(m_new, HIDDEN / 2)  # a row that has seen nothing yet
         if fixed.in_base_2:
             alpha = gl.exp2(m_old - m_use)
