@@ -141,6 +141,8 @@ def test_the_wheel_runs_the_readmes_first_example_and_each_module_imports(
 def test_the_wheel_brings_the_command(python: Path, tmp_path: Path) -> None:
     said = _run([str(python.parent / "tilewise"), "--help"], tmp_path)
     assert all(name in said for name in ("demo", "why", "explain", "bench"))
+    init = (ROOT / "src" / "tilewise" / "__init__.py").read_text()
+    assert f'__version__ = "{_version()}"' in init
 
 
 def test_the_changelog_is_a_list_of_releases_and_begins_with_this_version() -> None:

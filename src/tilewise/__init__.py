@@ -39,7 +39,7 @@ from tilewise.schedule.page_selection import SparQ, TopPages
 from tilewise.schedule.selection import Select, Sparge, Threshold, TopK
 from tilewise.selections import load_selections
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "FA3FP8",
