@@ -135,15 +135,16 @@ def test_the_table_of_fused_layers_has_the_first_shape_of_each_operation(tmp_pat
     for question, ours in (("neighbours_forward", 2.0), ("neighbours_backward", 4.0)):
         for operation, shape in (("rope", "16 × 4"), ("rope", "8 × 8"), ("swiglu", "16 × 4")):
             problem = {"operation": operation, "shape": shape, "dtype": "bfloat16"}
-            for impl, time in {"tilewise.triton": ours, "eager": 6.0, "compile": 3.0, "quack": 0.1}.items():
+            eager = 2.5 if (operation, ours) == ("rope", 2.0) else 6.0  # faster than compiled in one pass
+            for impl, time in {"tilewise.triton": ours, "eager": eager, "compile": 3.0, "quack": 0.1}.items():
                 append(sample(question=question, problem=problem, impl=impl, device="NVIDIA H200", p20_ms=time,
                               p50_ms=time, p80_ms=time, gbps=1800.0 / time, ceiling_gbps=1000.0,
                               date="2026-02-01T00:00:00Z",
                               sources=TODAY if impl.startswith("tilewise") else None), tmp_path)  # fmt: skip
     lines = speed_table.fused(tmp_path).splitlines()
     assert lines[2:4] == [
-        "| `rope` | 16 × 4 | 0.90 / 0.45 | 3.00 / 1.50 | 1.50 / 0.75 |",
-        "| `swiglu` | 16 × 4 | 0.90 / 0.45 | 3.00 / 1.50 | 1.50 / 0.75 |",
+        "| `rope` | 16 × 4 | 0.90 / 0.45 | 1.25 (eager) / 0.75 |",
+        "| `swiglu` | 16 × 4 | 0.90 / 0.45 | 1.50 / 0.75 |",
     ]
     assert lines[-1].startswith("NVIDIA H200, bfloat16, 2026-02-01.")
 
