@@ -1,4 +1,4 @@
-"""docs/papers.md and STRUCTURE.md point at files and names that exist."""
+"""docs/papers.md, docs/design/ and STRUCTURE.md point at files and names that exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import tilewise
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "docs" / "papers.md", ROOT / "STRUCTURE.md")
+PAGES = (ROOT / "docs" / "papers.md", ROOT / "STRUCTURE.md", *sorted((ROOT / "docs" / "design").glob("*.md")))
 PLACES = (ROOT, ROOT / "src" / "tilewise", ROOT / "src" / "tilewise" / "ops" / "attention")
 CODE = re.compile(r"`([^`\n]+)`|<code>(.*?)</code>")
 
