@@ -56,11 +56,26 @@ def attention_with_lse(
     select: SelectLike = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attention`, with the log-sum-exp of each row's scores.
+    """`attention`, with the log-sum-exp of each query's scores: what `tilewise.merge` needs.
+
+    Args:
+        q, k, v: as `attention` takes them.
+        mask, score, sink, layout, scale, dropout, seed, deterministic, batch_invariant, quantize, select, impl: as
+            `attention` takes them.
 
     Returns:
-        o as `attention` gives it, and lse: float32 (float64 for float64 input), natural logarithm, (batch,
-        num_heads_q, seqlen_q), packed (num_heads_q, total_q); -inf for a row that sees no key. Both are differentiable.
+        (o, lse). o is the result of `attention`. lse is the natural logarithm of the softmax's denominator: float32
+        (float64 for float64 input), (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q); -inf for a query
+        that sees no key. Both are differentiable.
+
+    Raises:
+        InputError, FormulaError: an argument is wrong.
+        UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Example:
+        >>> o, lse = tw.attention_with_lse(q, k, v, mask=tw.causal)
+        >>> lse.shape
+        torch.Size([2, 4, 100])
     """
     arguments: dict[str, Any] = {
         "mask": mask, "score": score, "sink": sink, "layout": layout, "scale": scale, "dropout": dropout, "seed": seed,
@@ -114,63 +129,72 @@ def attention(
     select: SelectLike = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """softmax(score(scale * q k^T) where mask) v, forward and backward, without a seqlen_q x seqlen_k tensor.
+    """Attention, forward and backward: softmax(score(scale * q k^T) where mask) v.
 
-    Method: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023); formulas as in FlexAttention (Dong et al.
-    2024).
+    The scores are computed tile by tile: no tensor of seqlen_q x seqlen_k is made. Differentiable in q, k, v, sink and
+    in the tensors that a score captures.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16 or float32 (float64 on the CPU); unit stride in
             head_dim.
-        k: (batch, seqlen_k, num_heads_kv, head_dim); num_heads_kv divides num_heads_q, and query head h reads head
-            h // (num_heads_q // num_heads_kv).
-        v: (batch, seqlen_k, num_heads_kv, head_dim_v).
-        mask: which pairs may meet: a Mask (`tilewise.causal & tilewise.window(1024)`) or a function (b, h, i, j) ->
-            bool. Position i is the query's place on the key axis: the last query stands at the last key.
-        score: what becomes of a scaled score: a Score (`tilewise.softcap(30.0)`) or a function (s, b, h, i, j) ->
-            float. Tensors that it captures take gradients.
-        sink: (num_heads_q,) logits that join the softmax's denominator and carry no value; differentiable.
-        layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for tensors (total, heads, dim);
-            `tilewise.Paged(block_table, seqlens_k)` for k and v in pages (num_pages, page_size, num_heads_kv, dim),
-            which may both be `tilewise.quant.Encoded`, of any dtype of q, or k a `tilewise.quant.ByChannel` beside it;
-            None is dense.
-        scale: factor of q k^T; default head_dim ** -0.5.
-        dropout: probability in [0, 1) with which a weight is dropped; the rest are scaled by 1 / (1 - dropout).
-        seed: integer, or int64 tensor of one element on the device of q, that fixes the dropout mask; drawn from
-            PyTorch's generator when None.
-        deterministic: refuse anything whose bits could differ between runs.
-        batch_invariant: give a request the same bits whatever shares its batch, wherever in the batch it stands, and
-            whatever the page size; on a GPU, over pages alone. Keys are then divided at multiples of 2,048 and nowhere
-            else, and tiles are of four queries, so that many queries take longer. Partial results take memory that
-            grows with the tokens that one request's pages can hold: `block_table` should be no wider than it must.
-        quantize: a scheme (`tilewise.Sage2()`, `tilewise.FP8(...)`): q, k and v become codes of few bits, which are
-            multiplied (Zhang et al., "SageAttention2", 2024; Shah et al., "FlashAttention-3", 2024), in any dtype but
-            float64, under any mask, score and sink. Weights become codes, too, relative to the largest of their row so
-            far, or of those in one tile; without a gradient to come, implementations may sum these, and lse has their
-            rounding. Gradients go straight through the rounding: those of exact attention over the numbers that codes
-            stand for. Keys in pages are first copied into rows of packed sequences: worth it for prompts, not for
-            single queries. Or codes that `tilewise.quantize_qkv` made of q, k and v: to use them again, or with
-            `rope=`, which q and k that are given here then have not met; without gradients.
-        select: which tiles of keys are computed: a `tilewise.Select` or one of its parts (`tilewise.Sparge(...)`, a
-            Mask), or what `tilewise.select_tiles` has found. A mask says which pairs may meet, a selection which of
-            those matter, by tiles; `far=` of a Select says what stands for the rest. Keys in pages are copied, too.
-            Gradients are those of what is computed: which tiles are taken is a constant. Over pages
-            `tilewise.TopPages(...)` or `tilewise.SparQ(...)`, with `layout=tilewise.Paged(..., summaries=...)`: which
-            pages, or tokens, a query reads; without gradients, and no formula that looks at positions but `causal`.
-        impl: name of an implementation (`tilewise.why` lists them); None picks the first that can.
+        k: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_kv divides num_heads_q: query
+            head h reads head h // (num_heads_q // num_heads_kv).
+        v: (batch, seqlen_k, num_heads_kv, head_dim_v), likewise.
+        mask: which pairs of query and key count: a Mask (`tilewise.causal & tilewise.window(1024)`) or a function
+            (b, h, i, j) -> bool. j is the key's position; i is the query's position on the key axis, so that the last
+            query stands at the last key. None is all pairs.
+        score: a function of the scaled score s: a Score (`tilewise.softcap(30.0)`) or a function
+            (s, b, h, i, j) -> float. Tensors that it captures get gradients. None leaves s as it is.
+        sink: (num_heads_q,), one logit for each query head that joins the softmax's denominator and has no value;
+            differentiable. None is no sink.
+        layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for sequences of different lengths in tensors
+            (total, heads, dim); `tilewise.Paged(block_table, seqlens_k)` for a KV cache, with k and v in pages
+            (num_pages, page_size, num_heads_kv, dim). Pages may be quantized: both `tilewise.quant.Encoded`, or k a
+            `tilewise.quant.ByChannel` beside an Encoded v. None is dense.
+        scale: factor of q k^T; None is head_dim ** -0.5.
+        dropout: probability, in [0, 1), that a weight is set to 0; the others are divided by 1 - dropout.
+        seed: fixes the dropout: an integer, or an int64 tensor of one element on the device of q. None draws one from
+            PyTorch's generator.
+        deterministic: if True, use only implementations that give the same bits in every run.
+        batch_invariant: if True, a request's bits depend neither on the other requests of its batch, nor on its place
+            among them, nor on the page size; on a GPU for `Paged` layouts alone. Keys are then split at multiples of
+            2,048, in tiles of four queries: many queries take longer. Partial results take memory in proportion to the
+            width of `block_table`.
+        quantize: a scheme (`tilewise.Sage2()`, `tilewise.FP8(...)`): q, k and v are quantized in the call, in any
+            dtype but float64, under any mask, score and sink. Gradients pass straight through the rounding; they are
+            those of exact attention over the dequantized tensors. Weights are quantized too, relative to their row's
+            running maximum or to the tile's maximum; without gradients, lse may have their rounding. Pages are first
+            copied into packed sequences: worth it for prompts, not for decoding. Or the result of
+            `tilewise.quantize_qkv` for these q, k and v, to use it again; without gradients. Where that was made with
+            `rope=`, q and k are given here without rotation.
+        select: which tiles of keys are computed (block-sparse attention): a `tilewise.Select`, one of its parts
+            (`tilewise.Sparge(...)`, a Mask), or the result of `tilewise.select_tiles`. `far=` of a Select says what
+            stands for the other tiles. The selection counts as a constant in the backward. Pages are copied first.
+            For decoding over pages: `tilewise.TopPages(...)` or `tilewise.SparQ(...)`, with
+            `layout=tilewise.Paged(..., summaries=...)`, no gradients, and no mask or score of positions but `causal`.
+        impl: name of an implementation, for example "reference"; `tilewise.why` lists them. None takes the first one
+            that can run the call.
 
     Returns:
-        (batch, seqlen_q, num_heads_q, head_dim_v), or (total_q, num_heads_q, head_dim_v) when packed; a query that
-        sees no key, or whose every visible score is -inf, gives 0.
-
-    Differentiable. Second derivatives, `torch.func` (vmap, grad, jvp, ...), batched gradients and forward mode go
-    through PyTorch's operations, in float64 and with all scores at once: some 1.3 GB at the most, which is 2**24 scores
-    (batch x heads x queries x keys). More, or `quantize=`, is an UnsupportedError then. On a GPU float32 products of
-    first derivatives follow `torch.set_float32_matmul_precision`.
+        o: (batch, seqlen_q, num_heads_q, head_dim_v), packed (total_q, num_heads_q, head_dim_v), dtype of q. A query
+        that sees no key, or whose visible scores are all -inf, gives 0. `attention_with_lse` returns the log-sum-exp
+        as well.
 
     Raises:
         InputError, FormulaError: an argument is wrong.
-        UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+        UnsupportedError: `impl`, or without it every implementation, cannot run this call. That includes second
+            derivatives, `torch.func` and forward mode of more than 2**24 scores (batch x heads x queries x keys) or of
+            `quantize=`: these run in PyTorch's operations, in float64, with all scores at once (up to 1.3 GB).
+
+    On a GPU, float32 products of first derivatives follow `torch.set_float32_matmul_precision`.
+
+    Source: Dao et al., "FlashAttention", 2022; Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024;
+    Dong et al., "FlexAttention", 2024 (formulas); Zhang et al., "SageAttention2", 2024 (quantized attention).
+
+    Example:
+        >>> o = tw.attention(q, k, v, mask=tw.causal & tw.window(64), score=tw.softcap(30.0))
+        >>> o.shape
+        torch.Size([2, 100, 4, 16])
     """
     return attention_with_lse(
         q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout, seed=seed,
@@ -191,24 +215,33 @@ def plan(
     batch_invariant: bool = False,
     impl: str | None = None,
 ) -> AttentionPlan:
-    """Plan attention once, for all layers of a model: `plan(q, k, v, ...).run(q, k, v)` is `attention(q, k, v, ...)`.
+    """Plan attention once for all layers of a model: `plan(q, k, v, ...).run(q, k, v)` is `attention(q, k, v, ...)`.
 
-    What implementations of the paged layout work out on the GPU for a batch's lengths (who does which tile) is then
-    made once, and kept with the memory that they need: a run launches one kernel, or where prefixes may be shared two,
-    and allocates its results alone. Where there is nothing to plan, a run is a plain call. Not differentiable. In a
-    region of `torch.compile` runs plan anew.
+    For a `Paged` layout on a GPU, the division of work among programs follows from the batch's lengths: it is computed
+    once, and kept with the memory that it needs. A run then launches one kernel, or two where prefixes are shared, and
+    allocates its results alone. Where there is nothing to plan, a run is a plain call. Plans are not differentiable. In
+    a region of `torch.compile` each run plans anew.
 
     Args:
-        q, k, v, sink: examples: runs take tensors of the same shapes, strides, dtypes and device. Keys that do not
-            lie there yet may be written between plan and run.
-        mask, score, layout, scale, batch_invariant: as `attention` takes them, and fixed. What the layout's tensors
-            hold may change in place: pages at any time, unless prefixes are shared; after lengths have changed, and
-            then pages too, call `update` or plan anew. Both may be captured in a CUDA graph.
-        impl: name of an implementation; None picks the first that can.
+        q, k, v, sink: examples: runs take tensors of the same shapes, strides, dtypes and device. The keys may be
+            written after the plan is made.
+        mask, score, layout, scale, batch_invariant: as `attention` takes them, and fixed. The layout's tensors may
+            change in place, also in a CUDA graph: pages at any time, unless prefixes are shared; after a change of
+            lengths, or of pages of shared prefixes, call `update` or plan anew.
+        impl: name of an implementation; None takes the first one that can run the call.
+
+    Returns:
+        An `AttentionPlan`.
 
     Raises:
         InputError, FormulaError: an argument is wrong.
-        UnsupportedError: as `attention` raises it, or a gradient is wanted.
+        UnsupportedError: as `attention` raises it, or a tensor requires a gradient.
+
+    Source: Ye et al., "FlashInfer", 2025.
+
+    Example:
+        >>> planned = tw.plan(q, k, v, mask=tw.causal)
+        >>> layers = [planned.run(q, k, v) for _ in range(2)]
     """
     call = make_call(
         q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, batch_invariant=batch_invariant
@@ -222,9 +255,17 @@ _ARGUMENTS = tuple(attention.__kwdefaults__ or ())
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which implementation a call runs on, and why the others do not: rows of (name, summary, verdict).
+    """Which implementation runs a call, and why the others do not: what `tilewise.why` returns. `print` shows it.
 
-    `waits` says what each call reads on the host before it launches, which waits for the GPU, and what spares it.
+    Attributes:
+        chosen: name of the implementation that runs; None where none can.
+        rows: (name, summary, verdict) for each implementation, in order of preference.
+        waits: for each value that a call reads on the host before it launches, which waits for the GPU: what it is,
+            and how to avoid the wait.
+
+    Example:
+        >>> tw.why(q, k, v, impl="reference").chosen
+        'reference'
     """
 
     chosen: str | None
@@ -247,9 +288,23 @@ def why(
     impl: str | None = None,
     **arguments: Any,
 ) -> Explanation:
-    """Which implementation `attention` would run for these arguments (the same as its own), and why not the others.
+    """Which implementation `attention` would run for these arguments, and why not the others. Nothing is computed.
 
-    Raises InputError or FormulaError as `attention` does, and InputError for an `impl` that does not exist.
+    Args:
+        q, k, v: as `attention` takes them.
+        impl: as `attention` takes it.
+        arguments: any other argument of `attention`, by name.
+
+    Returns:
+        An `Explanation`; print it.
+
+    Raises:
+        InputError, FormulaError: as `attention` raises them; also for an unknown argument or implementation.
+
+    Example:
+        >>> found = tw.why(q, k, v, mask=tw.causal, score=tw.softcap(30.0))
+        >>> found.chosen
+        'cpu_tiled'
     """
     unknown = [name for name in arguments if name not in _ARGUMENTS]
     if unknown:

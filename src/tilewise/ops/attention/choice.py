@@ -34,20 +34,22 @@ from tilewise.schedule.tilemap import EMPTY, FULL, PARTIAL, Tiles, classify, cla
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """The tiles of keys that tiles of queries take, of one call: what `tilewise.select_tiles` gives, and
-    `attention(select=...)` takes as it takes a selection, for calls of the same sizes.
+    """The tiles of keys that each tile of queries computes: what `tilewise.select_tiles` returns.
 
-    Args:
-        kept: bool (1 or batch, 1, num_heads_kv or num_heads_q, tiles_q, tiles_k), True where a tile is taken. Of packed
-            sequences tiles stand in slots, (1, heads, slots_q, slots_k): those of sequence b from cu_seqlens[b] //
-            block + b on.
-        classes: int8, likewise, what the mask makes of a tile: 0 hides all of it, 1 a part, 2 nothing.
+    Attributes:
+        kept: bool (1 or batch, 1, num_heads_kv or num_heads_q, tiles_q, tiles_k), True where a tile is computed. Packed
+            sequences have slots, (1, heads, slots_q, slots_k): sequence b's begin at cu_seqlens[b] // block + b.
+        classes: int8, likewise: 0 where the mask hides all of a tile, 1 a part, 2 nothing.
         block: queries and keys of a tile; queries are counted from the first, whatever their place on the key axis.
         seqlen_q, seqlen_k: sequence lengths, or the totals of packed sequences.
-        far: what stands for tiles that are not taken.
-        skip: how far below the largest of their rows so far scores of a tile are that counts for nothing, one number or
-            one for each query head; None where each tile counts.
+        far: what stands for the other tiles.
+        skip: `lam` of the selection (see `Sparge`), one number or one for each query head, or None.
         layout: of packed sequences.
+
+    Example:
+        >>> found = tw.select_tiles(q, k, tw.Select(tw.TopK(2), block=25))
+        >>> found.density()  # 2 of 4 tiles
+        tensor(0.5000)
     """
 
     kept: torch.Tensor
@@ -68,7 +70,11 @@ class Selected:
                 raise InputError(f"Selected {name}", got=got, expected=expected, hint=hint)
 
     def density(self) -> torch.Tensor:
-        """Of the tiles that the mask does not hide, the share that is taken: a tensor of one number."""
+        """The share of tiles computed, of those that the mask does not hide.
+
+        Returns:
+            A float32 tensor of one number, on the device of q.
+        """
         seen = (self.classes != EMPTY) | torch.zeros_like(self.kept)
         share: torch.Tensor = (seen & self.kept).sum() / seen.sum().clamp(min=1)
         return share
@@ -219,9 +225,7 @@ def _lengths(cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Pooled:
-    """What predictions of tiles read of a call: classes of its tiles, the scores of their means, and how alike the rows
-    of a tile of queries and of keys are (None where nobody asks).
-    """
+    """Classes of a call's tiles and scores of their means; self-similarity of tiles' rows (None where unused)."""
 
     classes: torch.Tensor
     scores: torch.Tensor

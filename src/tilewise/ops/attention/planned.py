@@ -45,15 +45,21 @@ class _Example(NamedTuple):
 
 
 class AttentionPlan:
-    """What `tilewise.plan` makes: `attention` for tensors of one kind, whose formula, scale and layout are fixed.
+    """Attention for tensors of one kind, with mask, score, scale and layout fixed: what `tilewise.plan` returns.
 
-    Runs read the pages and lengths that the layout's tensors hold; once lengths have changed, or pages where prefixes
-    are shared, `update` plans for the new ones. Runs and updates of one plan share its memory: they belong on one
-    stream, one after another. Between runs that memory is as the plan left it, so any number of runs may follow a plan,
-    also in a CUDA graph that is replayed.
+    Runs read the pages and lengths that the layout's tensors hold at that time. After lengths have changed, or pages of
+    shared prefixes, call `update`. Runs and updates of one plan share its memory: they belong on one stream, one after
+    another. Any number of runs may follow a plan or an update, also in a CUDA graph that is replayed.
 
     Attributes:
         impl: the implementation that runs, as `tilewise.why` names it.
+
+    Source: Ye et al., "FlashInfer", 2025.
+
+    Example:
+        >>> planned = tw.plan(q, k, v, mask=tw.causal)
+        >>> planned.run(q, k, v).shape
+        torch.Size([2, 100, 4, 16])
     """
 
     def __init__(self, call: Call, row: Row[Call]) -> None:
@@ -75,9 +81,10 @@ class AttentionPlan:
         raise UnsupportedError("AttentionPlan", got="a pickle or a copy of it", expected="the plan itself", hint=hint)
 
     def update(self) -> None:
-        """Plan for what the layout's tensors hold now. On a GPU nothing waits: it is one small kernel, or two.
+        """Plan for what the layout's tensors hold now. On a GPU it is one small kernel, or two, and nothing waits.
 
-        Raises InputError for lengths or pages that do not fit, where they are read on the host (on a CPU).
+        Raises:
+            InputError: lengths or pages do not fit, where they are read on the host (on a CPU).
         """
         if not being_traced():
             check_values(self._call)
@@ -92,19 +99,19 @@ class AttentionPlan:
         *,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of these tensors, as `attention` gives it for the plan's formula, scale and layout.
+        """Attention of these tensors, as `attention` gives it for the plan's mask, score, scale and layout.
 
         Args:
             q, k, v: of the shapes, strides, dtypes and device of those that were planned for.
             sink: logits (num_heads_q,), given if and only if the plan was made with some.
 
         Returns:
-            o, in a tensor of its own: (batch, seqlen_q, num_heads_q, head_dim_v), or (total_q, num_heads_q,
+            o, in a tensor of its own: (batch, seqlen_q, num_heads_q, head_dim_v), packed (total_q, num_heads_q,
             head_dim_v).
 
         Raises:
             InputError: a tensor is not like the one that was planned for.
-            UnsupportedError: a gradient is wanted.
+            UnsupportedError: a tensor requires a gradient.
         """
         return self.run_with_lse(q, k, v, sink=sink)[0]
 
@@ -116,8 +123,18 @@ class AttentionPlan:
         *,
         sink: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, with the log-sum-exp of each row's scores: float32 (float64 for float64 input), natural logarithm,
-        (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
+        """As `run`, with the log-sum-exp of each query's scores.
+
+        Args:
+            q, k, v, sink: as `run` takes them.
+
+        Returns:
+            (o, lse). lse: float32 (float64 for float64 input), natural logarithm, (batch, num_heads_q, seqlen_q),
+            packed (num_heads_q, total_q).
+
+        Raises:
+            InputError: a tensor is not like the one that was planned for.
+            UnsupportedError: a tensor requires a gradient.
         """
         traced = being_traced()
         k, v, scales = _parts(k, v, self._call)

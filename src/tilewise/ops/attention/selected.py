@@ -44,20 +44,27 @@ def select_tiles(
     scale: float | None = None,
     impl: str | None = None,
 ) -> Selected:
-    """The tiles of keys that `attention(q, k, v, select=select, ...)` computes: to look at, or to use in other calls,
-    such as the next steps of a diffusion model, which then predict nothing.
+    """The tiles of keys that `attention(q, k, v, select=select, ...)` computes: to look at, or to use in several calls.
 
-    A pair of tiles has the score of the means of its queries and keys: their product times scale, through the score
-    formula at the tiles' middles. Nothing is read on the host.
+    The next steps of a diffusion model, for example, may use the tiles of this one, and then predict nothing. A pair of
+    tiles has the score of the means of its queries and keys: their product times scale, through `score` at the tiles'
+    middles. Nothing is read on the host.
 
     Args:
         q, k, mask, score, layout, scale: as `attention` takes them.
-        select: which tiles.
-        impl: of the prediction, "triton", "cpu" or "reference"; None picks the first that can.
+        select: a `Select`, or one of its parts.
+        impl: of the prediction, "triton", "cpu" or "reference"; None takes the first one that can run it.
+
+    Returns:
+        A `Selected`, which `attention(select=...)` takes for calls of the same sizes.
 
     Raises:
         InputError, FormulaError: an argument is wrong.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Example:
+        >>> tiles = tw.select_tiles(q, k, tw.Select(tw.TopK(0.5), block=25), mask=tw.causal)
+        >>> o = tw.attention(q, k, v, mask=tw.causal, select=tiles)
     """
     if isinstance(layout, Paged):
         rows = rows_of_call(q, k, k, layout)

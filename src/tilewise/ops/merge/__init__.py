@@ -21,29 +21,36 @@ def merge(*states: State, dtype: torch.dtype | None = None, impl: str | None = N
     """Attention over all keys from attention over disjoint parts of them: w = softmax(lse), o = sum of w_n o_n.
 
     `tilewise.merge(tilewise.attention_with_lse(q, k1, v1), tilewise.attention_with_lse(q, k2, v2))` is what
-    `attention_with_lse` gives for the keys of both. Method: the rescaled sums of online softmax (Milakov and Gimelshein
-    2018), as Flash-Decoding (Dao et al. 2023) and FlashInfer (Ye et al. 2025) merge with them.
+    `attention_with_lse` gives for the keys of both. Differentiable in o and lse; second derivatives, `torch.func` and
+    forward mode run in PyTorch's operations.
 
     Args:
         states: pairs (o, lse) of the same queries, as `attention_with_lse` returns them. o: (batch, seqlen, heads,
             head_dim_v), packed (total, heads, head_dim_v), unit stride in head_dim_v, float16, bfloat16 or float32 in
             any mixture, or all float64. lse: (batch, heads, seqlen), packed (heads, total), float32 (float64 for
             float64 o), natural logarithm.
-        dtype: of the merged o, float16, bfloat16 or float32 (float64 for float64); None takes the dtype of o, the wider
-            where they differ. Partial results that will be merged again lose nothing as float32.
-        impl: "triton", "cpu" or "reference"; None picks the first that can.
+        dtype: of the merged o, float16, bfloat16 or float32 (float64 for float64); None is the dtype of o, the wider
+            one where they differ. Choose float32 for partial results that will be merged again.
+        impl: "triton", "cpu" or "reference"; None takes the first one that can run the call.
 
     Returns:
-        (o, lse) in the shapes of one state; sums are float32 (float64 for float64), taken in the order of the states,
-        so bits repeat.
-
-    A state with lse -inf saw no key: it weighs nothing, whatever its o holds, NaN too. (0, -inf) is what a row gives
-    whose every lse is -inf. As in `torch.softmax`, an lse of +inf gives an o of NaN, and NaN gives NaN. Differentiable
-    in o and lse; second derivatives, `torch.func` and forward mode go through PyTorch's operations.
+        (o, lse) in the shapes of one state. Sums are float32 (float64 for float64), in the order of the states: the
+        same bits in every run. A state with lse -inf has no weight, even if its o holds NaN; a row whose every lse is
+        -inf gives (0, -inf). As in `torch.softmax`, an lse of +inf or NaN gives an o of NaN.
 
     Raises:
         InputError: an argument is wrong.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "Flash-Decoding",
+    2023; Ye et al., "FlashInfer", 2025.
+
+    Example:
+        >>> first = tw.attention_with_lse(q, k[:, :60], v[:, :60])
+        >>> second = tw.attention_with_lse(q, k[:, 60:], v[:, 60:])
+        >>> o, lse = tw.merge(first, second)
+        >>> torch.allclose(o, tw.attention(q, k, v), atol=1e-5)
+        True
     """
     return _run(separate_call(states, dtype), impl)
 
@@ -56,22 +63,32 @@ def merge_states(
     dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> State:
-    """As `merge`, for states that lie in one tensor: as many for each row, or with `indptr` any number.
+    """`merge` of states in one tensor: the same number of states for each row, or with `indptr` any number.
 
     Args:
         o: (states, batch, seqlen, heads, head_dim_v), packed (states, total, heads, head_dim_v); with `indptr`
-            (total_states, heads, head_dim_v). dtypes and stride as `merge` has them.
+            (total_states, heads, head_dim_v). Dtypes and strides as in `merge`.
         lse: (states, batch, heads, seqlen), packed (states, heads, total); with `indptr` (heads, total_states).
         indptr: int32 (rows + 1,), contiguous, on the device of o: row r merges states indptr[r] to indptr[r + 1] - 1.
             It starts at 0, never falls and ends at total_states; a row may have no state. Its values are checked once
-            for each version of the tensor, which reads it on the host, in a compiled region when it runs; while a CUDA
-            graph is captured they are taken as they are.
-        dtype, impl: as `merge` has them.
+            for each version of the tensor, which reads it on the host; in a compiled region when that runs, and not
+            while a CUDA graph is captured.
+        dtype, impl: as in `merge`.
 
     Returns:
         (o, lse) without the dimension of states; with `indptr` (rows, heads, head_dim_v) and (heads, rows).
 
-    Raises InputError and UnsupportedError as `merge` does.
+    Raises:
+        InputError: an argument is wrong.
+        UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Source: as `merge`.
+
+    Example:
+        >>> parts = [tw.attention_with_lse(q, k[:, at : at + 50], v[:, at : at + 50]) for at in (0, 50)]
+        >>> o, lse = tw.merge_states(torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts]))
+        >>> torch.allclose(o, tw.attention(q, k, v), atol=1e-5)
+        True
     """
     return _run(joined_call(o, lse, indptr, dtype), impl)
 
