@@ -18,10 +18,19 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Every pair turns `factor` times slower (Chen, Wong, Chen and Tian, "Extending Context Window of Large Language
-    Models via Positional Interpolation", 2023).
+    """Position interpolation: every angle is divided by `factor`.
 
-    Raises InputError unless factor is 1 or more.
+    Args:
+        factor: at least 1; new context length over that of training.
+
+    Raises:
+        InputError: factor is below 1.
+
+    Source: Chen, Wong, Chen and Tian, "Extending Context Window of Large Language Models via Positional
+    Interpolation", 2023.
+
+    Example:
+        >>> cos, sin = tw.rope_tables(16, 100, scaling=tw.LinearScaling(4.0))
     """
 
     factor: float
@@ -32,13 +41,23 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """Tables longer than original_length have a base so much larger that the slowest pair turns as far as with tables
-    of original_length, where factor is 1; the fastest stays ("NTK-aware" and "dynamic" in Peng, Quesnelle, Fan and
-    Shippole, "YaRN: Efficient Context Window Extension of Large Language Models", 2023).
+    """Dynamic NTK scaling: tables longer than original_length get a larger base, shorter ones stay as they are.
 
-    The base is multiplied by (factor length / original_length - (factor - 1)) ** (rotary_dim / (rotary_dim - 2)).
+    The base is multiplied by (factor length / original_length - (factor - 1)) ** (rotary_dim / (rotary_dim - 2)). With
+    factor 1 the slowest pair then reaches the same angle at the end of the table as in training; the fastest stays.
 
-    Raises InputError unless factor is 1 or more and original_length positive.
+    Args:
+        factor: at least 1.
+        original_length: context length of training, in tokens.
+
+    Raises:
+        InputError: factor is below 1, or original_length not positive.
+
+    Source: Peng, Quesnelle, Fan and Shippole, "YaRN: Efficient Context Window Extension of Large Language Models", 2023
+    ("NTK-aware" and "dynamic").
+
+    Example:
+        >>> cos, sin = tw.rope_tables(16, 100, scaling=tw.DynamicScaling(2.0, original_length=64))
     """
 
     factor: float
@@ -50,14 +69,25 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Pairs that make more than beta_fast turns over original_length tokens stay, those with fewer than beta_slow turn
-    `factor` times slower, and between them the share is linear in the pair (Peng, Quesnelle, Fan and Shippole, "YaRN:
-    Efficient Context Window Extension of Large Language Models", 2023).
+    """YaRN: slow pairs are divided by `factor`, fast ones stay, with a linear ramp over the pairs between them.
 
-    Cosines and sines are multiplied by attention_factor, None for the paper's 0.1 ln(factor) + 1; scores are then by
-    its square.
+    A pair stays if it makes more than beta_fast turns over original_length tokens, and is divided if it makes fewer
+    than beta_slow. Cosines and sines are multiplied by attention_factor, and so scores by its square.
 
-    Raises InputError unless factor is 1 or more, the others positive and beta_slow below beta_fast.
+    Args:
+        factor: at least 1.
+        original_length: context length of training, in tokens.
+        beta_fast, beta_slow: turns over original_length; beta_slow is the smaller one.
+        attention_factor: above 0; None is the paper's 0.1 ln(factor) + 1.
+
+    Raises:
+        InputError: factor is below 1, another number not positive, or beta_slow not below beta_fast.
+
+    Source: Peng, Quesnelle, Fan and Shippole, "YaRN: Efficient Context Window Extension of Large Language Models",
+    2023.
+
+    Example:
+        >>> cos, sin = tw.rope_tables(16, 100, scaling=tw.YarnScaling(4.0, original_length=64))
     """
 
     factor: float
@@ -73,11 +103,23 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Pairs that make more than high_freq_factor turns over original_length tokens stay, those with fewer than
-    low_freq_factor turn `factor` times slower, and between them the share is linear in the turns (Grattafiori et al.,
-    "The Llama 3 Herd of Models", 2024; the numbers are those of Llama 3.1).
+    """Llama 3.1's scaling: slow pairs are divided by `factor`, fast ones stay, with a ramp in turns between them.
 
-    Raises InputError unless factor is 1 or more, the others positive and low_freq_factor below high_freq_factor.
+    A pair stays if it makes more than high_freq_factor turns over original_length tokens, and is divided if it makes
+    fewer than low_freq_factor.
+
+    Args:
+        factor: at least 1.
+        low_freq_factor, high_freq_factor: turns over original_length; low_freq_factor is the smaller one.
+        original_length: context length of training, in tokens.
+
+    Raises:
+        InputError: factor is below 1, another number not positive, or low_freq_factor not below high_freq_factor.
+
+    Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024; the formula is that of Llama 3.1's code.
+
+    Example:
+        >>> cos, sin = tw.rope_tables(16, 100, scaling=tw.Llama3Scaling(8.0, 1.0, 4.0, 8192))
     """
 
     factor: float
@@ -102,24 +144,31 @@ def rope_tables(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines for positions 0 to length - 1: pair n turns by base ** (-2 n / rotary_dim) radians a token (Su
-    et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021), unless `scaling` says otherwise.
+    """Cosines and sines of rotary embedding for positions 0 to length - 1, as `Rope` takes them.
 
-    Angles are computed in float64, in which those of far positions are exact to 1e-9, and rounded once.
+    Pair n is rotated by base ** (-2 n / rotary_dim) radians a token, unless `scaling` changes that. Angles are computed
+    in float64, with an error below 1e-9 at far positions, and rounded once.
 
     Args:
-        rotary_dim: how many dimensions of a head are turned, even.
-        length: positions, the longest context.
+        rotary_dim: number of a head's dimensions that are rotated, even.
+        length: number of positions, the longest context.
         base: above 1; models of long contexts have larger ones (`rope_theta`).
         scaling: None, or a LinearScaling, DynamicScaling, YarnScaling or Llama3Scaling.
-        device: of the tables; None takes PyTorch's default.
+        device: of the tables; None is PyTorch's default.
         dtype: float16, bfloat16, float32 or float64.
 
     Returns:
-        (cos, sin), each (length, rotary_dim / 2), as `Rope` takes them.
+        (cos, sin), each (length, rotary_dim / 2).
 
     Raises:
         InputError: an argument is wrong.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+
+    Example:
+        >>> cos, sin = tw.rope_tables(16, 100)
+        >>> cos.shape
+        torch.Size([100, 8])
     """
     _check_count("rotary_dim", rotary_dim, 2)
     _check_count("length", length, 1)

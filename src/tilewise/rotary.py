@@ -18,22 +18,27 @@ _TABLE = "a floating-point tensor (num_positions, rotary_dim / 2) with unit stri
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Rotary position embedding of some tokens: of the first rotary_dim dimensions of every head, pair n of a token at
-    position p is turned by the angle whose cosine and sine are cos[p, n] and sin[p, n]; the other dimensions stay (Su
-    et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021).
+    """Rotary position embedding of some tokens: tables of cosines and sines, and the position of each token.
 
-    Computed in float32, where each product is rounded before it is added to another, and rounded once more to the type
-    of the result: every implementation has the same bits.
+    Of the first rotary_dim dimensions of every head, pair n of a token at position p is rotated by the angle with
+    cosine cos[p, n] and sine sin[p, n]; the other dimensions stay. Computed in float32, each product rounded before the
+    sum, and rounded once more to the dtype of the result: every implementation has the same bits.
 
     Args:
         cos, sin: (num_positions, rotary_dim / 2), floating point, any stride between positions: both may be halves of
-            one table.
+            one table. `tilewise.rope_tables` makes both.
         positions: int32 or int64 (tokens,), contiguous, on the device of cos and sin: the row of each token.
-        interleaved: whether a pair is dimensions 2 n and 2 n + 1 (GPT-J), else n and n + rotary_dim / 2 (GPT-NeoX,
+        interleaved: if True, a pair is dimensions 2 n and 2 n + 1 (GPT-J), else n and n + rotary_dim / 2 (GPT-NeoX,
             Llama).
 
     Raises:
-        InputError: another type or shape, or tensors that do not fit each other.
+        InputError: another dtype or shape, or tensors that do not fit each other.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+
+    Example:
+        >>> rope = tw.Rope(*tw.rope_tables(16, 100), positions=torch.arange(100))
+        >>> rotated = tw.rope(q[0], rope=rope)
     """
 
     cos: torch.Tensor

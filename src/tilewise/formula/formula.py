@@ -78,9 +78,17 @@ class Formula:
         return self
 
     def evaluate(self, *, dtype: torch.dtype = torch.float32, **symbols: torch.Tensor) -> torch.Tensor:
-        """Value for integer tensors `b`, `h`, `i`, `j` (and a float tensor `s` for a score), which broadcast.
+        """The value at given positions, in PyTorch: to look at a formula, or to make a dense mask or bias of it.
 
-        Raises InputError if a symbol that the formula uses is missing.
+        Args:
+            dtype: floating-point type of a score's arithmetic.
+            symbols: by name, integer tensors `b`, `h`, `i`, `j` (and a float tensor `s` for a score); they broadcast.
+
+        Returns:
+            A tensor of the symbols' broadcast shape: bool for a mask, dtype for a score.
+
+        Raises:
+            InputError: a symbol that the formula uses is missing.
         """
         missing = sorted(symbols_of(self.structure.root) - symbols.keys()) or ([] if symbols else ["i"])
         if missing:
@@ -94,7 +102,27 @@ class Formula:
 
 
 class Mask(Formula):
-    """Which pairs (i, j) may meet. Combine with `&`, `|` and `~`."""
+    """Which pairs of query and key count; combine masks with `&`, `|` and `~`.
+
+    Made by `tilewise.mask` or a function of this library (`tilewise.window`), and given to `attention(mask=...)`. Two
+    masks are equal if their structure, their numbers and their captured tensors are. Masks that differ in numbers or
+    tensors alone run the same compiled kernel.
+
+    Args:
+        expr: a traced expression; call `tilewise.mask` rather than this.
+        name: what `repr` shows; None shows the expression.
+        joins, sizes: for the library's own use.
+
+    Raises:
+        FormulaError: a mask is used as a bool, as `and`, `or` and `not` do, or combined with something else.
+
+    Example:
+        >>> mask = tw.causal & (tw.window(64) | tw.sinks(4))
+        >>> mask
+        causal & (window(64) | sinks(4))
+        >>> mask.evaluate(i=torch.tensor(90), j=torch.tensor([3, 4, 26, 27]))
+        tensor([ True, False, False,  True])
+    """
 
     def __and__(self, other: Any) -> Mask:
         other = as_mask(other)
@@ -128,7 +156,23 @@ class Mask(Formula):
 
 
 class Score(Formula):
-    """What becomes of a score. `first >> then` applies `then` to the result of `first`."""
+    """What becomes of a scaled score; `first >> then` applies `then` to the result of `first`.
+
+    Made by `tilewise.score` or a function of this library (`tilewise.softcap`), and given to `attention(score=...)`.
+    Equality, and which scores share a compiled kernel, are as for `tilewise.Mask`.
+
+    Args:
+        expr: a traced expression; call `tilewise.score` rather than this.
+        name: what `repr` shows; None shows the expression.
+        joins, sizes: for the library's own use.
+
+    Raises:
+        FormulaError: a score is used as a bool, or composed with something else.
+
+    Example:
+        >>> score = tw.alibi(torch.full((4,), 0.5)) >> tw.softcap(30.0)
+        >>> o = tw.attention(q, k, v, mask=tw.causal, score=score)
+    """
 
     def __rshift__(self, other: Any) -> Score:
         then = as_score(other)
@@ -152,19 +196,56 @@ class Score(Formula):
 
 
 def mask(fn: Callable[..., Any], name: Name = None) -> Mask:
-    """Trace `fn(b, h, i, j) -> bool` into a mask.
+    """Trace `fn(b, h, i, j) -> bool` into a mask; `attention(mask=fn)` does so as well.
 
-    `i` is the query's place on the key axis (query index + seqlen_k - seqlen_q), `j` the key position, `h` the query
-    head, `b` the batch element (the sequence, in a packed layout). Captured tensors of up to four dimensions may be
-    indexed by integer expressions; one whose last index is missing is a row, of which `.sum(-1)`, `.any(-1)` and their
-    like make one value. Raises FormulaError for a branch on a traced value or an operation outside the
-    formula language.
+    The function is called once, with symbols: b is the batch element (the sequence, in a packed layout), h the query
+    head, i the query's position on the key axis (query index + seqlen_k - seqlen_q), j the key's position. It may use
+    comparisons, arithmetic, `&`, `|`, `~`, `torch.where` and their like, and captured tensors of up to four dimensions,
+    indexed by integer expressions. A tensor whose last index is missing is a row: `.sum(-1)`, `.any(-1)` and their like
+    reduce it to one value.
+
+    Args:
+        fn: the function; True where query i may see key j.
+        name: what `repr` shows; None shows the expression.
+
+    Returns:
+        A `Mask`.
+
+    Raises:
+        FormulaError: fn branches on a traced value, or does something outside the formula language.
+
+    Source: Dong et al., "FlexAttention", 2024, for the functions' meaning.
+
+    Example:
+        >>> every_third = tw.mask(lambda b, h, i, j: (i - j) % 3 == 0)
+        >>> o = tw.attention(q, k, v, mask=tw.causal & every_third)
     """
     return Mask(trace(fn, ("b", "h", "i", "j"), "bool", "mask", name is not None), name)
 
 
 def score(fn: Callable[..., Any], name: Name = None) -> Score:
-    """Trace `fn(s, b, h, i, j) -> float` into a score; `s` is the scaled dot product. Raises FormulaError as `mask`."""
+    """Trace `fn(s, b, h, i, j) -> float` into a score; `attention(score=fn)` does so as well.
+
+    Args:
+        fn: the function; s is the scaled score, the other symbols are those of `tilewise.mask`. Floating-point tensors
+            that it captures get gradients.
+        name: what `repr` shows; None shows the expression.
+
+    Returns:
+        A `Score`.
+
+    Raises:
+        FormulaError: fn branches on a traced value, or does something outside the formula language.
+
+    Source: Dong et al., "FlexAttention", 2024, for the functions' meaning.
+
+    Example:
+        >>> slope = torch.full((4,), 0.1, requires_grad=True)
+        >>> o = tw.attention(q, k, v, score=tw.score(lambda s, b, h, i, j: s - slope[h] * abs(i - j)))
+        >>> o.sum().backward()
+        >>> slope.grad.shape
+        torch.Size([4])
+    """
     return Score(trace(fn, ("s", "b", "h", "i", "j"), "float", "score", name is not None), name)
 
 

@@ -45,23 +45,33 @@ def neighborhood(
     dilation: int | Extents = 1,
     causal: bool | Sequence[bool] = False,
 ) -> Mask:
-    """Neighborhood attention on a grid stored in raster order, with the meaning of NATTEN's arguments.
+    """Neighborhood attention on a grid in raster order, with the meaning of NATTEN's arguments.
 
     Along each axis a query sees `window` keys around it: as many on either side, or, where `window` is even, one more
-    before it. At the border the window is shifted inside, so every query sees the same number of keys. One number
-    stands for all axes.
+    before it. At the border the window is shifted inside, so every query sees the same number of keys. For window,
+    stride, dilation and causal one value stands for all axes.
 
     Args:
         shape: extents of the grid, 1 to 3; their product is seqlen_k.
         window: keys seen along each axis; window * dilation is at most the extent.
-        stride: queries in groups of so many share the window of one, the group's middle (the later of two), or its
-            last where `causal`; at most `window`. With stride and window multiples of a tile it is `sliding_tile`.
-        dilation: a query sees keys so many places apart: places of equal remainder form a grid of their own, to which
+        stride: this many neighbouring queries share one window: that of the group's middle query (of two, the later),
+            or of its last where `causal`. At most `window`. With stride and window multiples of a tile it is
+            `sliding_tile`.
+        dilation: a query sees every dilation-th key: positions of equal remainder form a grid of their own, to which
             window, stride and border apply.
-        causal: along this axis a window ends at its query and is cut, not shifted, at the beginning.
+        causal: along this axis a window ends at its query, and is cut, not shifted, at the beginning.
 
-    Sources: Hassani et al., "Neighborhood Attention Transformer", 2023; Hassani and Shi, "Dilated Neighborhood
+    Returns:
+        A mask.
+
+    Raises:
+        InputError: an argument is of the wrong type, rank or range, or the window does not fit the grid.
+
+    Source: Hassani et al., "Neighborhood Attention Transformer", 2023; Hassani and Shi, "Dilated Neighborhood
     Attention Transformer", 2022; Hassani et al., "Generalized Neighborhood Attention", 2025 (stride).
+
+    Example:
+        >>> o = tw.attention(q, k, v, mask=tw.neighborhood((10, 10), 3))  # an image of 10 x 10 tokens
     """
     shape = extents_of("neighborhood shape", shape)
     window = each_axis("neighborhood window", window, shape)
@@ -140,25 +150,36 @@ def sliding_tile(
     """Sliding tile attention: tokens of a tile see all tokens of the tiles in a window around theirs.
 
     At the border the window is shifted inside, never cut, so every query sees the same number of tiles. With text,
-    every query sees all of it, and its queries see everything. Where order is "tile", tiles divide the canvas and a
-    kernel's tiles divide the canvas's (128 keys, say, tiles of 6 x 8 x 8 = 384 tokens), none is partly visible.
+    every query sees all of it, and its queries see everything. No tile of a kernel is partly visible if order is
+    "tile", tiles divide the canvas, and a kernel's tiles divide those (128 keys divide tiles of 6 x 8 x 8 tokens).
 
     Args:
         canvas: extents of the grid, 1 to 3. seqlen_k is their product and `text`.
         tile: extents of a tile, or one number for all axes; tiles at the far border are cut.
-        window: in tiles. A tuple has for each axis how many are seen, the query's own in the middle, of an even number
-            one more before it; or a pair (before, after) beside its own. A list has such a tuple for each query head.
-            One number stands for all axes.
-        order: how tokens lie, as `TokenOrder(canvas, tile, order, text, text_first)` brings them: "tile", "hilbert"
-            or "raster".
-        text: tokens on no grid, behind all others, or before them with `text_first`.
+        window: in tiles. A tuple has, for each axis, the number of tiles that are seen, the query's own in the middle
+            (of an even number, one more before it), or a pair (before, after) beside its own. A list has such a tuple
+            for each query head. One number stands for all axes.
+        order: the order of tokens in the sequence, as `TokenOrder(canvas, tile, order, text, text_first)` brings them:
+            "tile", "hilbert" or "raster".
+        text: number of tokens on no grid, such as a prompt.
+        text_first: True where they lie before all others; else after them.
         causal: along the first axis (time) no tile later than the query's own: a window ends there (a pair is
             (before, 0)), and is cut, not shifted, at the beginning. Tokens of one tile see each other; tiles of one
             frame, (1, height, width), make it causal frame by frame. Text stays visible to all, and sees everything.
-        device: where captured tensors are made: windows that differ between heads, and tiles that arithmetic does not
-            give (order "hilbert", or order "tile" with tiles that do not divide the canvas).
+        device: of captured tensors. There are some if windows differ between heads, for order "hilbert", and for order
+            "tile" with tiles that do not divide the canvas.
+
+    Returns:
+        A mask.
+
+    Raises:
+        InputError: an argument is of the wrong type, rank or range.
 
     Source: Zhang et al., "Fast Video Generation with Sliding Tile Attention", 2025.
+
+    Example:
+        >>> mask = tw.sliding_tile((4, 5, 5), (2, 5, 5), (1, 1, 1))  # a video of 4 frames, 2 in a tile
+        >>> o = tw.attention(q, k, v, mask=mask)
     """
     canvas = extents_of("sliding_tile canvas", canvas)
     extents = each_axis("sliding_tile tile", tile, canvas)

@@ -28,7 +28,13 @@ def _causal(b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
 
 
 causal: Mask = mask(_causal, "causal")
-"""Each query sees its own position and all before it."""
+"""Each query sees its own position and all before it.
+
+With fewer queries than keys the last query stands at the last key.
+
+Example:
+    >>> o = tw.attention(q, k, v, mask=tw.causal)
+"""
 
 
 def window(left: int | None, right: int | None = 0) -> Mask:

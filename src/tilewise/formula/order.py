@@ -18,33 +18,39 @@ ORDERS = ("tile", "hilbert", "raster")
 
 
 class TokenOrder:
-    """An order in which tokens of a grid lie in a sequence, and the way there from raster order and back.
+    """An order of a grid's tokens in a sequence, and the way there from raster order and back.
 
-    "tile": tile after tile in raster order of the tiles, raster order inside each; tiles at the far border are cut.
-    "hilbert": along the Hilbert curve of the smallest power of two that holds the canvas along every axis, places
-    outside left out (Skilling, "Programming the Hilbert curve", 2004). "raster": as they lie. Text tokens, which are on
-    no grid, stay behind or before all others, as they were.
+    "tile" is tile after tile in raster order of the tiles, and raster order inside each; tiles at the far border are
+    cut. "hilbert" follows the Hilbert curve of the smallest power of two that holds the canvas along every axis; places
+    outside the canvas are left out. "raster" changes nothing. Text tokens, which are on no grid, stay before or after
+    all others.
 
-    Attention knows of places only through masks, scores and rotary positions. So either the order is applied once to
-    hidden states, where rotary positions go with their tokens, `Rope(cos, sin, positions=order.index)` with tables of
-    raster places, or queries and keys are rotated before they are moved.
+    Rotary embeddings go by a token's place in the grid. So either reorder hidden states once, and rotate by
+    `Rope(cos, sin, positions=order.index)` with tables of raster places, or reorder queries and keys after rotation.
 
     Args:
         canvas: extents of the grid, 1 to 3.
-        tile: extents of a tile, or one number for all axes; only order "tile" must have it.
+        tile: extents of a tile, or one number for all axes; needed for order "tile" alone.
         order: "tile", "hilbert" or "raster".
-        text: how many tokens are on no grid.
-        text_first: whether they lie before the grid's; else behind.
-        device: where the index tensors are made.
+        text: number of tokens on no grid.
+        text_first: True where they lie before the grid's; else after them.
+        device: of the index tensors.
 
     Attributes:
         index: int64 (tokens,): place p of the order holds the token that was at place index[p].
         inverse: int64 (tokens,): the token at place p went to place inverse[p].
-        tile_of: int32 (tokens,): which tile, in raster order of the tiles, the token at place p of the order is in; -1
-            for text. None without `tile`.
+        tile_of: int32 (tokens,): the tile, in raster order of the tiles, of the token at place p of the order; -1 for
+            text. None without `tile`.
 
     Raises:
         InputError: an argument is of the wrong type, rank or range.
+
+    Source: Skilling, "Programming the Hilbert curve", 2004.
+
+    Example:
+        >>> order = tw.TokenOrder((2, 4), (2, 2))
+        >>> order.apply(torch.arange(8), dim=0)
+        tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
 
     def __init__(
@@ -84,11 +90,33 @@ class TokenOrder:
             self.tile_of[first : first + volume] = tiles[moved].to(torch.int32)
 
     def apply(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """x with the tokens along `dim` brought from raster order into this one. Differentiable."""
+        """Bring tokens from raster order into this order. Differentiable.
+
+        Args:
+            x: a tensor with all tokens along one dimension, of any dtype.
+            dim: that dimension.
+
+        Returns:
+            A new tensor of the shape of x.
+
+        Raises:
+            InputError: x has another number of tokens along dim.
+        """
         return x.index_select(dim, self._checked("apply", x, dim).index)
 
     def undo(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """x with the tokens along `dim` brought back into raster order. Differentiable."""
+        """Bring tokens from this order back into raster order. Differentiable.
+
+        Args:
+            x: a tensor with all tokens along one dimension, of any dtype.
+            dim: that dimension.
+
+        Returns:
+            A new tensor of the shape of x.
+
+        Raises:
+            InputError: x has another number of tokens along dim.
+        """
         return x.index_select(dim, self._checked("undo", x, dim).inverse)
 
     def _checked(self, name: str, x: Any, dim: int) -> TokenOrder:

@@ -67,8 +67,6 @@ def softcap(cap: float) -> Score:
 def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
     """T5's relative position bias: s + table[bucket(j - i), h].
 
-    Source: Raffel et al., "Exploring the Limits of Transfer Learning".
-
     Args:
         table: float tensor (num_buckets, num_heads_q), which gets gradients.
         bidirectional: half of the buckets for keys after the query; else those share bucket 0.
@@ -79,6 +77,8 @@ def relative_bias(table: torch.Tensor, *, bidirectional: bool = True, max_distan
 
     Raises:
         InputError: table is no floating-point tensor of two dimensions, or has too few buckets for max_distance.
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning".
 
     Example:
         >>> o = tw.attention(q, k, v, score=tw.relative_bias(torch.randn(32, 4)))
@@ -139,7 +139,7 @@ def bias(values: torch.Tensor) -> Score:
 
 
 def tanh_score() -> Score:
-    """tanh(s) as the score.
+    """tanh(s) in place of s.
 
     Returns:
         A score.
@@ -151,7 +151,7 @@ def tanh_score() -> Score:
 
 
 def sigmoid_score() -> Score:
-    """sigmoid(s) as the score.
+    """sigmoid(s) in place of s.
 
     Returns:
         A score.

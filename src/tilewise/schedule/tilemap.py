@@ -23,10 +23,21 @@ _CHUNK = 1 << 18  # tiles classified at a time: bounds the temporaries to a few 
 
 @dataclass(frozen=True)
 class TileMap:
-    """Tile classes of one mask at one size.
+    """The class of each tile of a mask at one size: EMPTY (0), PARTIAL (1) or FULL (2). `TileMap.build` makes it.
 
-    `classes` is int8 (batch or 1, heads or 1, num_q_tiles, num_k_tiles): 0 EMPTY, 1 PARTIAL, 2 FULL. A tile is FULL
-    only if every pair in it is visible, EMPTY only if none is. Tiles that reach beyond seqlen_k count the pairs inside.
+    A tile is FULL only if every pair in it is visible, EMPTY only if none is. Of tiles that reach beyond seqlen_k, the
+    pairs inside count.
+
+    Attributes:
+        classes: int8 (batch or 1, heads or 1, num_q_tiles, num_k_tiles).
+        seqlen_q, seqlen_k: sequence lengths.
+        block_m, block_n: queries and keys of a tile.
+
+    Example:
+        >>> from tilewise.schedule.tilemap import TileMap
+        >>> tiles = TileMap.build(tw.causal, seqlen_q=100, seqlen_k=100, block_m=25, block_n=50)
+        >>> tiles.classes[0, 0].tolist()
+        [[1, 0], [1, 0], [2, 1], [2, 1]]
     """
 
     classes: torch.Tensor
@@ -47,16 +58,20 @@ class TileMap:
         block_n: int = 128,
         device: torch.device | str = "cpu",
     ) -> TileMap:
-        """Classify the tiles of `mask` (a Mask, a function (b, h, i, j) -> bool, or None for everything visible).
+        """Classify the tiles of a mask. Their pairs are not visited one by one.
 
         Args:
+            mask: a Mask, a function (b, h, i, j) -> bool, or None for all pairs.
             seqlen_q, seqlen_k: sequence lengths; the last query stands at the last key.
             batch, heads: sizes of the dimensions that the mask may depend on; classes have 1 where it does not.
-            block_m, block_n: tile extents in queries and keys.
-            device: where the classes are computed and kept; captured tensors are there.
+            block_m, block_n: queries and keys of a tile.
+            device: of the classes; captured tensors must be there.
+
+        Returns:
+            A `TileMap`.
 
         Raises:
-            InputError: a length is negative, another size not positive, or the mask was made for other ones.
+            InputError: an argument is out of range, or a captured tensor lies elsewhere.
             FormulaError: an index can leave its tensor.
         """
         lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
@@ -93,28 +108,43 @@ class TileMap:
         return TileMap(classes, seqlen_q, seqlen_k, block_m, block_n)
 
     def transposed(self) -> TileMap:
-        """The same classes seen from the keys, for dK and dV."""
+        """The same classes seen from the keys, for dK and dV.
+
+        Returns:
+            A `TileMap` with queries and keys exchanged.
+        """
         return TileMap(self.classes.transpose(-1, -2), self.seqlen_k, self.seqlen_q, self.block_n, self.block_m)
 
     def lists(self, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each query tile, how many tiles are of `kind`, and which.
+        """For each tile of queries, how many tiles of keys are of one class, and which.
+
+        Args:
+            kind: EMPTY, PARTIAL or FULL.
 
         Returns:
-            int32 (..., num_q_tiles), the counts, and int32 (..., num_q_tiles, num_k_tiles), of which as many matter.
+            (counts, tiles): int32 (..., num_q_tiles) and int32 (..., num_q_tiles, num_k_tiles), in which the first
+            count entries matter.
         """
         chosen = self.classes == kind
         order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
         return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
     def density(self) -> float:
-        """Share of tiles that are visited."""
+        """The share of tiles that are visited.
+
+        Returns:
+            A float from 0 to 1.
+        """
         return float((self.classes != EMPTY).float().mean()) if self.classes.numel() else 0.0
 
     def to_block_mask(self, mask_mod: Any = None) -> Any:
-        """A `torch.nn.attention.flex_attention.BlockMask` with these tiles (block_m and block_n as its block size).
+        """These tiles as a `torch.nn.attention.flex_attention.BlockMask`, with block_m and block_n as its block size.
 
         Args:
-            mask_mod: the mask function that FlexAttention applies on PARTIAL tiles.
+            mask_mod: the mask function that FlexAttention applies in PARTIAL tiles.
+
+        Returns:
+            A `BlockMask`.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -132,7 +162,14 @@ class TileMap:
 
     @staticmethod
     def from_block_mask(block_mask: Any) -> TileMap:
-        """The tiles of a FlexAttention BlockMask."""
+        """The tiles of a FlexAttention BlockMask.
+
+        Args:
+            block_mask: a `torch.nn.attention.flex_attention.BlockMask`.
+
+        Returns:
+            A `TileMap`.
+        """
         block_m, block_n = block_mask.BLOCK_SIZE
         seqlen_q, seqlen_k = block_mask.seq_lengths
         tiles = (-(-seqlen_q // block_m), -(-seqlen_k // block_n))
