@@ -16,13 +16,15 @@ from tilewise.core.tensors import check_dense
 
 @dataclass(frozen=True)
 class Dense:
-    """Tensors of shape (batch, seqlen, heads, dim). The default."""
+    """Tensors of shape (batch, seqlen, heads, dim): the default layout.
+
+    Example:
+        >>> o = tw.attention(q, k, v, layout=tw.Dense())
+    """
 
 
 class LengthBounds(NamedTuple):
-    """What a caller declares of the lengths of sequences, None where nothing; `same` where each has as many queries as
-    keys.
-    """
+    """Declared bounds of lengths, None where nothing is; `same` where each sequence has as many queries as keys."""
 
     rows_q: int | None = None
     rows_k: int | None = None
@@ -31,18 +33,24 @@ class LengthBounds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Sequences of different lengths, one after another: tensors of shape (total, heads, dim).
+    """Sequences of different lengths, one after another: q, k and v are (total, heads, dim).
+
+    Lengths may be 0. Types and shapes are checked at every call; values on a CPU, and on a GPU with TILEWISE_DEBUG=1
+    alone, since reading them waits for the GPU.
 
     Args:
-        cu_seqlens_q: int32 (batch + 1,), cumulative query lengths: starts at 0, never falls, ends at the total.
+        cu_seqlens_q: int32 (batch + 1,), cumulative query lengths, from 0 to total_q, contiguous, on the device of q.
         cu_seqlens_k: the same for keys; None where queries and keys share one.
-        max_seqlen_q, max_seqlen_k: bounds of the lengths of a sequence's queries and keys, as FlashAttention takes
-            them; None for the totals. With them lists of tiles on a GPU take less memory, and a formula that reads a
-            captured tensor by i or j is known to stay inside it. By name alone.
+        max_seqlen_q, max_seqlen_k: bounds of a sequence's lengths, as in FlashAttention; None for the totals. With them
+            lists of tiles on a GPU take less memory, and a formula that reads a captured tensor by i or j is known to
+            stay inside it. By name alone.
 
-    Both tensors on the device of q and contiguous; `attention` raises InputError for others. Lengths of 0 and 1 are
-    fine. Types and shapes are checked at every call; values (lengths that fit, bounds that hold) on a CPU, and on a GPU
-    with TILEWISE_DEBUG=1, since reading them there would wait for it.
+    Raises:
+        InputError: raised by the call that takes the layout, for tensors that do not fit.
+
+    Example:
+        >>> layout = tw.Packed(torch.tensor([0, 30, 31, 100], dtype=torch.int32))  # 30, 1 and 69 tokens
+        >>> o = tw.attention(q[0], k[0], v[0], mask=tw.causal, layout=layout)
     """
 
     cu_seqlens_q: torch.Tensor
@@ -72,16 +80,23 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class PageSummaries:
-    """What the keys and values of each page are like, (num_pages, num_heads_kv, dim), of the dtype of the pages,
-    contiguous: `tilewise.summarize_pages` keeps them up to date.
+    """Minima, maxima and means of each page's keys, and means of its values, by which pages are selected.
+
+    Each is (num_pages, num_heads_kv, dim), of the dtype of the pages, contiguous; `tilewise.summarize_pages` keeps them
+    up to date.
 
     Args:
-        least, largest: of the keys, dimension by dimension.
+        least, largest: of the keys, for each dimension.
         k_mean, v_mean: of keys, and of values.
-        columns: None, or keys once more as codes, dimension by dimension, so that a few dimensions of all keys can be
-            read alone: uint8 (num_pages, num_heads_kv, dim, page_size * bits / 8), contiguous, with 8 bits or 4. A
-            code c stands for least + c * (largest - least) / (2**bits - 1); of 4 bits, byte n has the tokens n, in its
-            low bits, and n + page_size / 2.
+        columns: None, or the keys as codes, stored by dimension, so that a few dimensions of all keys can be read alone
+            (`tilewise.SparQ`): uint8 (num_pages, num_heads_kv, dim, page_size * bits / 8), contiguous, with 8 bits or
+            4. Code c stands for least + c * (largest - least) / (2**bits - 1); of 4 bits, byte n has token n in its low
+            bits and token n + page_size / 2 in its high bits.
+
+    Example:
+        >>> k_pages, v_pages = torch.randn(2, 8, 16, 2, 16)
+        >>> tw.PageSummaries.of(k_pages, v_pages).k_mean.shape
+        torch.Size([8, 2, 16])
     """
 
     least: torch.Tensor
@@ -97,11 +112,17 @@ class PageSummaries:
 
     @staticmethod
     def of(k_pages: torch.Tensor, v_pages: torch.Tensor, columns: int | None = None) -> PageSummaries:
-        """Those of pages that hold nothing yet, with `columns` of 8 bits or 4.
+        """Summaries of pages that hold nothing yet.
+
+        Args:
+            k_pages, v_pages: (num_pages, page_size, num_heads_kv, dim), floating point.
+            columns: bits of the codes of `columns`, 8 or 4; None for none.
+
+        Returns:
+            PageSummaries, all 0.
 
         Raises:
-            InputError: no pages, another number of bits, 4 with pages of an odd size, or a head_dim that 4 does not
-                divide.
+            InputError: no such pages, other bits, 4 bits with an odd page_size, or a head_dim that 4 does not divide.
         """
         for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
             expected, hint = "floats (num_pages, page_size, num_heads_kv, dim)", "codes have no summaries"
@@ -125,31 +146,38 @@ class PageSummaries:
 
 @dataclass(frozen=True, eq=False)
 class Paged:
-    """Keys and values in pages of a pool that requests share: k and v are (num_pages, page_size, num_heads_kv, dim), of
-    any page size and strides (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-    PagedAttention").
+    """A KV cache: k and v are pages (num_pages, page_size, num_heads_kv, dim) of a pool that requests share.
+
+    Pages may have any size and strides; what unused slots hold does not matter. The last query of a request stands at
+    its last token. Types and shapes are checked at every call; values on a CPU, and on a GPU with TILEWISE_DEBUG=1.
 
     Args:
-        block_table: int32 (batch, max_pages), the pages of each request in the order of its tokens; what lies behind
-            its last page is not read. Or a pair of int32 tensors (indptr, indices), (batch + 1,) and (total,): request
-            r has pages indices[indptr[r]:indptr[r + 1]], and indices may be longer than that.
-        seqlens_k: int32 (batch,), how many tokens of each request lie in its pages, new ones included; 0 is fine.
-        cu_seqlens_q: int32 (batch + 1,), cumulative query lengths of a packed q (total_q, num_heads_q, head_dim); None
-            for q (batch, seqlen_q, num_heads_q, head_dim).
-        share_prefixes: on a GPU, read keys that neighbouring requests have in common (their rows of `block_table` begin
-            alike) once for all of them, in a launch before that of the rest, which merges both, where a count of bytes
-            says that it pays. Results are equal within rounding, the same bits at each repeat. For q that is not
-            packed, 2 to 1,024 requests, few queries, no mask or `causal`, and scores that look at neither b nor i
-            (`softcap`); `tilewise.why` says whether a call is one. Ignored elsewhere, and an error with
-            `batch_invariant=True`. By name alone.
-        summaries: of the pages, by which `attention(select=tilewise.TopPages(...))` selects them. By name alone.
-        max_seqlen_k: a bound of `seqlens_k`; None for what the pages hold. With it `quantize=` and a selection of tiles
-            need not wait for a GPU to learn how many rows there are. By name alone.
+        block_table: int32 (batch, max_pages): the pages of each request in the order of its tokens; entries after its
+            last page are not read. Rows may lie apart. Or a pair of int32 tensors (indptr, indices), (batch + 1,) and
+            (total,): request r has pages indices[indptr[r]:indptr[r + 1]]; indices may be longer than that. All
+            tensors are on the device of q, and contiguous.
+        seqlens_k: int32 (batch,): tokens of each request in its pages, new ones included; may be 0.
+        cu_seqlens_q: int32 (batch + 1,), cumulative query lengths of a packed q (total_q, num_heads_q, head_dim);
+            None for q (batch, seqlen_q, num_heads_q, head_dim).
+        share_prefixes: if True, keys that neighbouring requests share (their rows of `block_table` begin alike) are
+            read once for all of them on a GPU, by a launch of its own, where a count of bytes says that it pays.
+            Results are equal within rounding, with the same bits in every run. For q that is not packed, 2 to 1,024
+            requests, few queries, no mask or `causal`, and scores that use neither b nor i (see `tilewise.why`);
+            otherwise ignored, and an error with `batch_invariant=True`. By name alone.
+        summaries: of the pages, for `select=tilewise.TopPages(...)` and `tilewise.SparQ(...)`. By name alone.
+        max_seqlen_k: a bound of `seqlens_k`; None for the capacity of the pages. With it, `quantize=` and a selection
+            of tiles need not wait for a GPU to learn the number of rows. By name alone.
 
-    All on the device of q and contiguous (rows of `block_table` may lie apart); the last query of a request stands at
-    its last token. What unused slots hold does not matter. Shapes and types are checked at every call; values (pages
-    that exist, lengths that fit) on a CPU, and on a GPU with TILEWISE_DEBUG=1, since reading them there would wait for
-    it.
+    Raises:
+        InputError: raised by the call that takes the layout, for tensors that do not fit.
+
+    Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+
+    Example:
+        >>> k_pages, v_pages = torch.randn(2, 8, 16, 2, 16)  # 8 pages of 16 tokens
+        >>> table = torch.tensor([[3, 1], [5, 0]], dtype=torch.int32)
+        >>> layout = tw.Paged(table, seqlens_k=torch.tensor([20, 7], dtype=torch.int32))
+        >>> o = tw.attention(q[:, :1], k_pages, v_pages, layout=layout)
     """
 
     block_table: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -354,9 +382,7 @@ def _check_cu_seqlens(name: str, cu_seqlens: Any, total: int, device: torch.devi
 
 
 def check_ends(name: str, cu_seqlens: torch.Tensor, total: int) -> None:
-    """Raise InputError unless cumulative lengths begin at 0, never fall and end at `total`; reads them, unless that is
-    impossible now.
-    """
+    """Raise InputError unless cumulative lengths go from 0 to `total` and never fall, where they can be read now."""
     values = host_values(cu_seqlens)
     if values is None:
         return

@@ -15,9 +15,18 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A sequence's length in tokens and its block table; the allocator changes both, everyone else only reads.
+    """A sequence's length in tokens and its pages. `KVCache` and `PageAllocator` change both; all others only read.
 
     Token t lies in slot `pages[t // page_size] * page_size + t % page_size`. Two sequences are equal if they are one.
+
+    Attributes:
+        page_size: slots of a page.
+        pages: numbers of its pages, in the order of its tokens.
+        length: number of its tokens.
+
+    Example:
+        >>> tw.kv.Sequence(page_size=16, pages=[3, 1], length=20).slot(0)
+        48
     """
 
     page_size: int
@@ -30,16 +39,23 @@ class Sequence:
         return self.length // self.page_size
 
     def slot(self, token: int) -> int:
-        """The slot of one token, counted from 0. Raises InputError for a token that is not there."""
+        """The slot of a `token`, counted from 0. Raises InputError for a token that is not there."""
         _check_index("token", token, self.length, "tokens of the sequence")
         return self.pages[token // self.page_size] * self.page_size + token % self.page_size
 
 
 class Write(NamedTuple):
-    """What the caller of `append` has to do: first copy pages, then write the new tokens into their slots.
+    """What the caller of `PageAllocator.append` has to do: first copy pages, then write new tokens into slots.
 
-    `copies` are pairs (source page, destination page), at most one. `runs` are ranges of slots in the order of the
-    tokens, one for each page. The copies of several appends are done in the order of the appends, all before any write.
+    Attributes:
+        runs: ranges of slots in the order of the tokens, one for each page.
+        copies: pairs (source page, destination page), at most one; those of several appends are done in the order of
+            the appends, all before any write.
+
+    Example:
+        >>> pages = tw.kv.PageAllocator(num_pages=8, page_size=4)
+        >>> pages.append(pages.create(), 6).runs
+        (range(0, 4), range(4, 6))
     """
 
     runs: tuple[range, ...]
@@ -52,19 +68,28 @@ class Write(NamedTuple):
 
 
 class PageAllocator:
-    """`num_pages` pages of `page_size` slots, handed out to sequences and shared between them.
+    """`num_pages` pages of `page_size` slots, handed out to sequences and shared between them. It has no tensors.
 
-    A page is used (sequences hold it), cached (none does, but its content was worth keeping and waits to be found
-    again) or free. Contents are written by the caller; `append` says where. A page that others hold, or that is kept,
-    is never written: `append` asks for a copy. Every operation takes time in proportion to the pages that it touches,
-    is deterministic, and either succeeds or changes nothing.
+    A page is used (sequences hold it), cached (none does, but its content is kept to be found again) or free. `append`
+    says where the caller writes; it asks for a copy of a page with other holders, or whose content is kept. Operations
+    take time in proportion to the pages that they touch, are deterministic, and succeed or change nothing.
 
     Args:
         num_pages: pages in the pool, numbered from 0.
-        page_size: slots of a page, one for each token; any number, 1 included.
+        page_size: slots of a page, one for each token; any number from 1 on.
 
     Raises:
-        InputError: a size that is not a positive integer.
+        InputError: a size that is no positive integer; in methods, a sequence that was freed, an argument out of range.
+        OutOfPagesError: an operation needs more pages than are free or cached; nothing has changed.
+
+    Example:
+        >>> pages = tw.kv.PageAllocator(num_pages=8, page_size=4)
+        >>> first = pages.create()
+        >>> pages.append(first, 6).slots
+        [0, 1, 2, 3, 4, 5]
+        >>> second = pages.fork(first)[0]
+        >>> pages.append(second).copies  # the page that both hold is copied before it is written
+        ((1, 2),)
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -124,7 +149,7 @@ class PageAllocator:
         return sum(self.page_size - tokens for tokens in filled.values())
 
     def create(self, shared: Iterable[int] = ()) -> Sequence:
-        """A new sequence: empty, or beginning with full pages whose content is known, of which it becomes a holder."""
+        """Start a sequence: empty, or with full pages `shared` whose content is kept, of which it becomes a holder."""
         pages = listed("shared", shared, "pages that are kept")
         for page in pages:
             self._check_known(page)
@@ -135,13 +160,13 @@ class PageAllocator:
         return sequence
 
     def needed(self, sequence: Sequence, n: int = 1) -> int:
-        """Pages that `append(sequence, n)` would take now, the destination of a copy included."""
+        """Pages that `append` of `n` tokens to `sequence` would take now, the destination of a copy included."""
         self.check_live(sequence)
         check_count("n", n, 0)
         return self._growth(sequence, n) + self._copies(sequence, n)
 
     def append(self, sequence: Sequence, n: int = 1) -> Write:
-        """Make room for `n` more tokens.
+        """Make room for `n` more tokens of `sequence`; the result says what to copy and where to write.
 
         Raises:
             OutOfPagesError: fewer pages are free or cached than are needed; nothing has changed.
@@ -162,11 +187,13 @@ class PageAllocator:
         return Write(_runs(pages, start, sequence.length, self.page_size), copies)
 
     def append_all(self, wanted: Iterable[tuple[Sequence, int]]) -> list[Write]:
-        """`append` to each of some sequences, in their order, or to none of them.
+        """Append to each of `wanted`, pairs (sequence, n), in their order, or to none of them.
 
-        Raises OutOfPagesError where fewer pages are available now than all take, and InputError as `append` does, or
-        for a sequence that comes twice; nothing has changed. No page that is copied from is handed out again here, so
-        the copies may be made at once.
+        No page that is copied from is handed out again here, so the copies may be made at once.
+
+        Raises:
+            OutOfPagesError: fewer pages are available now than all take; nothing has changed.
+            InputError: as `append` raises it, or for a sequence that comes twice; nothing has changed.
         """
         batch = listed("wanted", wanted, "pairs of a sequence and how many tokens it grows by")
         try:
@@ -186,7 +213,7 @@ class PageAllocator:
         return [self.append(sequence, n) for sequence, n in batch]
 
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
-        """`n` more sequences with the same tokens, in the same pages; what `append` gave must have been written."""
+        """Start `n` sequences with the tokens and pages of `sequence`; what `append` gave must have been written."""
         self.check_live(sequence)
         check_count("n", n, 0)
         for page in sequence.pages:
@@ -196,7 +223,7 @@ class PageAllocator:
         return forks
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Forget the tokens from `length` on, and hand back the pages that held nothing else."""
+        """Forget the tokens of `sequence` from `length` on, and hand back the pages that held nothing else."""
         self.check_live(sequence)
         check_count("length", length, 0)
         if length > sequence.length:
@@ -210,22 +237,22 @@ class PageAllocator:
         sequence.length = length
 
     def free(self, sequence: Sequence) -> None:
-        """End the sequence and hand back its pages, last first, so that of kept ones the first is evicted last."""
+        """End the `sequence` and hand back its pages, last first, so that of kept ones the first is evicted last."""
         self.check_live(sequence)
         self._drop(sequence, 0)
         sequence.length = 0
         del self._live[sequence]
 
     def keep(self, page: int) -> None:
-        """The content of a used page is known from now on: do not write it, and cache it when its last holder goes."""
+        """Keep the content of a used `page`: it is not written any more, and cached when its last holder goes."""
         if not self.holders(page):
             raise InputError("page", got=f"page {page}, held by none", expected="a used page", hint="keep it earlier")
         self._kept.add(page)
 
     def merge(self, sequence: Sequence, index: int, page: int) -> None:
-        """Put `page`, whose content is known, in the place of the sequence's page `index`, which has the same one.
+        """Put the kept `page` in place of page number `index` of `sequence`, which has the same content.
 
-        So it is in every table that has the replaced page: who shares a page shares all before it, and still does.
+        It replaces that page in every table: sequences that share a page share all before it, and still do.
         """
         self.check_live(sequence)
         self._check_known(page)

@@ -25,14 +25,20 @@ Tokens = collections.abc.Sequence[int]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One step: the new tokens of some sequences, one sequence after another.
+    """One step of a model: the new tokens of some sequences, one sequence after another. `KVCache.extend` makes it.
 
     Attributes:
-        slot_mapping: int32 (total,), where each new token goes, for `tilewise.kv_write`.
-        positions: int32 (total,), of each new token in its sequence, for `tilewise.Rope`.
-        layout: what `tilewise.attention` needs to read all tokens of the sequences, the new ones included, for queries
-            q (total, num_heads_q, head_dim) of the new ones.
+        slot_mapping: int32 (total,): the slot of each new token, for `tilewise.kv_write`.
+        positions: int32 (total,): the position of each new token in its sequence, for `tilewise.Rope`.
+        layout: a `tilewise.Paged` with which new queries q (total, num_heads_q, head_dim) read all tokens of their
+            sequences, the new ones included.
         pool: the pages.
+
+    Example:
+        >>> cache = tw.kv.KVCache(1, 8, 16, 2, 16, dtype=torch.float32)
+        >>> batch = cache.extend([cache.new()], 5)
+        >>> batch.positions
+        tensor([0, 1, 2, 3, 4], dtype=torch.int32)
     """
 
     slot_mapping: torch.Tensor
@@ -41,9 +47,16 @@ class Batch:
     pool: PagePool
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None = None) -> None:
-        """Write keys (total, num_heads_kv, head_dim) and values of the new tokens into the pages of a layer, and bring
-        the summaries of these up to date where the cache keeps them; keys are rotated on the way with
-        rope=tilewise.Rope(cos, sin, batch.positions).
+        """Write keys and values of the new tokens into the pages of a layer; summaries, where it has some, are updated.
+
+        Args:
+            layer: number of the layer, from 0.
+            k: (total, num_heads_kv, head_dim), of the cache's dtype and device.
+            v: (total, num_heads_kv, head_dim_v), likewise.
+            rope: rotates keys before they are written: `tilewise.Rope(cos, sin, batch.positions)`. None does not.
+
+        Raises:
+            InputError: a tensor does not fit, or takes a gradient while gradients are enabled.
         """
         k_pages, v_pages = self.pool.pages(layer)
         kv_write(k, v, k_pages, v_pages, self.slot_mapping, rope=rope)
@@ -54,20 +67,49 @@ class Batch:
             summarize_pages(k_pages, v_pages, summaries, self.layout, self.slot_mapping.shape[0])
 
     def layout_of(self, layer: int) -> Paged:
-        """`layout` with the summaries of a layer's pages, where the cache keeps them: for
-        `tilewise.attention(select=tilewise.TopPages(...))`.
+        """The layout with the summaries of a layer's pages, for `attention(select=tilewise.TopPages(...))`.
+
+        Args:
+            layer: number of the layer, from 0.
+
+        Returns:
+            A `tilewise.Paged`; without summaries where the cache has none.
+
+        Raises:
+            InputError: there is no such layer.
         """
         return replace(self.layout, summaries=self.pool.summaries(layer))
 
 
 class KVCache:
-    """Keys and values of many sequences, in pages that sequences share where they begin alike.
+    """Keys and values of many sequences, in pages; sequences that begin alike share pages.
 
-    A step is `batch = cache.extend(sequences, counts)`, and in every layer `batch.write(layer, k, v)` and
+    A step is `batch = cache.extend(sequences, counts)`, then in every layer `batch.write(layer, k, v)` and
     `tilewise.attention(q, *cache.pages(layer), layout=batch.layout, mask=tilewise.causal)`. Finish a step before the
     next `extend`, `fork`, `truncate`, `free` or `remember`; on a GPU that is an order of launches, on one stream.
+    `cache.allocator` counts pages (`num_free`), `cache.pool` holds the memory (`nbytes`).
 
-    Args: as `PagePool` has them. `cache.pool` and `cache.allocator` are its parts: bytes, free pages, counts.
+    Args:
+        num_layers, num_pages, page_size, num_heads_kv, head_dim: sizes; a page holds page_size tokens of every layer.
+        head_dim_v: of values; None for head_dim.
+        dtype: float16, bfloat16 or float32.
+        device: of the pages.
+        order, encoding, keys_by_channel, open_pages, summaries, columns: as `PagePool` takes them.
+
+    Raises:
+        InputError: as `PagePool` raises it.
+
+    Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+
+    Example:
+        >>> cache = tw.kv.KVCache(1, 8, 16, num_heads_kv=2, head_dim=16, dtype=torch.float32)
+        >>> request = cache.new()
+        >>> for tokens in (40, 1):  # the prompt, then a step of decoding
+        ...     batch = cache.extend([request], tokens)
+        ...     batch.write(0, k[0, :tokens], v[0, :tokens])
+        ...     o = tw.attention(q[0, :tokens], *cache.pages(0), mask=tw.causal, layout=batch.layout)
+        >>> request.length
+        41
     """
 
     def __init__(
@@ -98,36 +140,63 @@ class KVCache:
         self._prefixes = PrefixCache(self.allocator)
 
     def pages(self, layer: int) -> tuple[torch.Tensor | Encoded | ByChannel, torch.Tensor | Encoded]:
-        """(k_pages, v_pages) of a layer, each (num_pages, page_size, num_heads_kv, dim), encoded where the cache is."""
+        """The pages of a layer, as `tilewise.attention` takes them for k and v.
+
+        Args:
+            layer: number of the layer, from 0.
+
+        Returns:
+            (k_pages, v_pages), each (num_pages, page_size, num_heads_kv, dim): tensors, or quantized as the cache is.
+
+        Raises:
+            InputError: there is no such layer.
+        """
         return self.pool.pages(layer)
 
     def new(self, tokens: Tokens = (), extra: Hashable = None) -> Sequence:
-        """A sequence that begins with what is known of a prompt: its `length` says how many tokens need no computing.
+        """Start a sequence, with the longest known prefix of its prompt.
 
         Args:
-            tokens: the prompt; at least one token of it is left to compute.
-            extra: what else keys and values depend on, such as an adapter of the weights; others share nothing.
+            tokens: the prompt, as integers; at least one token of it is left to compute.
+            extra: what else keys and values depend on, such as an adapter of the weights: any hashable value. Sequences
+                with different values share nothing.
+
+        Returns:
+            The sequence; its `length` is the number of tokens whose keys and values need not be computed.
+
+        Raises:
+            InputError: tokens are no sequence of integers, or extra is not hashable.
         """
         return self._prefixes.start(tokens, extra)
 
     def remember(self, sequence: Sequence, tokens: Tokens, extra: Hashable = None) -> int:
-        """Let later sequences begin with the full pages of this one; returns how many of its tokens lie in such.
+        """Let later sequences begin with the full pages of this one.
 
         Args:
             sequence: one whose `tokens` have been written in all layers.
-            tokens: from its first on, as many as wanted.
+            tokens: its tokens from the first on, as many as wanted.
             extra: as given to `new`.
+
+        Returns:
+            How many of its tokens lie in known pages.
+
+        Raises:
+            InputError: more tokens than the sequence has, others than before, or a sequence that was freed.
         """
         return self._prefixes.insert(sequence, tokens, extra)
 
     def extend(self, sequences: Iterable[Sequence], counts: int | Iterable[int]) -> Batch:
-        """Make room for new tokens at the end of each sequence, and say where they go.
+        """Make room for new tokens at the end of each sequence.
 
-        Pages that others read are copied before, in all layers. All indices of a step go to the device in one transfer.
+        A page that other sequences read, too, is copied first, in all layers. All indices of a step go to the device in
+        one transfer.
 
         Args:
             sequences: each once, in the order of the batch.
-            counts: new tokens of each, or one number for all; 0 is fine.
+            counts: number of new tokens of each, or one number for all; may be 0.
+
+        Returns:
+            A `Batch`: the slots and positions of the new tokens, and the layout.
 
         Raises:
             OutOfPagesError: too few pages for all of them; nothing has changed.
@@ -160,19 +229,44 @@ class KVCache:
         return Batch(slots, positions, layout, self.pool)
 
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
-        """`n` more sequences with the same tokens, in the same pages until one of them is extended."""
+        """Start sequences with the tokens of another one, in the same pages until one of them is extended.
+
+        Args:
+            sequence: the sequence to start from.
+            n: number of new sequences.
+
+        Returns:
+            The n new sequences.
+
+        Raises:
+            InputError: the sequence was freed, or n is no count.
+        """
         return self.allocator.fork(sequence, n)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Forget the tokens from `length` on: drafts that were rejected, for example.
+        """Forget the last tokens of a sequence: drafts that were rejected, for example.
 
-        Of keys by channel, a page of codes stays one until `extend` writes into it; then it is decoded, and its keys
-        keep what their codes made of them.
+        With `keys_by_channel`, a page of codes stays one until `extend` writes into it; it is then dequantized, and its
+        keys keep their rounding.
+
+        Args:
+            sequence: the sequence.
+            length: number of tokens that stay.
+
+        Raises:
+            InputError: the sequence was freed, or length is no number from 0 to its length.
         """
         self.allocator.truncate(sequence, length)
 
     def free(self, sequence: Sequence) -> None:
-        """End a sequence; what was remembered of it stays until its pages are needed."""
+        """End a sequence and hand back its pages. What was remembered of it stays until its pages are needed.
+
+        Args:
+            sequence: the sequence.
+
+        Raises:
+            InputError: the sequence was freed before.
+        """
         self.allocator.free(sequence)
 
     def _indices(

@@ -18,29 +18,37 @@ _ALIGNED = 16  # bytes at which codes, and scales, begin
 
 
 class PagePool:
-    """Pages of keys and values for each layer, all numbered alike: a page holds the same tokens in every layer.
+    """Pages of keys and values for each layer: page n holds the same tokens in every layer.
 
     Args:
         num_layers, num_pages, page_size, num_heads_kv, head_dim: sizes; num_pages * page_size is below 2**31.
         head_dim_v: of values; None for head_dim.
-        dtype: float16, bfloat16 or float32; with `encoding` codes have a type of their own.
-        device: where the pages are.
-        order: of a page in memory, "NHD" (token, head, dim) or "HND" (head, token, dim); None for "NHD", of codes for
-            "HND". Either way `pages` are views (num_pages, page_size, num_heads_kv, head_dim). Codes and scales of keys
-            and values that lie together are read fastest: a head's of a page in "HND", a page's in "NHD".
+        dtype: float16, bfloat16 or float32; codes of `encoding` have a dtype of their own.
+        device: of the pages.
+        order: of a page in memory, "NHD" (token, head, dim) or "HND" (head, token, dim); None for "NHD", with
+            `encoding` "HND". Either way `pages` returns views (num_pages, page_size, num_heads_kv, head_dim). Codes and
+            scales are read fastest where those of keys and of values lie together: of a page's head in "HND", of a page
+            in "NHD".
         encoding: None, or "int8", "fp8" or "int4": codes, and a float32 scale for each token and head
-            (`tilewise.quant`). What is written is encoded on the way, from any of these dtypes.
-        keys_by_channel: None, or with an encoding, which is then that of values, 4 or 2: bits of keys that are encoded
-            by channel, a page when it is full (`tilewise.quant.ByChannel`); `dtype` is that of their open pages. A
-            scale and a least number for each channel of a page weigh less the more tokens a page has.
-        open_pages: with `keys_by_channel`, how many pages can be open at once: one for each sequence that lives.
-        summaries: whether there are `tilewise.PageSummaries` of each layer; of pages without an encoding.
-        columns: None, or with summaries 8 or 4: bits of the codes of keys by dimension that these hold.
+            (`tilewise.quant.encode`). `Batch.write` encodes, from any of these dtypes.
+        keys_by_channel: None, or 4 or 2: bits of keys that are encoded by channel, a page when it is full
+            (`tilewise.quant.ByChannel`); pages that are not full keep keys in `dtype`. Values then have `encoding`,
+            which must be given. Each page has a scale and a minimum for each channel: large pages spend fewer bytes on
+            them.
+        open_pages: with `keys_by_channel`, how many pages can be partly filled at once: one for each live sequence.
+        summaries: whether each layer has `tilewise.PageSummaries`; not with an encoding.
+        columns: None, or with summaries 8 or 4: bits of their codes of keys by dimension.
 
     Raises:
         InputError: a size that is not a positive integer, too many slots, another dtype, order, encoding or number of
             bits, one of `keys_by_channel` and `open_pages` without the other or without an encoding, a head_dim
             whose codes would end inside a byte, or summaries of codes.
+
+    Example:
+        >>> pool = tw.kv.PagePool(2, 8, 16, num_heads_kv=2, head_dim=16, encoding="int8")
+        >>> k_pages, v_pages = pool.pages(0)
+        >>> k_pages.shape, pool.nbytes
+        ((8, 16, 2, 16), 20480)
     """
 
     def __init__(
@@ -128,8 +136,17 @@ class PagePool:
         )
 
     def pages(self, layer: int) -> tuple[torch.Tensor | Encoded | ByChannel, torch.Tensor | Encoded]:
-        """(k_pages, v_pages) of a layer, as `tilewise.kv_write` and `tilewise.attention` take them: views, or with an
-        encoding two `Encoded` of views, or a `ByChannel` and one.
+        """The pages of a layer, as `tilewise.kv_write` and `tilewise.attention` take them.
+
+        Args:
+            layer: number of the layer, from 0.
+
+        Returns:
+            (k_pages, v_pages): views of the pool's memory, each (num_pages, page_size, num_heads_kv, dim). With an
+            encoding two `Encoded` of views, or a `ByChannel` and an `Encoded`.
+
+        Raises:
+            InputError: there is no such layer.
         """
         self._check_layer(layer)
         k, v, *scales = (self._ordered(x)[layer] for x in self._views)
@@ -142,7 +159,17 @@ class PagePool:
         return ByChannel(k, scale[layer], least[layer], self._ordered(opened)[layer], self._place), values
 
     def summaries(self, layer: int) -> PageSummaries | None:
-        """Of the pages of a layer; None where the pool keeps none."""
+        """The summaries of a layer's pages.
+
+        Args:
+            layer: number of the layer, from 0.
+
+        Returns:
+            `tilewise.PageSummaries`; None where the pool has none.
+
+        Raises:
+            InputError: there is no such layer.
+        """
         self._check_layer(layer)
         return self._summaries[layer] if self._summaries else None
 
@@ -152,8 +179,15 @@ class PagePool:
             raise InputError("layer", got=got, expected=f"0 to {self.num_layers - 1}", hint="layers count from 0")
 
     def copy(self, pairs: torch.Tensor) -> None:
-        """Copy pages onto others in all layers, in one launch: `pairs` as `tilewise.copy_pages` takes them. Where keys
-        are encoded by channel, `open` gives a copy its keys: it is made to be written.
+        """Copy pages onto others in all layers, in one launch.
+
+        With `keys_by_channel`, the keys of a copy that is to be written come by `open`.
+
+        Args:
+            pairs: int32 or int64 (n, 2), a page and the page that becomes its copy, as in `tilewise.copy_pages`.
+
+        Raises:
+            InputError: no such tensor, or pages that do not exist.
         """
         # what a page holds of one layer lies in one piece: as if layers were its tokens, of one long head
         pages = [x.flatten(2)[:, :, None].transpose(0, 1) for x in self._memory]
@@ -163,12 +197,14 @@ class PagePool:
             copy_pages(pages[0], pages[1], pairs)
 
     def open(self, opened: torch.Tensor, places: torch.Tensor) -> None:
-        """Of keys by channel: give rows of open pages the keys of pages, decoded where those are codes, in all layers;
-        then note places of pages.
+        """With `keys_by_channel`, give rows of `ByChannel.open` the keys of pages, in all layers, and note places.
 
         Args:
             opened: int32 or int64 (n, 2): a page, and the row that gets its keys.
-            places: int32 (n, 2): a page, and its place from now on, as `tilewise.quant.ByChannel` has it.
+            places: int32 (n, 2): a page, and its place from now on, as in `tilewise.quant.ByChannel`.
+
+        Raises:
+            InputError: a pool without keys by channel.
         """
         if not self._channels:
             raise InputError("open", got="a pool without", expected="keys by channel", hint="keys_by_channel=4")

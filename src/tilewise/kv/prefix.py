@@ -32,17 +32,29 @@ class _Entry:
 
 
 class PrefixCache:
-    """Finds the pages of a prompt that an earlier sequence has computed.
+    """An index of full pages by their tokens: finds the pages of a prompt that an earlier sequence has computed.
 
-    Page k has the key h(k) = hash((h(k-1), tokens of page k, extra)), and is only taken if its tokens, its `extra` and
-    its predecessor are the wanted ones: a bad hash costs hits, never a wrong page. Pages stay while the allocator has
-    others to give; then the one goes that has waited longest, and of a prefix the last page first.
+    Page n has the key h(n) = hash((h(n-1), tokens of page n, extra)). It is taken only if its tokens, its `extra` and
+    its predecessor are the wanted ones: a bad hash costs hits, never gives a wrong page. Known pages stay until the
+    allocator needs them; the one that has waited longest goes first, and of a prefix the last page.
 
-    Every sequence that holds a known page holds those before it too, so no page outlives its predecessor here.
+    Every sequence that holds a known page holds those before it, too, so no page outlives its predecessor here.
 
     Args:
-        allocator: the pool; it serves one index at a time.
+        allocator: the pages; it serves one index at a time.
         hash: a function of a hashable value.
+
+    Raises:
+        InputError: the allocator serves another index.
+
+    Example:
+        >>> pages = tw.kv.PageAllocator(num_pages=8, page_size=4)
+        >>> index, first = tw.kv.PrefixCache(pages), pages.create()
+        >>> _ = pages.append(first, 6)
+        >>> index.insert(first, [5, 6, 7, 8, 9, 10])  # one page is full
+        4
+        >>> index.start([5, 6, 7, 8, 1, 2]).length
+        4
     """
 
     def __init__(self, allocator: PageAllocator, *, hash: Callable[[Hashable], Hashable] = hash) -> None:
@@ -61,32 +73,53 @@ class PrefixCache:
         return len(self._by_page)
 
     def match(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> int:
-        """How many of the first tokens `start` would find now; takes nothing and leaves the order of eviction alone."""
+        """How many tokens `start` would find now. It takes nothing, and leaves the order of eviction alone.
+
+        Args:
+            tokens, extra, whole: as `start` takes them.
+
+        Returns:
+            A number of tokens, a multiple of the page size.
+
+        Raises:
+            InputError: tokens are no sequence of integers, or extra is not hashable.
+        """
         check_flags(whole=whole)
         _check_tokens(tokens)
         return sum(len(entry.tokens) for entry in self._walk(tokens, extra, whole))
 
     def start(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> Sequence:
-        """A new sequence that begins with the known pages of `tokens`; its length says how many tokens they hold.
+        """Start a sequence with the known pages of a prompt.
 
         Args:
-            tokens: the prompt.
-            extra: what else the keys and values depend on (an adapter of the weights, an image): others share nothing.
+            tokens: the prompt, as integers.
+            extra: what else keys and values depend on (an adapter of the weights, an image): any hashable value.
+                Sequences with different values share nothing.
             whole: also take a page that ends the prompt. Otherwise at least one token is left, to compute logits from.
+
+        Returns:
+            The sequence; its `length` is the number of tokens that the known pages hold.
+
+        Raises:
+            InputError: tokens are no sequence of integers, or extra is not hashable.
         """
         check_flags(whole=whole)
         _check_tokens(tokens)
         return self.allocator.create(entry.page for entry in self._walk(tokens, extra, whole))
 
     def insert(self, sequence: Sequence, tokens: Tokens, extra: Hashable = None) -> int:
-        """Make the full pages of a sequence known; returns how many of its tokens lie in known pages.
+        """Make the full pages of a sequence known.
 
         Where another page is already known for the same prefix, it takes the place of this one, which is handed back:
         read block tables anew. Takes time in proportion to the pages that are new here.
 
         Args:
+            sequence: a live one.
             tokens: the sequence's tokens from its first on, as far as their keys and values have been written.
             extra: as given to `start`.
+
+        Returns:
+            How many of its tokens lie in known pages.
 
         Raises:
             InputError: more tokens than the sequence has, or others than those its known pages were inserted with.
@@ -166,9 +199,17 @@ def _check_tokens(tokens: object) -> None:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Block-table entries start..stop-1, the same and full in all `members` (places in the list that was asked about).
+    """A run of block-table entries, start to stop - 1, that several sequences share: what `shared_prefixes` returns.
 
     The sharing is maximal: no further sequence has all these pages at these places, and not all members share the next.
+
+    Attributes:
+        members: places of the sequences in the list that was given.
+        start, stop: first entry, and the one after the last; these pages are full.
+
+    Example:
+        >>> tw.kv.SharedPrefix(members=(0, 1), start=0, stop=2).members
+        (0, 1)
     """
 
     members: tuple[int, ...]
@@ -177,10 +218,26 @@ class SharedPrefix:
 
 
 def shared_prefixes(sequences: Iterable[Sequence]) -> list[SharedPrefix]:
-    """Which sequences share which leading pages, from their block tables alone: a tree, each node before its children.
+    """Which sequences share which leading pages: a tree, each node before its children.
 
-    A node is a run of pages that at least two sequences share; its children are parts of its members, begin where it
-    stops, and do not overlap. What a sequence does not share begins where the last node that has it stops.
+    A node is a run of full pages that at least two sequences share. Its children are parts of its members, begin where
+    it stops, and do not overlap. The pages that a sequence does not share begin where the last node that has it stops.
+
+    Args:
+        sequences: the sequences, whose block tables are compared.
+
+    Returns:
+        A list of `SharedPrefix`.
+
+    Raises:
+        AttributeError: something that is no `Sequence`.
+
+    Example:
+        >>> pages = tw.kv.PageAllocator(num_pages=8, page_size=4)
+        >>> first = pages.create()
+        >>> _ = pages.append(first, 8)
+        >>> tw.kv.shared_prefixes([first, *pages.fork(first)])
+        [SharedPrefix(members=(0, 1), start=0, stop=2)]
     """
     tables = [sequence.pages[: sequence.full_pages] for sequence in sequences]
     found = []

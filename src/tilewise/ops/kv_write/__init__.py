@@ -26,11 +26,11 @@ def kv_write(
     rope: Rope | None = None,
     impl: str | None = None,
 ) -> None:
-    """Write new keys and values into pages, in place: token t goes to slot `slot_mapping[t]`, which is offset slot %
-    page_size of page slot // page_size.
+    """Write new keys and values into pages, in place: token t goes to slot slot_mapping[t].
 
-    The pages are those that `tilewise.attention` reads with `layout=tilewise.Paged(...)` (Kwon et al., "Efficient
-    Memory Management for Large Language Model Serving with PagedAttention").
+    A slot is offset slot % page_size of page slot // page_size, as `tilewise.attention` reads pages with
+    `layout=tilewise.Paged(...)`. Slots and positions are checked on a CPU, and on a GPU with TILEWISE_DEBUG=1 alone,
+    since reading them waits for the GPU. There is no gradient.
 
     Args:
         k: (tokens, num_heads_kv, head_dim), unit stride in head_dim, any others: a slice of a joint projection will do.
@@ -38,23 +38,28 @@ def kv_write(
         k_pages: (num_pages, page_size, num_heads_kv, head_dim), unit stride in head_dim, any others.
         v_pages: (num_pages, page_size, num_heads_kv, head_dim_v), likewise. All four have one dtype, float16, bfloat16
             or float32, and lie on one device. Or both pages are `tilewise.quant.Encoded` of one kind: each token's head
-            is then encoded on the way, as `tilewise.quant.encode` does it. Beside such values, keys may be a
-            `tilewise.quant.ByChannel`, open in the dtype of k: a key whose page is open goes there; any other page is
-            encoded, as `encode_by_channel` does it, by the token that takes its last slot, with the tokens before it in
-            the slots before and, for slots that these do not reach, the keys that `place` says it had when it was open.
-            Pages are encoded first, so a row of theirs may be another page's already.
-        slot_mapping: int32 or int64 (tokens,), contiguous, on that device; a token whose slot is negative is skipped.
-            No slot may come twice: which token would stay is undefined.
-        rope: a `tilewise.Rope` by which keys are rotated on the way, before they are rounded or encoded; positions of
-            tokens that are skipped may be anything. Queries are rotated by whoever attends.
-        impl: "triton", "cpu" or "reference"; None picks the first that can.
-
-    Slots (that they exist, and come once) and positions (that the tables have them) are checked on a CPU, and on a GPU
-    with TILEWISE_DEBUG=1, since reading them there would wait for it. There is no gradient.
+            is then quantized, as by `tilewise.quant.encode`. Beside such values, keys may be a
+            `tilewise.quant.ByChannel` that is open in the dtype of k: a key whose page is open goes there. Any other
+            page is quantized, as by `encode_by_channel`, when a token takes its last slot: with the tokens before it in
+            the slots before and, for slots that these do not reach, the keys of the row that `place` names. Pages are
+            quantized first, so their rows may already be other pages'.
+        slot_mapping: int32 or int64 (tokens,), contiguous, on that device; a token with a negative slot is skipped. No
+            slot may come twice: which token would stay is undefined.
+        rope: a `tilewise.Rope` that rotates keys before they are rounded or quantized; positions of skipped tokens may
+            be anything. Queries are rotated by the caller (`tilewise.rope`). None rotates nothing.
+        impl: "triton", "cpu" or "reference"; None takes the first one that can run the call.
 
     Raises:
         InputError: an argument is wrong, or one takes a gradient while gradients are enabled.
         UnsupportedError: `impl` cannot run this call.
+
+    Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+
+    Example:
+        >>> k_pages, v_pages = torch.zeros(2, 8, 16, 2, 16)  # 8 pages of 16 tokens
+        >>> tw.kv_write(k[0, :3], v[0, :3], k_pages, v_pages, torch.tensor([32, 33, 34]))
+        >>> torch.equal(k_pages[2, :3], k[0, :3])
+        True
     """
     call = write_call(k, v, k_pages, v_pages, slot_mapping, rope)
     row = choose(call, impl)
@@ -66,16 +71,26 @@ def copy_pages(
 ) -> None:
     """Copy whole pages onto others, in place: what a sequence needs before it writes a page that it shares.
 
+    Pairs are checked where `kv_write` checks slots.
+
     Args:
-        k_pages: (num_pages, page_size, num_heads_kv, head_dim), as `kv_write` takes them; of encoded ones codes and
-            scales are copied, in two launches.
-        v_pages: (num_pages, page_size, num_heads_kv, head_dim_v).
+        k_pages: (num_pages, page_size, num_heads_kv, head_dim), as in `kv_write`; of an `Encoded`, codes and scales are
+            copied, in two launches.
+        v_pages: (num_pages, page_size, num_heads_kv, head_dim_v), likewise.
         pairs: int32 or int64 (n, 2), contiguous, on the device of the pages: each a page and the page that becomes its
             copy; a pair with a negative page is skipped. No page may be written twice, or be read and written: the
             order of the pairs is undefined.
-        impl: as `kv_write` has it.
+        impl: as in `kv_write`.
 
-    Pairs are checked where `kv_write` checks slots. Raises InputError and UnsupportedError as `kv_write` does.
+    Raises:
+        InputError: an argument is wrong.
+        UnsupportedError: `impl` cannot run this call.
+
+    Example:
+        >>> k_pages, v_pages = torch.randn(2, 8, 16, 2, 16)
+        >>> tw.copy_pages(k_pages, v_pages, torch.tensor([[0, 5]]))
+        >>> torch.equal(k_pages[5], k_pages[0])
+        True
     """
     for call in copy_calls(k_pages, v_pages, pairs):
         row = choose(call, impl)

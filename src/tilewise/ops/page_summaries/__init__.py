@@ -22,23 +22,30 @@ def summarize_pages(
     *,
     impl: str | None = None,
 ) -> None:
-    """Bring the summaries of pages up to date, in place, after new tokens were written into them.
+    """Update the summaries of pages, in place, after new tokens were written into them. `Batch.write` calls it.
 
-    Each page that a new token lies in is read again, all of it that its request has, so that nothing is added up over
-    steps, and a page that was cut or copied is right once it is written.
+    Each page that a new token lies in is read again, as far as its request fills it. So no error adds up over steps,
+    and a page that was cut or copied is right once it is written.
 
     Args:
-        k_pages, v_pages: (num_pages, page_size, num_heads_kv, dim), as `kv_write` takes them, float16, bfloat16 or
-            float32.
+        k_pages, v_pages: (num_pages, page_size, num_heads_kv, dim), as in `kv_write`, float16, bfloat16 or float32.
         summaries: of these pages; `tilewise.PageSummaries.of(k_pages, v_pages)` for empty ones.
         layout: of the step: `cu_seqlens_q` says how many of a request's tokens are new, or where it is None, each
             request has one; `block_table` is a matrix.
-        tokens: the last of `cu_seqlens_q`, which is not read on a GPU's host; None where that is None.
-        impl: "triton", "cpu" or "reference"; None picks the first that can.
+        tokens: the last of `cu_seqlens_q`, which is not read on a GPU's host; None where `cu_seqlens_q` is None.
+        impl: "triton", "cpu" or "reference"; None takes the first one that can run the call.
 
     Raises:
         InputError: an argument is wrong.
         UnsupportedError: `impl` cannot run this call.
+
+    Example:
+        >>> k_pages, v_pages = torch.randn(2, 8, 16, 2, 16)
+        >>> summaries = tw.PageSummaries.of(k_pages, v_pages)
+        >>> seqlens, table = torch.tensor([16], dtype=torch.int32), torch.tensor([[3]], dtype=torch.int32)
+        >>> tw.summarize_pages(k_pages, v_pages, summaries, tw.Paged(table, seqlens))
+        >>> torch.equal(summaries.least[3], k_pages[3].amin(0))
+        True
     """
     check_summaries(k_pages, v_pages, summaries)
     if not isinstance(layout, Paged):
