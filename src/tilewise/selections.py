@@ -21,18 +21,26 @@ _WROTE = "what tune-sparse or tune-windows wrote"
 def load_selections(
     path: str | PathLike[str], *, device: torch.device | str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """What each layer gives `attention` beside q, k and v.
+    """Read what `tilewise tune-sparse` or `tilewise tune-windows` found for each layer of a model.
 
     Args:
-        path: a file that `tilewise tune-sparse` or `tilewise tune-windows` wrote.
-        device: where masks keep the windows of their heads.
+        path: a file that one of these commands wrote.
+        device: of the masks' windows, which differ between heads; None is PyTorch's default.
 
     Returns:
-        By the name of a layer keyword arguments: `select`, a `Select` with thresholds for each head, or `mask`, a
-        `sliding_tile` with a window for each head; its tokens lie in the order that the file says.
+        A dict from a layer's name to keyword arguments of `attention`: `select`, a `Select` with thresholds for each
+        head, or `mask`, a `sliding_tile` with a window for each head, whose tokens lie in the order that the file says.
 
     Raises:
-        InputError: it is no such file, whatever is wrong with it, or no such device.
+        InputError: there is no such file, it holds something else, or there is no such device.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> found = {"tau": 0.9, "theta": 0.5, "lam": None, "block": 64, "far": "drop"}
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "selections.json")
+        >>> layers = {"format": "tilewise selections 1", "layers": [{"name": "layer0", "select": found}]}
+        >>> _ = path.write_text(json.dumps(layers))
+        >>> o = tw.attention(q, k, v, **tw.load_selections(path)["layer0"])
     """
     try:
         device = None if device is None else torch.device(device)

@@ -24,39 +24,44 @@ KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Codes of q, k and v, and what makes them numbers again. With q^ and k^ codes times scales, the score of query i
-    and key j, before softmax's scale, is
+    """Quantized q, k and v, and what makes them numbers again: what `tilewise.quantize_qkv` returns.
+
+    With q^ and k^ codes times scales, the score of query i and key j, before softmax's scale, is
 
         q^[i] k^[j] + q_mean[block of i] k_exact[j] + q_bias[i]
 
     and with v^ and weights p, o = sum_j p[j] v^[j] + v_mean for a row that sees a key. Terms that are None are absent.
+    Shapes are those of the dense layout, contiguous; "blocks" are those of a sequence, of 64 queries or 128 keys.
+    Packed, (batch, seqlen, ...) is (total, ...), and (batch, heads, blocks, ...) is (heads, slots, ...).
 
-    `tilewise.quantize_qkv` makes it. Shapes are those of the dense layout; "blocks" are those of a sequence; packed,
-    (batch, seqlen, ...) is (total, ...), and (batch, heads, blocks, ...) is (heads, slots, ...).
-
-    Args:
-        scheme: what was asked for.
-        layout: where rows lie.
-        q: (batch, seqlen_q, num_heads_q, head_dim), int8 (int4's, too) or float8_e4m3fn, contiguous, as all here.
+    Attributes:
+        scheme: a `Sage` or `FP8`.
+        layout: a `Dense` or `Packed`.
+        q: (batch, seqlen_q, num_heads_q, head_dim), int8 (also of int4) or float8_e4m3fn.
         k: (batch, seqlen_k, num_heads_kv, head_dim), likewise.
         v: with pv="fp8" float8_e4m3fn (batch, num_heads_kv, head_dim_v, 128 * blocks), keys along the last dimension in
-            `KEY_ORDER` inside each 16, zeros behind the last; else (batch, seqlen_k, num_heads_kv, head_dim_v) numbers.
+            `KEY_ORDER` inside each 16, zeros after the last; else (batch, seqlen_k, num_heads_kv, head_dim_v) numbers.
         q_scale: float32 (batch, num_heads_q, blocks, groups), where `row_groups` says which group a row is in; 0 for a
-            group of zeros, NaN for one that held NaN or an infinity. "head" is one group whose scale is the same in all
+            group of zeros, NaN for one that held NaN or an infinity. "head" is one group with the same scale in all
             blocks of a sequence.
         k_scale: likewise (batch, num_heads_kv, blocks, groups).
         v_scale: float32 (batch, num_heads_kv, head_dim_v) for "channel" and "head", (batch, num_heads_kv, blocks, 1)
-            for "block", None where v is no codes.
-        q_mean: (batch, num_heads_q, blocks, head_dim) of the dtype that q had, where queries are centred.
+            for "block", None where v is not quantized.
+        q_mean: (batch, num_heads_q, blocks, head_dim) of the dtype of q as given, where queries are centred.
         k_mean: float32 (batch, num_heads_kv, head_dim), where keys are centred, the mean of `keys_of_mean`; packed
             likewise, by sequence.
         v_mean: float32 (batch, num_heads_kv, head_dim_v), where values are; packed likewise.
         q_bias: float32 (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), where keys are centred: the
             product of a query, centred if queries are, with k_mean.
-        k_exact: the keys as they were given, where queries are centred.
-        q_sums, k_sums: where they were asked for, sums of the rows of each block as they were given, and of these as
-            rows of length 1, float32 (batch, heads, blocks, head_dim).
-        turned: whether queries or keys were turned by their positions, which those that were given are not.
+        k_exact: the keys as given, where queries are centred.
+        q_sums, k_sums: with `sums=True`, sums of each block's rows as given, and of the same rows scaled to length 1,
+            float32 (batch, heads, blocks, head_dim).
+        turned: whether queries or keys were rotated by their positions.
+
+    Example:
+        >>> codes = tw.quantize_qkv(q, k, v, scheme=tw.Sage2())
+        >>> codes.q.dtype, codes.v.dtype
+        (torch.int8, torch.float8_e4m3fn)
     """
 
     scheme: Scheme
@@ -96,8 +101,15 @@ class Quantized:
         return sum(x.nbytes for x in own.values())
 
     def numbers(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(q, k, v) whose attention is that of the codes, with softmax's scale of the original head_dim: q and k have
-        more columns, for what centring took out, v its mean. In float64 exact, in float32 as kernels have them.
+        """(q, k, v) whose exact attention, with the scale of the original head_dim, is attention over the codes.
+
+        q and k have more columns, for what centring took out; v has its mean.
+
+        Args:
+            dtype: float64 is exact, float32 is the arithmetic of kernels.
+
+        Returns:
+            (q, k, v), (batch, seqlen, heads, columns), packed (total, heads, columns).
         """
         q, k = (self.rows(side, dtype) for side in ("q", "k"))
         if self.q_mean is not None:
@@ -111,9 +123,16 @@ class Quantized:
         return q, k, v if self.v_mean is None else v + self.of_sequences(self.v_mean, "k", dtype)
 
     def whole(self, dtype: torch.dtype, centred_keys: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(q, k, v) of the shapes that were given, rotated back, with the means that centring took out (of keys unless
-        they are to be centred), in float32 rounded to dtype: their attention is that of the codes but for what codes
-        and means lose in each other's products.
+        """(q, k, v) of the given shapes, dequantized, rotated back, and with the means that centring took out.
+
+        Their attention is that of the codes but for what codes and means lose in each other's products.
+
+        Args:
+            dtype: of the results, which are computed in float32.
+            centred_keys: if True, keys are left without their mean.
+
+        Returns:
+            (q, k, v).
         """
         q, k = (self._rotated_back(self.rows(side, torch.float32)) for side in ("q", "k"))
         if self.q_mean is not None:

@@ -35,10 +35,10 @@ SMALLEST = torch.finfo(torch.float32).tiny  # a scale; rows that need a smaller 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """Rows of codes and their scales: a row stands for codes * scale, a product in float32.
+    """Quantized rows and their scales: a row stands for data * scale, a product in float32.
 
     `tilewise.attention` takes a pair as k and v with `layout=tilewise.Paged(...)`, and `tilewise.kv_write` and
-    `tilewise.copy_pages` as pages; for these, rows are (num_pages, page_size, num_heads_kv).
+    `tilewise.copy_pages` as pages; rows are then (num_pages, page_size, num_heads_kv).
 
     Args:
         data: (*rows, head_dim) int8 from -127 to 127 ("int8") or float8_e4m3fn, finite ("fp8"); or (*rows, head_dim /
@@ -48,7 +48,12 @@ class Encoded:
             or an infinity.
 
     Raises:
-        InputError: another type or shape, or tensors that do not fit each other.
+        InputError: another dtype or shape, or tensors that do not fit each other.
+
+    Example:
+        >>> encoded = tw.quant.encode(k, "int4")
+        >>> encoded.data.shape, encoded.scale.shape, encoded.shape
+        (torch.Size([2, 100, 2, 8]), torch.Size([2, 100, 2]), (2, 100, 2, 16))
     """
 
     data: torch.Tensor
@@ -82,12 +87,12 @@ class Encoded:
 
     @property
     def kind(self) -> str:
-        """ "int8", "fp8" or "int4"."""
+        """The kind of codes: "int8", "fp8" or "int4"."""
         return BY_DTYPE[self.data.dtype]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is encoded: (*rows, head_dim)."""
+        """The shape of what is encoded: (*rows, head_dim)."""
         return (*self.data.shape[:-1], self.data.shape[-1] * KINDS[self.kind].in_byte)
 
     @property
@@ -117,15 +122,24 @@ def check_head_dim(name: str, head_dim: int, kind: str) -> None:
 
 
 def encode(x: torch.Tensor, kind: str) -> Encoded:
-    """The nearest codes of each row of x (..., head_dim), any floating-point type, computed in float32.
+    """Quantize each row of x to the nearest codes, with a scale for each row, computed in float32.
 
     Args:
-        x: what is encoded; a row that holds NaN or an infinity gets the scale NaN, so all of it is NaN afterwards.
-        kind: "int8" (off by half a scale at most), "fp8" (e4m3: by 1/16 of a value at most) or "int4" (half a scale,
-            which is 18 times that of int8).
+        x: (..., head_dim), any floating-point dtype. A row that holds NaN or an infinity gets the scale NaN: all of it
+            is NaN when it is decoded.
+        kind: "int8" (errors up to half a scale), "fp8" (e4m3: up to 1/16 of a value) or "int4" (half a scale, which is
+            18 times that of int8).
+
+    Returns:
+        An `Encoded` of the shape of x.
 
     Raises:
         InputError: another kind, no floating-point tensor, or an odd head_dim for "int4".
+
+    Example:
+        >>> encoded = tw.quant.encode(k, "int8")
+        >>> (tw.quant.decode(encoded) - k).abs().max() <= encoded.scale.max() / 2
+        tensor(True)
     """
     found = kind_of("kind", kind)
     expected, hint = "a floating-point tensor (..., head_dim)", "keys or values"
@@ -149,7 +163,21 @@ def encode(x: torch.Tensor, kind: str) -> Encoded:
 
 
 def decode(encoded: Encoded) -> torch.Tensor:
-    """What the codes stand for, float32 (*rows, head_dim): the product that every implementation means."""
+    """The numbers that codes stand for: the product that every implementation computes with.
+
+    Args:
+        encoded: an `Encoded`.
+
+    Returns:
+        float32 (*rows, head_dim).
+
+    Raises:
+        AttributeError: something that is no `Encoded`.
+
+    Example:
+        >>> tw.quant.decode(tw.quant.encode(k, "fp8")).shape
+        torch.Size([2, 100, 2, 16])
+    """
     return decoded(encoded.data, encoded.scale)
 
 

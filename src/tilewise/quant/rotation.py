@@ -11,17 +11,27 @@ from tilewise.core.errors import InputError
 
 
 def rotate(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """x (..., head_dim) times an orthogonal matrix: random signs, then the Hadamard matrix, over sqrt(head_dim).
+    """Rotate heads by random signs, a Hadamard matrix and 1 / sqrt(head_dim), which spreads outliers over channels.
 
-    Products of rotated queries with rotated keys are those of the queries with the keys, so whoever writes rotated keys
-    into a cache rotates queries by the same seed, after position embeddings (Ashkboos et al., "QuaRot", 2024).
+    Products of rotated queries with rotated keys are those of the queries with the keys. So queries that meet rotated
+    keys in a cache are rotated with the same seed, after rotary embedding.
 
     Args:
-        x: floating point; head_dim is a power of 2. Computed in float32, rounded to the dtype of x.
-        seed: which signs.
+        x: (..., head_dim), floating point; head_dim is a power of 2. Computed in float32.
+        seed: of the signs.
+
+    Returns:
+        A tensor of the shape and dtype of x.
 
     Raises:
         InputError: head_dim is no power of 2.
+
+    Source: Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024.
+
+    Example:
+        >>> a, b = q[0, 0], k[0, 0]
+        >>> torch.allclose(tw.quant.rotate(a) @ tw.quant.rotate(b).T, a @ b.T, atol=1e-4)
+        True
     """
     head_dim = x.shape[-1]
     if head_dim & (head_dim - 1) or not head_dim:

@@ -27,32 +27,38 @@ VALUE_IN_HALF = 4.5  # that of values where products with weights to 224 are sum
 
 @dataclass(frozen=True)
 class Sage:
-    """Queries and keys centred and encoded in groups of few rows, values by channel (Zhang et al., "SageAttention:
-    Accurate 8-Bit Attention for Plug-and-play Inference Acceleration", 2024; "SageAttention2: Efficient Attention with
-    Thorough Outlier Smoothing and Per-thread INT4 Quantization", 2024; "SageAttention2++", 2025).
+    """SageAttention: centred queries and keys with scales of few rows, values with scales of channels.
 
     Args:
-        qk: codes of queries and keys: "int8", "fp8" (e4m3), or "int4", numbers from -7 to 7 that are kept as int8.
-        pv: of values (and weights): "fp8", or "fp16" and "bf16", as numbers.
-        q_scale: who shares a scale, inside a block of 64 queries: "token" nobody, "thread" two rows, 8 apart in a
-            warp's 16, "warp" these 16, "block" all.
-        k_scale: likewise, inside a block of 128 keys: "token", "thread" 32 keys, those 8 n + 2 t and 8 n + 2 t + 1 for
-            the t-th of four scales, "block".
-        smooth: what is centred, in any order: "q" by the mean of a block of queries, "k" and "v" by that of a
-            sequence, "k" of 2,048 keys or more by that of an eighth of them (`quant.blocks.keys_of_mean`). What that
-            changes is made up for, so attention means the same.
-        rotate: "hadamard" rotates queries and keys after centring (`tilewise.quant.rotate`), which spreads outliers;
-            head_dim is then a power of 2.
-        pv_flush: after how many blocks of keys a product of 8 bits goes on in fresh accumulators; those of Hopper and
-            Ada keep 13 bits, so one for all keys would lose more the more keys there are.
-        pv_sum: "fp32", or "fp16" where tensor cores are faster so: weights then reach 224 and values 4.5, so that the
-            products of 64 keys fit.
-        v_scale: who shares a scale of values in fp8: "channel", a channel's of a head and sequence; "block", all of 128
-            keys, which are then encoded without a look at the others. FP8 has as many bits for small numbers as for
-            large ones, so errors are alike unless some channels are thousands of times larger than others.
+        qk: codes of queries and keys: "int8", "fp8" (e4m3), or "int4" (from -7 to 7, stored as int8).
+        pv: of values and weights: "fp8", or "fp16" or "bf16", which are not quantized.
+        q_scale: which queries of a block of 64 share a scale: "token" none, "thread" two (rows 8 apart of a warp's 16),
+            "warp" 16, "block" all.
+        k_scale: which keys of a block of 128 share a scale: "token" none, "thread" 32 (keys 8 n + 2 t and
+            8 n + 2 t + 1 have the t-th of four scales), "block" all.
+        smooth: what is centred, in any order: "q" by the mean of a block of queries, "k" and "v" by that of a sequence
+            (of 2,048 keys or more, "k" by the mean of an eighth of them). The means' part in scores and outputs is
+            added back, so attention means the same.
+        rotate: "hadamard" rotates queries and keys after centring (`tilewise.quant.rotate`), which spreads outliers
+            over channels; head_dim is then a power of 2. "none" does not.
+        pv_flush: number of blocks of keys after which 8-bit products go on in fresh accumulators. Those of Hopper and
+            Ada keep 13 bits: the more keys one accumulator sums, the more it loses.
+        pv_sum: "fp32", or "fp16", which is faster on some tensor cores: weights then reach 224 and values 4.5, so that
+            the products of 64 keys fit.
+        v_scale: for pv="fp8", which values share a scale: "channel", those of a channel, head and sequence; "block",
+            all of 128 keys, which are then quantized without a look at the others. Errors are alike unless some
+            channels are thousands of times larger than others.
 
     Raises:
         InputError: another value.
+
+    Source: Zhang et al., "SageAttention: Accurate 8-Bit Attention for Plug-and-play Inference Acceleration", 2024;
+    "SageAttention2: Efficient Attention with Thorough Outlier Smoothing and Per-thread INT4 Quantization", 2024;
+    "SageAttention2++", 2025.
+
+    Example:
+        >>> scheme = tw.Sage(qk="int8", pv="fp8", rotate="hadamard")
+        >>> o = tw.attention(q, k, v, mask=tw.causal, quantize=scheme)
     """
 
     qk: str = "int8"
@@ -80,7 +86,7 @@ class Sage:
 
     @property
     def text(self) -> str:
-        """What `parse_scheme` makes this scheme of."""
+        """The scheme as text, which `parse_scheme` reads."""
         smooth = "".join(f"{side}," for side in self.smooth)
         return (
             f"Sage(qk={self.qk}, pv={self.pv}, q_scale={self.q_scale}, k_scale={self.k_scale}, smooth=({smooth}), "
@@ -100,18 +106,24 @@ class Sage:
 
 @dataclass(frozen=True)
 class FP8:
-    """Everything in FP8 (e4m3), with scales of heads, blocks or tokens (Shah et al., "FlashAttention-3: Fast and
-    Accurate Attention with Asynchrony and Low-precision", 2024).
+    """Queries, keys, values and weights in FP8 (e4m3), with scales of heads, blocks or tokens.
 
     Args:
-        q_scale: who shares a scale: "head", all queries of a head and sequence; "block", 64 of them; "token".
-        k_scale: likewise, blocks being 128 keys.
-        v_scale: "head"; "block"; "channel", a channel's values of a head and sequence.
-        rotate: "hadamard" rotates queries and keys, which spreads outliers; head_dim is then a power of 2.
-        pv_flush: as `Sage` has it.
+        q_scale: which queries share a scale: "head", all of a head and sequence; "block", 64 of them; "token", none.
+        k_scale: likewise for keys, in blocks of 128.
+        v_scale: which values share a scale: "head"; "block"; "channel", those of a channel, head and sequence.
+        rotate: "hadamard" rotates queries and keys, which spreads outliers over channels; head_dim is then a power of
+            2. "none" does not.
+        pv_flush: as in `Sage`.
 
     Raises:
         InputError: another value.
+
+    Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision", 2024.
+
+    Example:
+        >>> scheme = tw.FP8(q_scale="block", k_scale="block", v_scale="block")
+        >>> o = tw.attention(q, k, v, quantize=scheme)
     """
 
     q_scale: str = "head"
@@ -129,7 +141,7 @@ class FP8:
 
     @property
     def text(self) -> str:
-        """What `parse_scheme` makes this scheme of."""
+        """The scheme as text, which `parse_scheme` reads."""
         return (
             f"FP8(q_scale={self.q_scale}, k_scale={self.k_scale}, v_scale={self.v_scale}, rotate={self.rotate}, "
             f"pv_flush={self.pv_flush})"
@@ -165,22 +177,70 @@ Scheme = Sage | FP8
 
 
 def Sage1() -> Sage:
-    """SageAttention: int8 by block, keys centred, weights and values in float16."""
+    """SageAttention: INT8 scores with scales of blocks, keys centred, values and weights in float16.
+
+    Returns:
+        A `Sage`.
+
+    Source: Zhang et al., "SageAttention", 2024.
+
+    Example:
+        >>> o = tw.attention(q, k, v, quantize=tw.Sage1())
+    """
     return Sage(qk="int8", pv="fp16", q_scale="block", k_scale="block", smooth=("k",))
 
 
 def Sage2(qk: str = "int8") -> Sage:
-    """SageAttention2: scales by thread, keys centred, with qk="int4" queries too, weights and values in FP8."""
+    """SageAttention2: INT8 or INT4 scores with scales of threads, keys centred, values and weights in FP8.
+
+    Args:
+        qk: codes of queries and keys: "int8", "fp8" or "int4", with which queries are centred as well.
+
+    Returns:
+        A `Sage`.
+
+    Raises:
+        InputError: another qk.
+
+    Source: Zhang et al., "SageAttention2", 2024.
+
+    Example:
+        >>> o = tw.attention(q, k, v, mask=tw.causal, quantize=tw.Sage2())
+    """
     return Sage(qk=qk, smooth=("q", "k") if qk == "int4" else ("k",))
 
 
 def Sage2pp(qk: str = "int8") -> Sage:
-    """SageAttention2++: as SageAttention2, with products of weights and values summed in float16."""
+    """SageAttention2++: as SageAttention2, with products of weights and values summed in float16.
+
+    Args:
+        qk: as in `Sage2`.
+
+    Returns:
+        A `Sage`.
+
+    Raises:
+        InputError: another qk.
+
+    Source: Zhang et al., "SageAttention2++", 2025.
+
+    Example:
+        >>> o = tw.attention(q, k, v, mask=tw.causal, quantize=tw.Sage2pp())
+    """
     return Sage(qk=qk, smooth=("q", "k") if qk == "int4" else ("k",), pv_sum="fp16")
 
 
 def FA3FP8() -> FP8:
-    """FlashAttention-3's FP8 as its interface takes it: one scale for q, k and v of each head."""
+    """FlashAttention-3's FP8, as its interface takes it: one scale for q, k and v of each head.
+
+    Returns:
+        An `FP8`.
+
+    Source: Shah et al., "FlashAttention-3", 2024.
+
+    Example:
+        >>> o = tw.attention(q, k, v, quantize=tw.FA3FP8())
+    """
     return FP8()
 
 

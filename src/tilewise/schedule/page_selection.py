@@ -14,19 +14,30 @@ FAR = ("drop", "summary")
 
 @dataclass(frozen=True)
 class TopPages:
-    """The pages that score best for a query, for each head of keys.
+    """Sparse decoding over the pages that score best for a query, for each key/value head.
+
+    For `attention(select=...)` with `layout=tilewise.Paged(..., summaries=...)`; see `KVCache(summaries=True)`.
 
     Args:
-        pages: how many of them are read; a request that has fewer reads all of its own.
-        first, local: how many of these are its first pages, and its newest, whatever their scores: at least 0 and 1.
-        by: what a page's score is: "bounds", the most that one of its keys within their least and largest numbers could
-            have (Tang et al., "Quest", 2024), or "mean", that of the mean of its keys. Of the query heads that share
-            keys the largest counts.
-        far: what stands for the pages that are not read. "drop": nothing. "summary": each is one key more in the same
+        pages: number of pages that are read; a request with fewer reads all of its own.
+        first: how many of these are the request's first pages, whatever their scores; at least 0.
+        local: how many of these are its newest pages, whatever their scores; at least 1.
+        by: a page's score. "bounds": the largest score that a key within the page's minima and maxima could have.
+            "mean": the score of the mean of its keys. Of the query heads that share keys, the largest score counts.
+        far: what stands for the pages that are not read. "drop": nothing. "summary": each is one more key in the same
             softmax, the mean of its keys, with the mean of its values and log(page_size) added to its score.
 
     Raises:
         InputError: another value.
+
+    Source: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", 2024.
+
+    Example:
+        >>> cache = tw.kv.KVCache(1, 8, 16, 2, 16, dtype=torch.float32, summaries=True)
+        >>> batch = cache.extend([cache.new()], 100)
+        >>> batch.write(0, k[0], v[0])
+        >>> last = tw.Paged(batch.layout.block_table, batch.layout.seqlens_k, summaries=batch.layout_of(0).summaries)
+        >>> o = tw.attention(q[:1, -1:], *cache.pages(0), layout=last, select=tw.TopPages(4))  # 4 of 7 pages
     """
 
     pages: int
@@ -53,20 +64,30 @@ class TopPages:
 
 @dataclass(frozen=True)
 class SparQ:
-    """The tokens whose keys score best in the largest dimensions of a query, for each head of keys (Ribar et al.,
-    "SparQ Attention: Bandwidth-Efficient LLM Inference", 2023).
+    """Sparse decoding over the tokens that score best in a query's largest dimensions, for each key/value head.
 
-    Scores are predicted by the `rank` dimensions in which queries are largest, at a temperature that makes up for the
-    others; queries that share keys add up the sizes of their numbers, and their scores.
+    Scores are predicted from the `rank` dimensions with the largest abs(q), at a temperature that makes up for the
+    other dimensions; queries that share keys add up their sizes and their scores. Then o = a * o_topk + (1 - a) *
+    mean(v), with a the predicted weight of the tokens that are read. For `attention(select=...)` with
+    `layout=tilewise.Paged(..., summaries=...)`; see `KVCache(summaries=True, columns=8)`.
 
     Args:
-        rank: how many dimensions of all keys are read.
-        keys: how many tokens are read; a request that has fewer reads all of its own.
-        local: how many of these are its newest, at least 1; None for a quarter of `keys`.
-        compensate: whether the mean of all values has the weight that the prediction gives to tokens that are not read.
+        rank: number of dimensions of all keys that are read.
+        keys: number of tokens that are read; a request with fewer reads all of its own.
+        local: how many of these are its newest tokens, at least 1; None for a quarter of `keys`.
+        compensate: if False, a is 1: no mean of values is added.
 
     Raises:
         InputError: another value.
+
+    Source: Ribar et al., "SparQ Attention: Bandwidth-Efficient LLM Inference", 2023.
+
+    Example:
+        >>> cache = tw.kv.KVCache(1, 8, 16, 2, 16, dtype=torch.float32, summaries=True, columns=8)
+        >>> batch = cache.extend([cache.new()], 100)
+        >>> batch.write(0, k[0], v[0])
+        >>> last = tw.Paged(batch.layout.block_table, batch.layout.seqlens_k, summaries=batch.layout_of(0).summaries)
+        >>> o = tw.attention(q[:1, -1:], *cache.pages(0), layout=last, select=tw.SparQ(rank=4, keys=32))
     """
 
     rank: int
@@ -87,7 +108,7 @@ class SparQ:
 
     @property
     def newest(self) -> int:
-        """How many of the newest tokens are read."""
+        """Number of the newest tokens that are read."""
         return max(1, self.keys // 4) if self.local is None else self.local
 
 

@@ -21,27 +21,31 @@ PerHead = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class Sparge:
-    """Tiles that hold most of a softmax over means of tiles (Zhang et al., "SpargeAttention: Accurate and Training-free
-    Sparse Attention Accelerating Any Model Inference", 2025).
+    """Block-sparse attention over the tiles that hold most of a softmax over means of tiles.
 
-    A tile of queries and one of keys meet by the product of their means. Of the keys' tiles in the order of their
-    softmax weights, the first ones are taken until their weights sum to `tau`. A mean says little where a tile's rows
-    differ: a tile of keys whose self-similarity, the mean of all cosines between its rows, is not above `theta` is
-    taken by all, and such a tile of queries takes all. Of the tiles that are taken, those whose weights turn out to be
-    small once their scores are there may be left out of the sums, too (`lam`).
+    A tile of queries and a tile of keys have the score of the product of their means. The tiles of keys with the
+    largest softmax weights are computed, as many as it takes for these weights to sum to `tau`. Means say little where
+    a tile's rows differ: a tile of keys whose self-similarity (the mean of all cosines between its rows) is at most
+    `theta` is computed for all queries, and such a tile of queries computes all tiles. `lam` skips more tiles once
+    their scores are known.
 
     Args:
-        tau: in (0, 1]; 1 takes every tile. One number, or one for each query head.
-        theta: in [-1, 1]; 1 takes every tile, -1 goes by means alone. One number, or one for each query head.
-        lam: a tile of scores that are all more than `lam` below the largest of their rows so far counts for nothing:
-            its weights are below exp(-lam) of that one's. How much that is in all grows with the sequence: with
-            log(seqlen) + 7 at most a thousandth of a row's sum is left out. Which tiles these are depends on the order
-            in which an implementation visits tiles, and on their size there; NaN among such scores may be left out,
-            too. Nothing is where gradients are wanted. One number, or one for each query head. None, the default,
-            leaves out nothing.
+        tau: in (0, 1]; 1 computes every tile. One number, or one for each query head.
+        theta: in [-1, 1]; 1 computes every tile, -1 goes by means alone. One number, or one for each query head.
+        lam: skip a tile whose scores are all more than `lam` below the running maximum of their rows: its weights are
+            below exp(-lam) of the largest one's. With log(seqlen) + 7 at most a thousandth of a row's sum is left out.
+            Which tiles these are depends on the order in which an implementation visits tiles, and on its tile sizes; a
+            NaN among such scores may be skipped. Ignored where gradients are wanted. One number, or one for each query
+            head; None skips nothing.
 
     Raises:
         InputError: another value.
+
+    Source: Zhang et al., "SpargeAttention: Accurate and Training-free Sparse Attention Accelerating Any Model
+    Inference", 2025.
+
+    Example:
+        >>> o = tw.attention(q, k, v, mask=tw.causal, select=tw.Sparge(tau=0.95, theta=0.5))
     """
 
     tau: PerHead = 0.98
@@ -57,15 +61,18 @@ class Sparge:
 
 @dataclass(frozen=True)
 class TopK:
-    """The tiles of keys whose means have the largest products with that of a tile of queries.
+    """Block-sparse attention over the tiles of keys whose means score best with the mean of a tile of queries.
 
     Args:
-        k: how many tiles, an integer from 1 to 2**31 - 1, or what share of those that the mask lets it see, in (0, 1],
-            rounded up. One number, or one for each query head.
-        theta: as `Sparge` has it; -1, the default, goes by means alone.
+        k: number of tiles, an integer from 1 to 2**31 - 1, or the share of those that the mask does not hide, in (0,
+            1], rounded up. One number, or one for each query head.
+        theta: as in `Sparge`; -1, the default, goes by means alone.
 
     Raises:
         InputError: another value.
+
+    Example:
+        >>> o = tw.attention(q, k, v, select=tw.Select(tw.TopK(0.5), block=25))
     """
 
     k: PerHead = 0.5
@@ -94,14 +101,17 @@ class TopK:
 
 @dataclass(frozen=True)
 class Threshold:
-    """The tiles of keys whose weight in a softmax over means of tiles is at least `weight`.
+    """Block-sparse attention over the tiles of keys with at least a given weight in a softmax over means of tiles.
 
     Args:
         weight: in [0, 1]. One number, or one for each query head.
-        theta: as `Sparge` has it; -1, the default, goes by means alone.
+        theta: as in `Sparge`; -1, the default, goes by means alone.
 
     Raises:
         InputError: another value.
+
+    Example:
+        >>> o = tw.attention(q, k, v, select=tw.Select(tw.Threshold(0.01), block=25))
     """
 
     weight: PerHead
@@ -117,24 +127,29 @@ Prediction = Sparge | TopK | Threshold
 
 @dataclass(frozen=True, init=False)
 class Select:
-    """Tiles that any of its parts takes, and what becomes of the rest.
+    """The tiles that any of its parts selects, with their size, and what stands for the others.
 
-    A tile of queries that a prediction gives nothing takes its best tile, so a query that the mask lets see a key sees
-    one, unless the mask cuts that tile and hides it there.
+    A tile of queries for which a prediction selects nothing computes its best tile. So a query that the mask lets see a
+    key sees one, unless the mask cuts that tile and hides the query's part of it.
 
     Args:
-        parts: predictions (`Sparge`, `TopK`, `Threshold`), and Masks, which take each tile that has a pair they let
-            meet: `Select(tilewise.Sparge(0.95), tilewise.window(512), tilewise.sinks(128))`.
-        block: queries and keys of a tile, up to 65536, one integer for both or a pair. Kernels have tiles of 64 and
+        parts: predictions (`Sparge`, `TopK`, `Threshold`), and Masks, which select each tile with a pair that they
+            show: `Select(tilewise.Sparge(0.95), tilewise.window(512), tilewise.sinks(128))`.
+        block: queries and keys of a tile, up to 65,536, one integer for both or a pair. Kernels have tiles of 64 and
             128, and are fastest where theirs divide these.
-        far: what stands for tiles that are not taken. "drop": nothing. "summary": each is one key more in the same
-            softmax, the mean of its keys, with the mean of its values and log(number of keys) added to its score;
-            "summary2" adds half the variance of its scores, from the variance of its keys along each dimension. Tiles
-            that the mask cuts are then always taken, so that a summary is of keys that all its queries may see.
-        share_group: whether the query heads of one key/value head take each other's tiles, too.
+        far: what stands for tiles that are not computed. "drop": nothing. "summary": each is one more key in the same
+            softmax, the mean of its keys, with the mean of its values and log(number of keys) added to its score.
+            "summary2" adds half the variance of its scores as well, from the variance of its keys in each dimension.
+            With either, tiles that the mask cuts are always computed: a summary is of keys that all its queries may
+            see.
+        share_group: if True, the query heads of one key/value head compute the tiles of all of them.
 
     Raises:
         InputError: another value.
+
+    Example:
+        >>> select = tw.Select(tw.TopK(1), tw.sinks(4), block=25, far="summary")
+        >>> o = tw.attention(q, k, v, select=select)
     """
 
     parts: tuple[Prediction | Mask, ...]
@@ -175,6 +190,8 @@ class Select:
 
     @property
     def predictions(self) -> tuple[Prediction, ...]:
+        """The parts that are predictions."""
+
         return tuple(part for part in self.parts if not isinstance(part, Mask))
 
     @property
@@ -193,6 +210,8 @@ class Select:
 
     @property
     def masks(self) -> tuple[Mask, ...]:
+        """The parts that are masks."""
+
         return tuple(part for part in self.parts if isinstance(part, Mask))
 
     def __repr__(self) -> str:

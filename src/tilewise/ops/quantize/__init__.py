@@ -37,42 +37,45 @@ def quantize_qkv(
     sums: bool = False,
     impl: str | None = None,
 ) -> Quantized:
-    """q, k and v as the codes that attention in few bits multiplies (schemes: `tilewise.Sage`, `tilewise.FP8`).
+    """Quantize q, k and v by a scheme, for `attention(quantize=...)`: once for several calls, or with rotary embedding.
 
-    What is centred loses its mean: of a block of 64 queries, rounded to their dtype, of the keys or the values of a
-    sequence, in float32; means are of float64 sums. What is rotated is then multiplied by `tilewise.quant.rotate`'s
-    matrix. A group's scale is its largest absolute value over the largest code (127, 7 or 448; 4.5 for values of a
-    scheme with pv_sum="fp16"), all in float32; codes are the nearest ones, of two as near the even one. Rows behind a
-    sequence's last one count as zeros.
+    Centring takes off the mean: of a block of 64 queries, rounded to their dtype; of the keys or values of a sequence,
+    in float32. Sums of means are float64. Rotation comes next. A group's scale is its largest absolute value over the
+    largest code (127, 7 or 448; 4.5 for values with pv_sum="fp16"), in float32; codes are rounded to the nearest, ties
+    to even. Rows after a sequence's last one count as zeros.
 
-    Codes, scales and means are the same bits in every implementation, as far as float64 sums of means round alike; with
-    a rotation, whose sums implementations order differently, numbers differ by roundings of float32, and a code by one
-    where its number lies so near the middle of two. So do biases.
+    Codes, scales and means have the same bits in every implementation, as far as float64 sums of means round alike.
+    With `rotate=`, numbers differ by float32 roundings, and codes by at most one; so do biases.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), packed (total_q, num_heads_q, head_dim); float16, bfloat16 or
             float32, head_dim 1 to 256, unit stride in it.
         k: (batch, seqlen_k, num_heads_kv, head_dim), num_heads_kv a divisor of num_heads_q; dtype and device of q.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v), likewise. Any of the three may be empty.
-        scheme: which codes.
+        scheme: a `tilewise.Sage` or `tilewise.FP8`.
         layout: `tilewise.Packed(cu_seqlens_q, cu_seqlens_k)` for packed sequences; None is dense. Requests over pages
             (`tilewise.Paged`) are copied into packed sequences first, and codes are of these.
-        rope: turns queries and keys by their positions before all else, in the passes that encode (`tilewise.rope` has
-            the same bits, and gradients): a `tilewise.Rope` for both, or a pair, of which either may be None.
-        sums: whether sums of blocks of queries and keys are wanted, too, of which a prediction of tiles is made; not of
-            a scheme that rotates them, or has one scale for a head of either.
-        impl: "triton", "cpu" or "reference"; None picks the first that can.
+        rope: rotates queries and keys by their positions before all else, in the kernels that quantize: a
+            `tilewise.Rope` for both, or a pair, of which either may be None. The bits are those of `tilewise.rope`.
+        sums: whether to return sums of blocks of queries and keys as well, from which tiles are predicted; not with a
+            scheme that rotates, or has one scale for a head.
+        impl: "triton", "cpu" or "reference"; None takes the first one that can run the call.
 
     Returns:
-        `tilewise.quant.Quantized`: codes, scales, and what makes up for means. A group of zeros has the scale 0, and so
-        has one whose scale would be below the smallest normal float32. A group that holds NaN or an infinity has the
-        scale NaN and codes 0, so that what meets it is NaN; what shares a mean with it, too. Values as numbers
-        (pv="fp16", "bf16") are rounded, in float16 to an infinity beyond 65,504; v itself where nothing changes it.
-        Without gradients.
+        A `tilewise.quant.Quantized`. A group of zeros has the scale 0, and so has one whose scale would be below the
+        smallest normal float32. A group that holds NaN or an infinity has the scale NaN and codes 0, as have groups
+        that share a mean with it. Values that are not quantized (pv="fp16", "bf16") are rounded, in float16 to an
+        infinity beyond 65,504; v itself where nothing changes it. No gradients.
 
     Raises:
-        InputError: an argument is wrong, or takes a gradient.
+        InputError: an argument is wrong, or requires a gradient.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Source: Zhang et al., "SageAttention2", 2024; Shah et al., "FlashAttention-3", 2024.
+
+    Example:
+        >>> codes = tw.quantize_qkv(q, k, v, scheme=tw.Sage2())
+        >>> o = tw.attention(q, k, v, mask=tw.causal, quantize=codes)
     """
     check_flags(sums=sums)
     if isinstance(layout, Paged):
