@@ -20,11 +20,18 @@ class RMSNorm(torch.nn.RMSNorm):
 
     Args:
         normalized_shape: the width, an int or a sequence of one.
-        eps: None takes `torch.finfo(x.dtype).eps`.
+        eps: None is `torch.finfo(x.dtype).eps`.
         elementwise_affine: whether there is a weight (width,), 1 at first.
         device, dtype: of the weight.
 
-    Raises InputError for more than one dimension.
+    Raises:
+        InputError: more than one dimension, or an elementwise_affine that is no bool.
+
+    Source: as `tilewise.rms_norm`.
+
+    Example:
+        >>> norm = tw.nn.RMSNorm(64)
+        >>> o, x = norm(torch.randn(2, 100, 64), residual=torch.randn(2, 100, 64))
     """
 
     def __init__(
@@ -39,7 +46,17 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(_one_dimension(normalized_shape), eps, elementwise_affine, device, dtype)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:  # type: ignore[override]
-        """o, or with `residual` (o, x + residual), as `tilewise.rms_norm` has them."""
+        """Normalise x, or with `residual` x + residual.
+
+        Args:
+            x, residual: (..., width), as `tilewise.rms_norm` takes them.
+
+        Returns:
+            o, or with `residual` (o, x + residual).
+
+        Raises:
+            InputError: as `tilewise.rms_norm` raises it.
+        """
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         return rms_norm(x, self.weight, residual=residual, eps=eps)
 
@@ -54,7 +71,13 @@ class LayerNorm(torch.nn.LayerNorm):
         bias: whether there is a bias (width,), 0 at first, beside the weight.
         device, dtype: of weight and bias.
 
-    Raises InputError for more than one dimension.
+    Raises:
+        InputError: more than one dimension, or an elementwise_affine or bias that is no bool.
+
+    Source: as `tilewise.layer_norm`.
+
+    Example:
+        >>> o = tw.nn.LayerNorm(64)(torch.randn(2, 100, 64))
     """
 
     def __init__(
@@ -70,35 +93,79 @@ class LayerNorm(torch.nn.LayerNorm):
         super().__init__(_one_dimension(normalized_shape), eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Output:  # type: ignore[override]
-        """o, or with `residual` (o, x + residual), as `tilewise.layer_norm` has them."""
+        """Normalise x, or with `residual` x + residual.
+
+        Args:
+            x, residual: (..., width), as `tilewise.layer_norm` takes them.
+
+        Returns:
+            o, or with `residual` (o, x + residual).
+
+        Raises:
+            InputError: as `tilewise.layer_norm` raises it.
+        """
         return layer_norm(x, self.weight, self.bias, residual=residual, eps=self.eps)
 
 
 class Softmax(torch.nn.Softmax):
-    """`tilewise.softmax` along `dim`, in place of `torch.nn.Softmax`: rows of -inf alone give 0, not NaN.
+    """`tilewise.softmax` along `dim`, in place of `torch.nn.Softmax`: a row of -inf alone gives 0, not NaN.
 
-    Raises InputError for a `dim` of None, with which torch.nn chooses one by the number of dimensions.
+    Args:
+        dim: the dimension whose sum is 1.
+
+    Raises:
+        InputError: dim is None, with which torch.nn chooses one by the number of dimensions.
+
+    Example:
+        >>> o = tw.nn.Softmax(dim=-1)(torch.randn(100, 64))
     """
 
     def __init__(self, dim: int | None = None) -> None:
         super().__init__(_chosen(dim))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """o in the shape and dtype of input."""
+        """The softmax of input.
+
+        Args:
+            input: as `tilewise.softmax` takes x.
+
+        Returns:
+            o in the shape and dtype of input.
+
+        Raises:
+            InputError: as `tilewise.softmax` raises it.
+        """
         return softmax(input, _chosen(self.dim))
 
 
 class LogSoftmax(torch.nn.LogSoftmax):
-    """`tilewise.log_softmax` along `dim`, in place of `torch.nn.LogSoftmax`: rows of -inf alone give -inf, not NaN.
+    """`tilewise.log_softmax` along `dim`, in place of `torch.nn.LogSoftmax`: a row of -inf alone gives -inf, not NaN.
 
-    Raises InputError for a `dim` of None, with which torch.nn chooses one by the number of dimensions.
+    Args:
+        dim: the dimension along which exp(o) has the sum 1.
+
+    Raises:
+        InputError: dim is None, with which torch.nn chooses one by the number of dimensions.
+
+    Example:
+        >>> o = tw.nn.LogSoftmax(dim=-1)(torch.randn(100, 64))
     """
 
     def __init__(self, dim: int | None = None) -> None:
         super().__init__(_chosen(dim))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """o in the shape and dtype of input."""
+        """The logarithm of the softmax of input.
+
+        Args:
+            input: as `tilewise.softmax` takes x.
+
+        Returns:
+            o in the shape and dtype of input.
+
+        Raises:
+            InputError: as `tilewise.softmax` raises it.
+        """
         return log_softmax(input, _chosen(self.dim))
 
 
@@ -106,12 +173,18 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """`tilewise.cross_entropy`, in place of `torch.nn.CrossEntropyLoss` of class numbers.
 
     Args:
-        ignore_index: tokens with this target give no loss and no gradient.
+        weight, size_average, reduce: None; torch.nn has class weights, and has deprecated the other two.
+        ignore_index: tokens with this target have no loss and zero gradients.
         reduction: "mean" over tokens that are not ignored, "sum" or "none".
         label_smoothing: from 0 to 1.
-        weight, size_average, reduce: None.
 
-    Raises InputError for class weights, and for size_average and reduce, which torch.nn has deprecated.
+    Raises:
+        InputError: weight, size_average or reduce is given.
+
+    Source: as `tilewise.cross_entropy`.
+
+    Example:
+        >>> loss = tw.nn.CrossEntropyLoss()(torch.randn(100, 1000), torch.randint(1000, (100,)))
     """
 
     def __init__(
@@ -133,8 +206,17 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         super().__init__(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The loss, float32 (float64 for float64), of logits (classes,), (tokens, classes) or (batch, classes, ...) and
-        int64 classes () or (tokens,) or (batch, ...): a scalar, or for "none" in the shape of target.
+        """The loss of logits.
+
+        Args:
+            input: logits (classes,), (tokens, classes) or (batch, classes, ...), floating point.
+            target: int64 classes, () or (tokens,) or (batch, ...).
+
+        Returns:
+            The loss, float32 (float64 for float64): a scalar, or with "none" in the shape of target.
+
+        Raises:
+            InputError: as `tilewise.cross_entropy` raises it.
         """
         return cross_entropy(
             input.movedim(1, -1) if input.ndim > 2 else input,

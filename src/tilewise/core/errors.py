@@ -15,13 +15,21 @@ def _cut(text: str, most: int) -> str:
 
 
 class TilewiseError(Exception):
-    """Root of every exception raised by tilewise. The message shows long parts cut; the attributes have all of them.
+    """Base class of every error of tilewise. The message cuts long parts short; the attributes hold all of them.
 
     Args:
         name: what is wrong, in the caller's words (an argument, a formula, an implementation).
         got: the offending value, described.
         expected: what would have been accepted.
         hint: the next step for the caller.
+
+    Example:
+        >>> from tilewise.core.errors import TilewiseError
+        >>> try:
+        ...     tw.window(0)
+        ... except TilewiseError as error:
+        ...     print(f"{error.name} is {error.got}")
+        window left is 0
     """
 
     def __init__(self, name: str, *, got: Any, expected: str, hint: str) -> None:
@@ -43,23 +51,23 @@ def _again(kind: type[TilewiseError], name: str, got: str, expected: str, hint: 
 
 
 class InputError(TilewiseError, ValueError):
-    """An argument has the wrong rank, shape, dtype, device or value."""
+    """An argument has the wrong type, rank, shape, dtype, device or value. Also a ValueError."""
 
 
 class FormulaError(TilewiseError, TypeError, ValueError):
-    """A mask or score cannot be traced, or an index in it could leave its tensor."""
+    """A mask or score cannot be traced, or an index in it could leave its tensor. Also a TypeError and a ValueError."""
 
 
 class UnsupportedError(TilewiseError, NotImplementedError):
-    """What was asked for is not offered: by the named implementation, by any, or by an adapter."""
+    """The named implementation, or every one, or an adapter cannot do what was asked. Also a NotImplementedError."""
 
 
 class OutOfPagesError(TilewiseError, MemoryError):
-    """A page pool has too few free pages; whoever asked is where it was before."""
+    """A KV cache has too few free pages; nothing has changed. Also a MemoryError."""
 
 
 class MissingExtraError(TilewiseError, ImportError):
-    """An optional package is needed; the hint names the extra that installs it."""
+    """An optional package is missing; the hint names the extra that installs it. Also an ImportError."""
 
     name: str  # ImportError has one that may be None
 

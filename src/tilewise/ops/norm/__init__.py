@@ -21,31 +21,37 @@ def rms_norm(
     quantize: str | None = None,
     impl: str | None = None,
 ) -> Output:
-    """o = x / sqrt(mean(x^2) + eps) * (weight + offset), along the last dimension (Zhang and Sennrich, "Root Mean
-    Square Layer Normalization", 2019).
+    """o = x / sqrt(mean(x^2) + eps) * (weight + offset), along the last dimension.
+
+    With `residual`, x + residual is normalised, and returned as well. Differentiable in x, weight and residual; second
+    derivatives, `torch.func` and forward mode run in PyTorch's operations.
 
     Args:
-        x: (..., width), width from 1 to 65,536, any strides, float16, bfloat16, float32 or float64. Unit stride in the
-            last dimension is read as it lies.
+        x: (..., width), width from 1 to 65,536, any strides, float16, bfloat16, float32 or float64. Without unit stride
+            in the last dimension it is copied first.
         weight: (width,), the dtype of x or float32; None is 1.
-        residual: shape, dtype and device of x, any strides: what is normed is s = x + residual, rounded to the dtype of
-            x. s is returned too, and gradients of both results reach x and residual.
+        residual: shape, dtype and device of x, any strides: s = x + residual, rounded to the dtype of x, is normalised.
         eps: at least 0, added to the mean.
-        offset: added to weight: 1.0 for weights that are kept as their distance from 1, as Gemma's are.
-        out_dtype: of o, float16, bfloat16 or float32 (float64 for float64); None takes that of x. Between reading and
-            writing all is float32 (float64 for float64), rounded once.
-        quantize: "fp8" or "int8": codes of o, as `tilewise.quant.encode` has them, in place of o. Not differentiable.
-        impl: "triton", "cpu" or "reference"; None picks the first that can.
+        offset: added to weight: 1.0 for weights that are stored minus 1, as Gemma's are.
+        out_dtype: of o, float16, bfloat16 or float32 (float64 for float64); None is that of x. All arithmetic is
+            float32 (float64 for float64), rounded once.
+        quantize: "fp8" or "int8": codes of o, as of `tilewise.quant.encode`, in place of o. Not differentiable.
+        impl: "triton", "cpu" or "reference"; None takes the first one that can run the call.
 
     Returns:
         o in the shape of x; with `residual` (o, s). With `quantize` two tensors stand for o: codes in the shape of x,
         float8_e4m3fn or int8, and their scale, float32 (...,), the largest absolute value of a row over 448 or 127, 0
-        for a row of zeros. Differentiable in x, weight and residual; sums have a fixed order, so bits repeat. Second
-        derivatives, `torch.func` and forward mode go through PyTorch's operations.
+        for a row of zeros. Sums have a fixed order: the same bits in every run.
 
     Raises:
-        InputError: an argument is wrong, or `quantize` is asked for where a gradient is wanted.
+        InputError: an argument is wrong, or `quantize` is given where a gradient is wanted.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+    Example:
+        >>> x, weight = torch.randn(2, 100, 64), torch.ones(64)
+        >>> o, x = tw.rms_norm(x, weight, residual=torch.randn(2, 100, 64))
     """
     call = make_call(x, weight, None, residual, False, eps, offset, out_dtype, quantize)
     found = NORM(call, impl)
@@ -64,17 +70,25 @@ def layer_norm(
     quantize: str | None = None,
     impl: str | None = None,
 ) -> Output:
-    """o = (x - mean(x)) / sqrt(var(x) + eps) * (weight + offset) + bias, along the last dimension (Ba, Kiros and
-    Hinton, "Layer Normalization", 2016).
+    """o = (x - mean(x)) / sqrt(var(x) + eps) * (weight + offset) + bias, along the last dimension.
 
-    The variance is that of all numbers of a row (divided by width), of their distances from the mean: nothing cancels
-    where the mean is large.
+    The variance is divided by width, and taken from distances to the mean: nothing cancels where the mean is large.
 
     Args:
         bias: (width,), the dtype of x or float32; None is 0.
-        x, weight, residual, eps, offset, out_dtype, quantize, impl: as `rms_norm` has them.
+        x, weight, residual, eps, offset, out_dtype, quantize, impl: as in `rms_norm`.
 
-    Returns what `rms_norm` does, differentiable in bias too, and raises what it does.
+    Returns:
+        As `rms_norm`; differentiable in bias, too.
+
+    Raises:
+        InputError: an argument is wrong, or `quantize` is given where a gradient is wanted.
+        UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+
+    Example:
+        >>> o = tw.layer_norm(torch.randn(2, 100, 64), torch.ones(64), torch.zeros(64))
     """
     call = make_call(x, weight, bias, residual, True, eps, offset, out_dtype, quantize)
     found = NORM(call, impl)

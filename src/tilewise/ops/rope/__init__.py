@@ -29,31 +29,35 @@ def rope(
 def rope(
     q: torch.Tensor, k: torch.Tensor | None = None, *, rope: Rope, inplace: bool = False, impl: str | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Turn pairs of dimensions by the angles of each token's position (Su et al., "RoFormer: Enhanced Transformer with
-    Rotary Position Embedding", 2021): (a, b) becomes (a cos - b sin, b cos + a sin).
+    """Rotate queries and keys by their positions: a pair of dimensions (a, b) becomes (a cos - b sin, b cos + a sin).
 
-    The bits are those of keys that `kv_write` turns. The backward turns gradients by the negated angles, and keeps
-    nothing but the tables and positions.
+    The bits are those of keys that `kv_write(rope=...)` rotates. The backward rotates gradients by the negated angles,
+    and keeps only tables and positions. Positions are checked on a CPU, and on a GPU with TILEWISE_DEBUG=1 alone, since
+    reading them waits for the GPU; not inside `torch.compile`.
 
     Args:
         q: (batch, seqlen, num_heads_q, head_dim) or packed (tokens, num_heads_q, head_dim), float16, bfloat16, float32
             or float64, any strides; without unit stride in head_dim it is copied first.
         k: the same with num_heads_kv heads, or None.
-        rope: a `tilewise.Rope` of batch * seqlen positions, a sequence after the other, or of tokens: cos, sin and
-            which pairs are turned. Its tensors take no gradient.
-        inplace: write into q and k. Unit stride in head_dim is needed then, and no gradient is taken.
-        impl: "triton", "cpu" or "reference"; None picks the first that can.
+        rope: a `tilewise.Rope` with batch * seqlen positions, one sequence after another, or `tokens` of them. Its
+            tensors take no gradient.
+        inplace: write into q and k; with unit stride in head_dim alone, and without gradients.
+        impl: "triton", "cpu" or "reference"; None takes the first one that can run the call.
 
     Returns:
-        q turned, or (q, k) turned, contiguous, with the dtypes that came in; with `inplace` the tensors that came in.
-        Dimensions of rotary_dim and above stay as they are.
-
-    Positions (that the tables have them) are checked on a CPU, and on a GPU with TILEWISE_DEBUG=1, since reading them
-    there would wait for it; inside torch.compile they are not looked at.
+        q, or (q, k), rotated, contiguous, with their dtypes; with `inplace` the tensors that came in. Dimensions from
+        rotary_dim on stay as they are.
 
     Raises:
-        InputError: an argument is wrong, or `inplace` where a gradient is taken.
+        InputError: an argument is wrong, or `inplace` where a gradient is wanted.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+
+    Example:
+        >>> cos, sin = tw.rope_tables(16, 100)
+        >>> positions = torch.arange(100).repeat(2)
+        >>> rotated_q, rotated_k = tw.rope(q, k, rope=tw.Rope(cos, sin, positions))
     """
     check_flags(inplace=inplace)
     call = make_call(q, k, rope)
@@ -71,24 +75,31 @@ def rope(
 def rope_qkv(
     qkv: torch.Tensor, num_heads_q: int, num_heads_kv: int, *, rope: Rope, impl: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `rope`, of queries and keys side by side with values, as one linear layer gives them. The backward writes all
-    of qkv's gradient in one launch, where that of `torch.split` concatenates the gradients of q, k and v.
+    """`rope` of queries and keys in one tensor with values, as one linear layer gives them.
+
+    The backward writes the gradient of qkv in one launch, where that of `torch.split` concatenates those of q, k and v.
+    Positions are checked where `rope` checks them.
 
     Args:
         qkv: (batch, seqlen, num_heads_q + 2 num_heads_kv, head_dim) or packed (tokens, heads, head_dim): heads of
             queries, of keys, of values. float16, bfloat16, float32 or float64, any strides.
-        num_heads_q, num_heads_kv: how many there are of each, 1 or more.
-        rope: a `tilewise.Rope` of batch * seqlen positions, a sequence after the other, or of tokens, as for `rope`.
-        impl: "triton", "cpu" or "reference"; None picks the first that can.
+        num_heads_q, num_heads_kv: numbers of heads, at least 1.
+        rope: as in `rope`.
+        impl: "triton", "cpu" or "reference"; None takes the first one that can run the call.
 
     Returns:
-        (q, k, v): q and k turned, contiguous; v is a view of qkv.
-
-    Positions are checked where `rope` checks them.
+        (q, k, v): q and k rotated, contiguous; v is a view of qkv.
 
     Raises:
-        InputError: an argument is wrong, or there are not as many heads as both numbers say.
+        InputError: an argument is wrong, or the heads are not as many as both numbers say.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Source: as `rope`.
+
+    Example:
+        >>> cos, sin = tw.rope_tables(16, 100)
+        >>> qkv = torch.randn(100, 4 + 2 + 2, 16)
+        >>> rotated_q, rotated_k, values = tw.rope_qkv(qkv, 4, 2, rope=tw.Rope(cos, sin, torch.arange(100)))
     """
     check_joint(qkv, num_heads_q, num_heads_kv)
     q, k, v = torch.split(qkv, [num_heads_q, num_heads_kv, num_heads_kv], -2)

@@ -19,28 +19,32 @@ def softmax(
 ) -> torch.Tensor:
     """o = exp(x / temperature - lse) along `dim`, where lse = log sum exp(x / temperature) over what the mask keeps.
 
-    Rows wider than registers are read twice, with maximum and sum found together the first time (Milakov and
-    Gimelshein, "Online normalizer calculation for softmax", 2018). The backward keeps o alone:
-    dx = o (do - <do, o>) / temperature.
+    Rows wider than the registers are read twice: first for maximum and sum together, then for o. The backward keeps o
+    alone: dx = o (do - <do, o>) / temperature. Differentiable; second derivatives, `torch.func` and forward mode run in
+    PyTorch's operations.
 
     Args:
-        x: any shape of one dimension or more, any strides, float16, bfloat16, float32 or float64. The last dimension,
-            with unit stride, is read as it lies; another `dim` is copied to the end first.
-        dim: the dimension that adds up to 1.
-        mask: bool, broadcastable to the shape of x: True is kept, the others give 0.
+        x: one dimension or more, any strides, float16, bfloat16, float32 or float64. Unless `dim` is the last
+            dimension, with unit stride, x is copied first.
+        dim: the dimension whose sum is 1.
+        mask: bool, broadcastable to the shape of x: True keeps a number, the others give 0.
         temperature: above 0.
-        dtype: of o, float16, bfloat16 or float32 (float64 for float64); None takes that of x. Sums are float32 (float64
+        dtype: of o, float16, bfloat16 or float32 (float64 for float64); None is that of x. Sums are float32 (float64
             for float64).
-        impl: "triton", "cpu" or "reference"; None picks the first that can.
+        impl: "triton", "cpu" or "reference"; None takes the first one that can run the call.
 
     Returns:
-        o in the shape of x. A row that keeps nothing, or nothing above -inf, gives 0 and zero gradients. A NaN that is
-        kept makes its row NaN, as +inf does. Differentiable; second derivatives, `torch.func` and forward mode go
-        through PyTorch's operations.
+        o in the shape of x. A row that keeps nothing, or nothing above -inf, gives 0 and zero gradients. A row that
+        keeps NaN or +inf is NaN.
 
     Raises:
         InputError: an argument is wrong.
         UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+
+    Example:
+        >>> o = tw.softmax(torch.randn(100, 64), temperature=0.7)
     """
     return SOFTMAX(make_call(x, dim, mask, temperature, dtype, log=False), impl)[0].movedim(-1, dim)
 
@@ -54,11 +58,24 @@ def log_softmax(
     dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """o = x / temperature - lse along `dim`: the logarithm of `softmax`, whose arguments it takes.
+    """o = x / temperature - lse along `dim`: the logarithm of `softmax`.
 
-    What the mask hides gives -inf, and so does a row that keeps nothing. An o of -inf is a constant: no gradient passes
-    through it. dx = (do - exp(o) sum(do)) / temperature, from o alone.
+    The backward keeps o alone: dx = (do - exp(o) sum(do)) / temperature. An o of -inf counts as a constant: no gradient
+    passes through it.
 
-    Raises InputError and UnsupportedError as `softmax` does.
+    Args:
+        x, dim, mask, temperature, dtype, impl: as in `softmax`.
+
+    Returns:
+        o in the shape of x; -inf for what the mask hides, and for a row that keeps nothing.
+
+    Raises:
+        InputError: an argument is wrong.
+        UnsupportedError: `impl`, or without it every implementation, cannot run this call.
+
+    Source: as `softmax`.
+
+    Example:
+        >>> o = tw.log_softmax(torch.randn(100, 64))
     """
     return SOFTMAX(make_call(x, dim, mask, temperature, dtype, log=True), impl)[0].movedim(-1, dim)
