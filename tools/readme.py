@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tools import serving_table, speed_table, summary_table, support_matrix
+from tools import api_page, serving_table, speed_table, summary_table, support_matrix
 from tools.families import ROOT
 
 README = ROOT / "README.md"
@@ -26,6 +26,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "serving": serving_table.gains,
         "fused layers": speed_table.fused,
     },
+    ROOT / "docs" / "reference.md": {"names": api_page.page},
     ROOT / "docs" / "support.md": {"matrix": support_matrix.matrix, "implementations": support_matrix.details},
 }
 
