@@ -116,7 +116,7 @@ def body(parts: dict[str, str]) -> Iterator[str]:
             listed = ((", ".join(f"`{x}`" for x in named), prose(said)) for named, said in entries(text))
             yield f"**{header}**\n\n" + "\n".join(f"* {named}: {said}" for named, said in listed)
         elif header == "Example":
-            lines = (x[4:] if x[:3] in (">>>", "...") else f"# {x}" for x in text.splitlines())
+            lines = (x[4:] if x[:3] in (">>>", "...") else x and f"# {x}" for x in text.splitlines())
             yield "\n".join(["```python", *lines, "```"])
         else:
             said = "\n\n".join(x if x.startswith("    ") else prose(x) for x in text.split("\n\n"))
@@ -129,7 +129,7 @@ def section(name: str) -> Iterator[str]:
     yield f"### {heading(name)}"
     if callable(value) and ("Args" in PARTS[name] or "Attributes" not in PARTS[name]):  # else the library makes it
         lines = textwrap.wrap(signature(name, value), 100, subsequent_indent="    ")
-        yield "\n".join(["```py", *lines, "```"])  # not as python, whose blocks tests run
+        yield "\n".join(["```text", *lines, "```"])  # no python, whose blocks tests run and ruff formats
     yield from body(PARTS[name])
     for method, at in methods(value).items() if inspect.isclass(value) else ():
         shown = f"{value.__name__}.{method}"

@@ -36,6 +36,7 @@ def load_selections(
 
     Example:
         >>> import json, pathlib, tempfile
+
         >>> found = {"tau": 0.9, "theta": 0.5, "lam": None, "block": 64, "far": "drop"}
         >>> path = pathlib.Path(tempfile.mkdtemp(), "selections.json")
         >>> layers = {"format": "tilewise selections 1", "layers": [{"name": "layer0", "select": found}]}

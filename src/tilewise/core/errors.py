@@ -25,6 +25,7 @@ class TilewiseError(Exception):
 
     Example:
         >>> from tilewise.core.errors import TilewiseError
+
         >>> try:
         ...     tw.window(0)
         ... except TilewiseError as error:

@@ -35,6 +35,7 @@ class TileMap:
 
     Example:
         >>> from tilewise.schedule.tilemap import TileMap
+
         >>> tiles = TileMap.build(tw.causal, seqlen_q=100, seqlen_k=100, block_m=25, block_n=50)
         >>> tiles.classes[0, 0].tolist()
         [[1, 0], [1, 0], [2, 1], [2, 1]]
