@@ -35,15 +35,15 @@ class LengthBounds(NamedTuple):
 class Packed:
     """Sequences of different lengths, one after another: q, k and v are (total, heads, dim).
 
-    Lengths may be 0. Types and shapes are checked at every call; values on a CPU, and on a GPU with TILEWISE_DEBUG=1
-    alone, since reading them waits for the GPU.
+    Lengths may be 0. Types and shapes are checked at every call; values on a CPU, and on a GPU only with
+    TILEWISE_DEBUG=1, since reading them waits for the GPU.
 
     Args:
         cu_seqlens_q: int32 (batch + 1,), cumulative query lengths, from 0 to total_q, contiguous, on the device of q.
         cu_seqlens_k: the same for keys; None where queries and keys share one.
         max_seqlen_q, max_seqlen_k: bounds of a sequence's lengths, as in FlashAttention; None for the totals. With them
             lists of tiles on a GPU take less memory, and a formula that reads a captured tensor by i or j is known to
-            stay inside it. By name alone.
+            stay inside it.
 
     Raises:
         InputError: raised by the call that takes the layout, for tensors that do not fit.
@@ -88,7 +88,7 @@ class PageSummaries:
     Args:
         least, largest: of the keys, for each dimension.
         k_mean, v_mean: of keys, and of values.
-        columns: None, or the keys as codes, stored by dimension, so that a few dimensions of all keys can be read alone
+        columns: None, or the keys as codes, stored by dimension, so that a few dimensions of all keys can be read
             (`tilewise.SparQ`): uint8 (num_pages, num_heads_kv, dim, page_size * bits / 8), contiguous, with 8 bits or
             4. Code c stands for least + c * (largest - least) / (2**bits - 1); of 4 bits, byte n has token n in its low
             bits and token n + page_size / 2 in its high bits.
@@ -149,7 +149,7 @@ class Paged:
     """A KV cache: k and v are pages (num_pages, page_size, num_heads_kv, dim) of a pool that requests share.
 
     Pages may have any size and strides; what unused slots hold does not matter. The last query of a request stands at
-    its last token. Types and shapes are checked at every call; values on a CPU, and on a GPU with TILEWISE_DEBUG=1.
+    its last token. Types and shapes are checked at every call; values on a GPU only with TILEWISE_DEBUG=1.
 
     Args:
         block_table: int32 (batch, max_pages): the pages of each request in the order of its tokens; entries after its
@@ -163,10 +163,10 @@ class Paged:
             read once for all of them on a GPU, by a launch of its own, where a count of bytes says that it pays.
             Results are equal within rounding, with the same bits in every run. For q that is not packed, 2 to 1,024
             requests, few queries, no mask or `causal`, and scores that use neither b nor i (see `tilewise.why`);
-            otherwise ignored, and an error with `batch_invariant=True`. By name alone.
-        summaries: of the pages, for `select=tilewise.TopPages(...)` and `tilewise.SparQ(...)`. By name alone.
+            otherwise ignored, and an error with `batch_invariant=True`.
+        summaries: of the pages, for `select=tilewise.TopPages(...)` and `tilewise.SparQ(...)`.
         max_seqlen_k: a bound of `seqlens_k`; None for the capacity of the pages. With it, `quantize=` and a selection
-            of tiles need not wait for a GPU to learn the number of rows. By name alone.
+            of tiles need not wait for a GPU to learn the number of rows.
 
     Raises:
         InputError: raised by the call that takes the layout, for tensors that do not fit.

@@ -108,7 +108,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class Softmax(torch.nn.Softmax):
-    """`tilewise.softmax` along `dim`, in place of `torch.nn.Softmax`: a row of -inf alone gives 0, not NaN.
+    """`tilewise.softmax` along `dim`, in place of `torch.nn.Softmax`: a row of only -inf gives 0, not NaN.
 
     Args:
         dim: the dimension whose sum is 1.
@@ -139,7 +139,7 @@ class Softmax(torch.nn.Softmax):
 
 
 class LogSoftmax(torch.nn.LogSoftmax):
-    """`tilewise.log_softmax` along `dim`, in place of `torch.nn.LogSoftmax`: a row of -inf alone gives -inf, not NaN.
+    """`tilewise.log_softmax` along `dim`, in place of `torch.nn.LogSoftmax`: a row of only -inf gives -inf, not NaN.
 
     Args:
         dim: the dimension along which exp(o) has the sum 1.

@@ -105,8 +105,8 @@ class Mask(Formula):
     """Which pairs of query and key count; combine masks with `&`, `|` and `~`.
 
     Made by `tilewise.mask` or a function of this library (`tilewise.window`), and given to `attention(mask=...)`. Two
-    masks are equal if their structure, their numbers and their captured tensors are. Masks that differ in numbers or
-    tensors alone run the same compiled kernel.
+    masks are equal if their structure, their numbers and their captured tensors are. Masks that differ only in numbers
+    or tensors run the same compiled kernel.
 
     Args:
         expr: a traced expression; call `tilewise.mask` rather than this.

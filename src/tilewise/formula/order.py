@@ -30,7 +30,7 @@ class TokenOrder:
 
     Args:
         canvas: extents of the grid, 1 to 3.
-        tile: extents of a tile, or one number for all axes; needed for order "tile" alone.
+        tile: extents of a tile, or one number for all axes; needed only for order "tile".
         order: "tile", "hilbert" or "raster".
         text: number of tokens on no grid.
         text_first: True where they lie before the grid's; else after them.

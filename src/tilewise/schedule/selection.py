@@ -31,7 +31,7 @@ class Sparge:
 
     Args:
         tau: in (0, 1]; 1 computes every tile. One number, or one for each query head.
-        theta: in [-1, 1]; 1 computes every tile, -1 goes by means alone. One number, or one for each query head.
+        theta: in [-1, 1]; 1 computes every tile, -1 uses only means. One number, or one for each query head.
         lam: skip a tile whose scores are all more than `lam` below the running maximum of their rows: its weights are
             below exp(-lam) of the largest one's. With log(seqlen) + 7 at most a thousandth of a row's sum is left out.
             Which tiles these are depends on the order in which an implementation visits tiles, and on its tile sizes; a
@@ -66,7 +66,7 @@ class TopK:
     Args:
         k: number of tiles, an integer from 1 to 2**31 - 1, or the share of those that the mask does not hide, in (0,
             1], rounded up. One number, or one for each query head.
-        theta: as in `Sparge`; -1, the default, goes by means alone.
+        theta: as in `Sparge`; -1, the default, uses only means.
 
     Raises:
         InputError: another value.
@@ -105,7 +105,7 @@ class Threshold:
 
     Args:
         weight: in [0, 1]. One number, or one for each query head.
-        theta: as in `Sparge`; -1, the default, goes by means alone.
+        theta: as in `Sparge`; -1, the default, uses only means.
 
     Raises:
         InputError: another value.

@@ -157,7 +157,7 @@ def attention(
             PyTorch's generator.
         deterministic: if True, use only implementations that give the same bits in every run.
         batch_invariant: if True, a request's bits depend neither on the other requests of its batch, nor on its place
-            among them, nor on the page size; on a GPU for `Paged` layouts alone. Keys are then split at multiples of
+            among them, nor on the page size; on a GPU only for `Paged` layouts. Keys are then split at multiples of
             2,048, in tiles of four queries: many queries take longer. Partial results take memory in proportion to the
             width of `block_table`.
         quantize: a scheme (`tilewise.Sage2()`, `tilewise.FP8(...)`): q, k and v are quantized in the call, in any
@@ -219,7 +219,7 @@ def plan(
 
     For a `Paged` layout on a GPU, the division of work among programs follows from the batch's lengths: it is computed
     once, and kept with the memory that it needs. A run then launches one kernel, or two where prefixes are shared, and
-    allocates its results alone. Where there is nothing to plan, a run is a plain call. Plans are not differentiable. In
+    allocates only its results. Where there is nothing to plan, a run is a plain call. Plans are not differentiable. In
     a region of `torch.compile` each run plans anew.
 
     Args:

@@ -12,7 +12,7 @@ from tilewise.ops.glu.table import GLU
 def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, impl: str | None = None) -> torch.Tensor:
     """o = silu(gate) * up, with silu(x) = x sigmoid(x).
 
-    The backward keeps gate and up alone, and computes the activation again. Differentiable any number of times; the
+    The backward keeps only gate and up, and computes the activation again. Differentiable any number of times; the
     gradient of gate and up is one tensor where they were one.
 
     Args:

@@ -29,7 +29,7 @@ def kv_write(
     """Write new keys and values into pages, in place: token t goes to slot slot_mapping[t].
 
     A slot is offset slot % page_size of page slot // page_size, as `tilewise.attention` reads pages with
-    `layout=tilewise.Paged(...)`. Slots and positions are checked on a CPU, and on a GPU with TILEWISE_DEBUG=1 alone,
+    `layout=tilewise.Paged(...)`. Slots and positions are checked on a CPU, and on a GPU only with TILEWISE_DEBUG=1,
     since reading them waits for the GPU. There is no gradient.
 
     Args:

@@ -32,7 +32,7 @@ def rope(
     """Rotate queries and keys by their positions: a pair of dimensions (a, b) becomes (a cos - b sin, b cos + a sin).
 
     The bits are those of keys that `kv_write(rope=...)` rotates. The backward rotates gradients by the negated angles,
-    and keeps only tables and positions. Positions are checked on a CPU, and on a GPU with TILEWISE_DEBUG=1 alone, since
+    and keeps only tables and positions. Positions are checked on a CPU, and on a GPU only with TILEWISE_DEBUG=1, since
     reading them waits for the GPU; not inside `torch.compile`.
 
     Args:
@@ -41,7 +41,7 @@ def rope(
         k: the same with num_heads_kv heads, or None.
         rope: a `tilewise.Rope` with batch * seqlen positions, one sequence after another, or `tokens` of them. Its
             tensors take no gradient.
-        inplace: write into q and k; with unit stride in head_dim alone, and without gradients.
+        inplace: write into q and k, which needs unit stride in head_dim and no gradients.
         impl: "triton", "cpu" or "reference"; None takes the first one that can run the call.
 
     Returns:

@@ -19,9 +19,9 @@ def softmax(
 ) -> torch.Tensor:
     """o = exp(x / temperature - lse) along `dim`, where lse = log sum exp(x / temperature) over what the mask keeps.
 
-    Rows wider than the registers are read twice: first for maximum and sum together, then for o. The backward keeps o
-    alone: dx = o (do - <do, o>) / temperature. Differentiable; second derivatives, `torch.func` and forward mode run in
-    PyTorch's operations.
+    Rows wider than the registers are read twice: first for maximum and sum together, then for o. The backward keeps
+    only o: dx = o (do - <do, o>) / temperature. Differentiable; second derivatives, `torch.func` and forward mode run
+    in PyTorch's operations.
 
     Args:
         x: one dimension or more, any strides, float16, bfloat16, float32 or float64. Unless `dim` is the last
@@ -60,7 +60,7 @@ def log_softmax(
 ) -> torch.Tensor:
     """o = x / temperature - lse along `dim`: the logarithm of `softmax`.
 
-    The backward keeps o alone: dx = (do - exp(o) sum(do)) / temperature. An o of -inf counts as a constant: no gradient
+    The backward keeps only o: dx = (do - exp(o) sum(do)) / temperature. An o of -inf counts as a constant: no gradient
     passes through it.
 
     Args:
