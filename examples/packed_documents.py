@@ -18,7 +18,7 @@ def main() -> None:
     k, v = (torch.randn(total, HEADS_KV, HEAD_DIM, requires_grad=True) for _ in range(2))
 
     # Packed: one sequence after another. Positions start again in each, and `b` is the number of the sequence.
-    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
     mask = tw.causal & tw.window(64)
     packed, lse = tw.attention_with_lse(q, k, v, mask=mask, layout=tw.Packed(cu_seqlens))
     print("packed:  ", tuple(packed.shape), "lse", tuple(lse.shape))

@@ -49,7 +49,7 @@ _DISPATCH = "src/tilewise/core/dispatch.py"
 _LAUNCH = "src/tilewise/ops/triton_*.py"
 _SHARED = (
     _DISPATCH,
-    "src/tilewise/layouts.py",
+    "src/tilewise/layout*.py",
     "src/tilewise/quant/c*.py",
     *(
         _ATTENTION + name
@@ -143,7 +143,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         "src/tilewise/ops/tile_scores/*.py",
         *(_ATTENTION + name for name in ("choice.py", "paged_rows.py", "selected.py")),
     ),
-    "page_summaries": ("src/tilewise/layouts.py", "src/tilewise/ops/kv_write/*.py"),
+    "page_summaries": ("src/tilewise/layout*.py", "src/tilewise/ops/kv_write/*.py"),
     "page_choice": (
         "src/tilewise/schedule/page_selection.py",
         "src/tilewise/ops/select/triton_select.py",
@@ -159,7 +159,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
     "token_rest": _OF_TOKENS,
     "token_scores": _OF_TOKENS,
     "quantize": (
-        "src/tilewise/layouts.py",
+        "src/tilewise/layout*.py",
         "src/tilewise/quant/*.py",
         _CODES,
         "src/tilewise/rotary.py",

@@ -24,7 +24,7 @@ from tilewise.adapters.transformers_fused import Fused, fuse, unfuse
 from tilewise.core.errors import FormulaError, InputError, MissingExtraError, UnsupportedError
 from tilewise.core.flags import check_flags
 from tilewise.core.readback import host_values, values_checked
-from tilewise.layouts import check_ends
+from tilewise.layout_checks import check_ends
 
 __all__ = ["Fused", "attention_forward", "attention_mask", "fuse", "register", "unfuse"]
 

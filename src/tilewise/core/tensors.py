@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from tilewise.core.dispatch import untraced
 from tilewise.core.errors import InputError, UnsupportedError
-from tilewise.core.readback import being_traced, has_memory, unreadable
+from tilewise.core.readback import being_traced, has_memory, unreadable, values_checked
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 TRANSFORMED = "tensors that vmap, torch.func or forward mode see"
@@ -63,6 +63,17 @@ def check_all_dense(tensors: dict[str, torch.Tensor]) -> None:
     """As `check_dense` of each."""
     for name, x in tensors.items():
         check_dense(name, x, "a dense tensor with memory of its own")
+
+
+def as_int32(x: Any) -> Any:
+    """An int64 index tensor, as `cumsum` gives it, in int32, converted on its device at each call; all else as it is.
+    Where values are checked, one that needs more bits becomes the nearest int32, which is out of range as well.
+    """
+    if not isinstance(x, torch.Tensor) or x.dtype is not torch.int64 or not_dense(x) is not None:
+        return x
+    if values_checked(x.device):
+        x = x.clamp(-(2**31), 2**31 - 1)
+    return x.to(torch.int32, memory_format=torch.contiguous_format)
 
 
 # ways ----------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,8 @@ BAD_JOINED: dict[str, tuple[tuple[Any, Any], dict[str, Any], str, str]] = {
     "indptr_list": (ROWS, {"indptr": [0, 6]}, "indptr", "list"),
     "indptr_rank": (ROWS, {"indptr": ends(0, 6)[None]}, "indptr", "(1, 2)"),
     "indptr_no_entry": (ROWS, {"indptr": ends()}, "indptr", "(0,)"),
-    "indptr_int64": (ROWS, {"indptr": ends(0, 6, dtype=torch.int64)}, "indptr", "torch.int64"),
+    "indptr_floats": (ROWS, {"indptr": ends(0, 6, dtype=torch.float32)}, "indptr", "torch.float32"),
+    "indptr_beyond_32_bits": (ROWS, {"indptr": ends(0, 2**32 + 6, dtype=torch.int64)}, "indptr", "last 2147483647"),
     "indptr_elsewhere": (ROWS, {"indptr": ends(0, 6).to("meta")}, "indptr", "meta"),
     "indptr_strided": (ROWS, {"indptr": ends(0, 1, 6, 6)[::2]}, "indptr", "stride 2"),
     "indptr_from_1": (ROWS, {"indptr": ends(1, 6)}, "indptr", "first 1, last 6"),
@@ -111,9 +112,9 @@ def test_indptr_is_checked_again_after_a_change_in_place() -> None:
 
 def test_what_cannot_run_raises_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UnsupportedError, match=r"impl='triton'.*needs an NVIDIA GPU .*got cpu"):
+    with pytest.raises(UnsupportedError, match=r"impl='triton'.*expected an NVIDIA GPU .*got cpu"):
         tw.merge(GOOD, impl="triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     double = state(2, 5, 3, 8, dtype=torch.float64)
-    with pytest.raises(UnsupportedError, match=r"needs dtype float16, bfloat16, float32; got torch\.float64"):
+    with pytest.raises(UnsupportedError, match=r"dtype float16, bfloat16, float32 \(got torch\.float64\)"):
         tw.merge(double, impl="triton")

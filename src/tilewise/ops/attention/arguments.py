@@ -13,7 +13,7 @@ from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import being_traced, host_values
 from tilewise.core.tensors import check_all_dense, check_dense, recorded, transformed
 from tilewise.formula.structure import Bound
-from tilewise.layouts import Dense, Packed, Paged
+from tilewise.layouts import Dense, Packed, Paged, in_int32
 from tilewise.quant import ByChannel, Encoded, Quantized
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,7 +26,7 @@ _DENSE = Dense()
 
 
 def layout_of(layout: Any) -> Dense | Packed | Paged:
-    """The layout; None is dense."""
+    """The layout, its index tensors in int32; None is dense."""
     if layout is None:
         return _DENSE
     if not isinstance(layout, (Dense, Packed, Paged)):
@@ -36,7 +36,7 @@ def layout_of(layout: Any) -> Dense | Packed | Paged:
             expected="tilewise.Dense(), tilewise.Packed(cu_seqlens_q) or tilewise.Paged(block_table, seqlens_k)",
             hint="leave it out for tensors of shape (batch, seqlen, heads, dim)",
         )
-    return layout
+    return layout if isinstance(layout, Dense) else in_int32(layout)
 
 
 def check_encoded(q: Any, k: Any, v: Any, layout: Dense | Packed | Paged) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tilewise.core.errors import FormulaError
 from tilewise.core.readback import being_captured, host_values
 from tilewise.formula.check import provable, prove, reads_values
-from tilewise.layouts import steps
+from tilewise.layout_checks import steps
 
 if TYPE_CHECKING:
     from tilewise.ops.attention.problem import Call

@@ -11,7 +11,7 @@ import torch
 
 from tilewise.core.errors import InputError
 from tilewise.core.readback import constant, host_values
-from tilewise.layouts import Packed, Paged, Pages
+from tilewise.layouts import Packed, Paged, Pages, in_int32
 from tilewise.ops.attention.problem import make_call
 from tilewise.quant import ByChannel, Encoded
 from tilewise.quant.codes import decoded
@@ -59,6 +59,7 @@ def rows_of_call(q: Any, k: Any, v: Any, layout: Paged) -> PagedRows:
 
 
 def _rows(q: Any, k: Any, v: Any, layout: Paged) -> PagedRows:
+    layout = in_int32(layout)
     make_call(q, k, v, layout=layout)  # which checks them
     pages = layout.pages
     starts, size, bound = _cumulative(pages.seqlens), k.shape[1], layout.max_seqlen_k

@@ -13,6 +13,7 @@ from tilewise.core.dispatch import Row
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.readback import being_traced
 from tilewise.core.tensors import check_all_dense, plain, refuse_transforms
+from tilewise.layouts import Packed, Paged, index_tensors
 from tilewise.ops.attention.arguments import check_sink
 from tilewise.ops.attention.problem import Call, check_values, codes_and_scales
 from tilewise.ops.attention.torch_op import compiled, is_empty, run_forward
@@ -170,6 +171,13 @@ def _parts(k: Any, v: Any, planned: Call) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 _A = {torch.Tensor: "a tensor", Encoded: "an Encoded", ByChannel: "a ByChannel"}
+
+
+def check_kept(layout: Packed | Paged) -> None:
+    """Raise InputError for index tensors in int64: runs read the layout's own tensors, not what they were."""
+    if any(isinstance(x, torch.Tensor) and x.dtype is torch.int64 for x in index_tensors(layout)):
+        hint = "convert them once, .to(torch.int32), and change those in place: runs and updates read them again"
+        raise InputError("layout", got="index tensors in int64", expected="int32 for a plan", hint=hint)
 
 
 def refuse_gradients(wanted: bool, sink: torch.Tensor | None = None) -> None:

@@ -16,17 +16,8 @@ from tilewise.formula.check import to_be_proved
 from tilewise.formula.formula import Mask, as_mask, as_score
 from tilewise.formula.sizes import Size, Sizes, check_lengths, check_sizes, of_lengths
 from tilewise.formula.structure import Bound
-from tilewise.layouts import (
-    Dense,
-    LengthBounds,
-    Packed,
-    Paged,
-    Pages,
-    check_bounds,
-    check_packing,
-    check_pages,
-    tables_of,
-)
+from tilewise.layout_checks import check_bounds, check_packing, check_pages, tables_of
+from tilewise.layouts import Dense, LengthBounds, Packed, Paged, Pages
 from tilewise.ops.attention.arguments import (
     check_captured,
     check_codes,

@@ -21,7 +21,7 @@ from tilewise.core.flags import check_flags
 from tilewise.formula.formula import Mask, Score, as_score, mask, score
 from tilewise.formula.library import causal
 from tilewise.formula.walk import postorder
-from tilewise.layouts import Paged, PageSummaries
+from tilewise.layouts import Paged, PageSummaries, in_int32
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.merge import merge
 from tilewise.ops.page_choice.problem import Call as PageChoice
@@ -319,4 +319,4 @@ def _checked(q: Any, k: Any, v: Any, select: OfPages, arguments: dict[str, Any])
         if select.rank > k.shape[3]:
             got, expected = f"{select.rank}", f"at most head_dim={k.shape[3]}"
             raise InputError("SparQ rank", got=got, expected=expected, hint="a number of dimensions")
-    return replace(layout, share_prefixes=False), scored
+    return replace(in_int32(layout), share_prefixes=False), scored

@@ -69,10 +69,9 @@ def merge_states(
         o: (states, batch, seqlen, heads, head_dim_v), packed (states, total, heads, head_dim_v); with `indptr`
             (total_states, heads, head_dim_v). Dtypes and strides as in `merge`.
         lse: (states, batch, heads, seqlen), packed (states, heads, total); with `indptr` (heads, total_states).
-        indptr: int32 (rows + 1,), contiguous, on the device of o: row r merges states indptr[r] to indptr[r + 1] - 1.
-            It starts at 0, never falls and ends at total_states; a row may have no state. Its values are checked once
-            for each version of the tensor, which reads it on the host; in a compiled region when that runs, and not
-            while a CUDA graph is captured.
+        indptr: int32 or int64 (rows + 1,), on the device of o: row r merges states indptr[r] to indptr[r + 1] - 1. It
+            starts at 0, never falls and ends at total_states; a row may have no state. Its values are checked on a
+            CPU, on a GPU only with TILEWISE_DEBUG=1.
         dtype, impl: as in `merge`.
 
     Returns:

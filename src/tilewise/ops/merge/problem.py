@@ -13,7 +13,7 @@ import torch
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.readback import host_values, values_checked
-from tilewise.core.tensors import check_dense, refuse_batched
+from tilewise.core.tensors import as_int32, check_dense, refuse_batched
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SEPARATE_LIMIT = 8  # states that a kernel takes as tensors of their own; more are stacked first
@@ -134,6 +134,7 @@ def joined_call(o: Any, lse: Any, indptr: Any, dtype: Any) -> Call:
     form = Form.STACKED if indptr is None else Form.RAGGED
     _check_state(("o", "lse"), o, lse, form)
     if indptr is not None:
+        indptr = as_int32(indptr)
         _check_indptr(indptr, o)
     call = Call((o,), (lse,), indptr, form, _output_dtype(dtype, o.dtype))
     check_values(call)
@@ -201,12 +202,12 @@ def _check_state(names: tuple[str, str], o: Any, lse: Any, form: Form) -> None:
         )
 
 
-_INDPTR_HINT = "running sums of the numbers of states: torch.tensor([0, *numbers]).cumsum(0).to(torch.int32)"
+_INDPTR_HINT = "cumulative numbers of states: torch.tensor([0, *numbers], device=o.device).cumsum(0)"
 
 
 def _check_indptr(indptr: Any, o: torch.Tensor) -> None:
     """Type, rank, dtype, device and memory of indptr."""
-    expected = "a contiguous int32 tensor (rows + 1,) on the device of o"
+    expected = "a contiguous int32 or int64 tensor (rows + 1,) on the device of o"
     check_dense("indptr", indptr, expected, _INDPTR_HINT)
     refuse_batched("indptr", (indptr,))
     if not isinstance(indptr, torch.Tensor) or indptr.ndim != 1 or indptr.shape[0] < 1:

@@ -6,7 +6,8 @@ import torch
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.tensors import check_all_dense, check_dense, refuse_transforms
-from tilewise.layouts import Paged, PageSummaries, check_pages
+from tilewise.layout_checks import check_pages
+from tilewise.layouts import Paged, PageSummaries, in_int32
 from tilewise.ops.kv_write import kv_write
 from tilewise.ops.kv_write.problem import DTYPES
 from tilewise.ops.page_summaries.problem import Call
@@ -51,12 +52,13 @@ def summarize_pages(
     if not isinstance(layout, Paged):
         got, hint = type(layout).__name__, "of the step that wrote the keys"
         raise InputError("layout", got=got, expected="tilewise.Paged(block_table, seqlens_k)", hint=hint)
+    layout = in_int32(layout)
     table, first, seqlens = layout.pages
     if first is not None:
         raise InputError(
             "layout block_table", got="a pair", expected="a matrix (batch, max_pages)", hint="one row for each request"
         )
-    check_dense("layout block_table", table, "a matrix (batch, max_pages)", "torch.tensor(..., dtype=torch.int32)")
+    check_dense("layout block_table", table, "a matrix (batch, max_pages)", "torch.tensor(...)")
     batch = table.shape[0]
     starts = layout.cu_seqlens_q
     if starts is None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.layouts import Dense, Packed, Paged, check_packing
+from tilewise.layout_checks import check_packing
+from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.arguments import check_shapes, check_tensors, layout_of
 from tilewise.quant.blocks import groups_of_block, num_slots, rows_of_block, sequences
 from tilewise.quant.schemes import LARGEST, Scheme, check_scheme
