@@ -94,7 +94,7 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
     "cu_seqlens_start": (packed([1, 4, 6], [0, 3, 9]), InputError, "layout cu_seqlens_q", "first 1"),
     "cu_seqlens_k_total": (packed([0, 4, 6]), InputError, "layout cu_seqlens_k", "last 6"),
     "cu_seqlens_counts": (packed([0, 4, 6], [0, 9]), InputError, "layout cu_seqlens_k", "(2,)"),
-    "cu_seqlens_dtype": (packed(torch.tensor([0, 6]), [0, 9]), InputError, "layout cu_seqlens_q", "int64"),
+    "cu_seqlens_dtype": (packed(torch.tensor([0.0, 6.0]), [0, 9]), InputError, "layout cu_seqlens_q", "float32"),
     "cu_seqlens_rank": (
         packed(torch.zeros(2, 2, dtype=torch.int32), [0, 9]),
         InputError,
@@ -125,7 +125,7 @@ BAD: dict[str, tuple[dict[str, Any], type[TilewiseError], str, str]] = {
     "seed_shape": ({"dropout": 0.1, "seed": torch.tensor([1, 2])}, InputError, "seed", "tensor"),
     "seed_dtype": ({"dropout": 0.1, "seed": torch.tensor([1], dtype=torch.int32)}, InputError, "seed", "tensor"),
     "impl_unknown": ({"impl": "cuda"}, InputError, "impl", "cuda"),
-    "impl_cannot": ({"impl": "cpu_sdpa", "mask": tw.window(3)}, UnsupportedError, "impl='cpu_sdpa'", "this call"),
+    "impl_cannot": ({"impl": "cpu_sdpa", "mask": tw.window(3)}, UnsupportedError, "impl='cpu_sdpa'", "it cannot run"),
     "mask_type": ({"mask": True}, FormulaError, "mask", "bool"),
     "mask_dense_tensor": ({"mask": tensors(6, 9, dtype=torch.bool)}, FormulaError, "mask", "torch.bool tensor (6, 9)"),
     "mask_given_a_score": ({"mask": tw.softcap(3.0)}, FormulaError, "mask", "Score"),
@@ -274,7 +274,7 @@ def test_why_says_who_runs_and_why_not_the_others() -> None:
     assert verdicts["cpu_tiled"].startswith("chosen: ")
     assert verdicts["cpu_sdpa"].startswith("needs no mask, or causal on a square")
     assert verdicts["cpu_sdpa"].endswith("got causal with seqlen_q 6, seqlen_k 9")
-    assert verdicts["reference"] == "can run this, but prefers to be named; got no name"
+    assert verdicts["reference"] == "available only with impl='reference'"
     text = str(found)
     assert text.count("\n") == len(ROWS) - 1
     assert sum(line.startswith(">") for line in text.splitlines()) == 1
@@ -352,9 +352,9 @@ def test_why_of_a_named_implementation() -> None:
     assert tw.why(**good(), impl="reference").chosen == "reference"
     assert tw.why(**good(), impl="cpu_sdpa", mask=tw.window(2)).chosen is None
     verdicts = {name: verdict for name, _, verdict in tw.why(**good(), impl="reference").rows}
-    assert verdicts["cpu_tiled"] == "can run this, but impl='reference' was named"
+    assert verdicts["cpu_tiled"] == "can run this call, but impl='reference' was named"
     verdicts = {name: verdict for name, _, verdict in tw.why(**good(), impl="triton").rows}
-    assert verdicts["cpu_tiled"] == "can run this, but impl='triton' was named"
+    assert verdicts["cpu_tiled"] == "can run this call, but impl='triton' was named"
 
 
 def test_why_of_an_unknown_implementation() -> None:

@@ -153,7 +153,7 @@ def test_float64_and_wide_heads_are_refused() -> None:
 
 def test_rows_in_few_bits_need_a_scheme() -> None:
     q = torch.zeros(1, 5, 2, 16)
-    with pytest.raises(UnsupportedError, match="needs quantize="):
+    with pytest.raises(UnsupportedError, match="expected quantize="):
         tw.attention(q, q, q, impl="cpu_codes")
 
 

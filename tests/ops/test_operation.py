@@ -145,7 +145,7 @@ def test_names_of_rows() -> None:
     call = Call(torch.randn(3), None, 1.0, torch.float32)
     with pytest.raises(InputError, match="impl: got 'other'"):
         toy(call, "other")
-    with pytest.raises(UnsupportedError, match="needs tensors on meta; got cpu"):
+    with pytest.raises(UnsupportedError, match=r"tensors on meta \(got cpu\)"):
         toy(call, "elsewhere")
 
 

@@ -29,6 +29,7 @@ def test_a_public_signature_is_limited_a_private_or_device_one_is_not(tmp_path: 
     source = "\n".join(
         [
             f"def fits({fifteen}): ...",
+            f"def catches({fifteen}, **unknown: NoReturn): ...",
             f"def too_many({fifteen}, *, more): ...",
             f"def _private({fifteen}, more): ...",
             f"@triton.jit\ndef kernel({fifteen}, more): ...",

@@ -45,9 +45,14 @@ class Row(Generic[C]):
         """None if this row can run the call, else the first need that fails and what was found."""
         return _first(self.needs, call, "needs")
 
+    def unmet(self, call: C) -> list[str]:
+        """Every need that fails, each with what was found: "no dropout (got 0.1)"; empty if the row can run it."""
+        found = [(need.says, need.unmet(call)) for need in self.needs]
+        return [f"{says} (got {got})" for says, got in found if got is not None]
+
     def deferred(self, call: C) -> str | None:
         """None if the row takes such calls unasked, else the first preference that fails and what was found."""
-        return _first(self.prefers, call, "prefers")
+        return _first(self.prefers, call, "default only for")
 
     def function(self, name: str) -> Callable[..., Any]:
         return _function(self.module, name)
@@ -73,31 +78,60 @@ def named(rows: Sequence[Row[C]], impl: str) -> Row[C]:
     if row is None:
         names = ", ".join(row.name for row in rows)
         raise InputError(
-            "impl", got=shown(impl), expected=f"None or one of {names}", hint="None takes the first that can"
+            "impl",
+            got=shown(impl),
+            expected=f"None or one of {names}",
+            hint="None takes the first that can run it",
         )
     return row
 
 
-def choose(rows: Sequence[Row[C]], operation: str, call: C, impl: str | None, hint: str = "leave impl out") -> Row[C]:
+def choose(rows: Sequence[Row[C]], operation: str, call: C, impl: str | None, more: str = "") -> Row[C]:
     """The row that runs a call: the named one, or the first that can and takes it unasked.
 
-    Raises InputError for a name that no row has, and UnsupportedError where a need fails, with `hint` for a named row.
+    Raises InputError for a name that no row has, and UnsupportedError where a need fails: its hint names a row that can
+    run this very call, where there is one, and ends with `more`.
     """
     if impl is not None:
         row = named(rows, impl)
-        unmet = row.first_unmet(call)
-        if unmet is not None:
+        if row.first_unmet(call) is not None:
             raise UnsupportedError(
-                f"impl={impl!r}", got="this call", expected=f"what it can run: it {unmet}", hint=hint
+                f"impl={impl!r}",
+                got=f"a call of {operation} that it cannot run",
+                expected=", ".join(row.unmet(call)),
+                hint=_able(rows, call) + more,
             )
         return row
     for row in rows:
         if row.first_unmet(call) is None and row.deferred(call) is None:
             return row
-    reasons = "; ".join(f"{row.name} {row.first_unmet(call) or row.deferred(call)}" for row in rows)
     raise UnsupportedError(
-        operation, got="no implementation for this call", expected=reasons, hint="impl='reference' runs anything"
+        operation,
+        got="a call that no implementation takes",
+        expected="; or ".join(f"for {row.name}: {', '.join(unmet)}" for row, unmet in _nearest(rows, call)),
+        hint=_able(rows, call) + more,
     )
+
+
+def _able(rows: Sequence[Row[C]], call: C) -> str:
+    """The hint: an implementation that can run this very call, or that there is none."""
+    able = [row for row in rows if row.first_unmet(call) is None]
+    if not able:
+        return "change the call; no implementation can run it as it is"
+    first = next((row for row in able if row.deferred(call) is None), able[0])
+    return f"impl={first.name!r} can run this call"
+
+
+def _nearest(rows: Sequence[Row[C]], call: C) -> list[tuple[Row[C], list[str]]]:
+    """The two rows with the fewest unmet needs, not the same ones, and these needs; a row that can run the call but has
+    to be named is left to the hint.
+    """
+    lacking = [(row, row.unmet(call)) for row in rows if row.first_unmet(call) is not None]
+    found: list[tuple[Row[C], list[str]]] = []
+    for row, unmet in sorted(lacking, key=lambda one: len(one[1])):
+        if len(found) < 2 and unmet not in [other for _, other in found]:
+            found.append((row, unmet))
+    return found
 
 
 # the machine ---------------------------------------------------------------------------------------------------------
@@ -144,7 +178,7 @@ def _find_triton() -> str | None:
 # looked up without importing it, and once: torch.compile traces through the choice of a row
 _TRITON_MISSING = _find_triton()
 TRITON: Need[object] = Need("Triton installed", lambda call: _TRITON_MISSING)
-NAMED: Need[object] = Need("to be named", lambda call: "no name")
+NAMED: Need[object] = Need("calls that name it", lambda call: "no name")
 
 
 def on(kind: str, device_of: Callable[[C], torch.device]) -> Need[C]:

@@ -100,5 +100,5 @@ def test_implementations_are_named() -> None:
     held = writing.make_memory(CASE, SETTING)
     with pytest.raises(InputError, match="impl: got 'fast'; expected None or one of cpu, triton, reference"):
         tw.copy_pages(held.k_pages, held.v_pages, torch.tensor([[0, 1]]), impl="fast")
-    with pytest.raises(UnsupportedError, match="needs an NVIDIA GPU"):
+    with pytest.raises(UnsupportedError, match="expected an NVIDIA GPU"):
         tw.copy_pages(held.k_pages, held.v_pages, torch.tensor([[0, 1]]), impl="triton")

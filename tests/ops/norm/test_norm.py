@@ -211,9 +211,9 @@ def test_codes_inside_no_grad_are_fine() -> None:
 
 def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UnsupportedError, match=r"impl='triton'.*needs an NVIDIA GPU .*got cpu"):
+    with pytest.raises(UnsupportedError, match=r"impl='triton'.*expected an NVIDIA GPU .*got cpu"):
         tw.rms_norm(X, impl="triton")
-    with pytest.raises(UnsupportedError, match=r"impl='triton'.*needs an NVIDIA GPU .*got meta"):
+    with pytest.raises(UnsupportedError, match=r"impl='triton'.*expected an NVIDIA GPU .*got meta"):
         tw.rms_norm(X.to("meta"), impl="triton")
 
 

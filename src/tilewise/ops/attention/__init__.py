@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from tilewise.core.errors import InputError, shown
+from tilewise.core.dispatch import NAMED
+from tilewise.core.keywords import catches_unknown, refuse_unknown
 from tilewise.core.tensors import transformed
 from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
@@ -21,7 +22,7 @@ from tilewise.ops.attention.choice import Selected
 from tilewise.ops.attention.lengths import reads
 from tilewise.ops.attention.paged_rows import PagedRows, rows_of_call
 from tilewise.ops.attention.paged_rows import reads as reads_of_pages
-from tilewise.ops.attention.planned import AttentionPlan, refuse_gradients
+from tilewise.ops.attention.planned import AttentionPlan, check_kept, refuse_gradients
 from tilewise.ops.attention.problem import Call, make_call
 from tilewise.ops.attention.selected import attend, narrowed
 from tilewise.ops.attention.selected_pages import attend_pages, narrowed_to_pages
@@ -38,6 +39,7 @@ ScoreLike = Score | Callable[..., Any] | None
 SelectLike = Select | Selected | Prediction | Mask | TopPages | SparQ | None
 
 
+@catches_unknown
 def attention_with_lse(
     q: torch.Tensor,
     k: torch.Tensor | Encoded | ByChannel,
@@ -55,6 +57,7 @@ def attention_with_lse(
     quantize: Scheme | Quantized | None = None,
     select: SelectLike = None,
     impl: str | None = None,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention`, with the log-sum-exp of each query's scores: what `tilewise.merge` needs.
 
@@ -77,6 +80,8 @@ def attention_with_lse(
         >>> lse.shape
         torch.Size([2, 4, 100])
     """
+    if unknown:
+        refuse_unknown("attention_with_lse", unknown)
     arguments: dict[str, Any] = {
         "mask": mask, "score": score, "sink": sink, "layout": layout, "scale": scale, "dropout": dropout, "seed": seed,
         "deterministic": deterministic, "batch_invariant": batch_invariant, "quantize": quantize,
@@ -111,6 +116,7 @@ def _run(call: Call, impl: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     return composed.forward(call) if transformed(call.tensors) else compiled(row, call)
 
 
+@catches_unknown
 def attention(
     q: torch.Tensor,
     k: torch.Tensor | Encoded | ByChannel,
@@ -128,6 +134,7 @@ def attention(
     quantize: Scheme | Quantized | None = None,
     select: SelectLike = None,
     impl: str | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor:
     """Attention, forward and backward: softmax(score(scale * q k^T) where mask) v.
 
@@ -196,12 +203,15 @@ def attention(
         >>> o.shape
         torch.Size([2, 100, 4, 16])
     """
+    if unknown:
+        refuse_unknown("attention", unknown)
     return attention_with_lse(
         q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, dropout=dropout, seed=seed,
         deterministic=deterministic, batch_invariant=batch_invariant, quantize=quantize, select=select, impl=impl,
     )[0]  # fmt: skip
 
 
+@catches_unknown
 def plan(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -214,6 +224,7 @@ def plan(
     scale: float | None = None,
     batch_invariant: bool = False,
     impl: str | None = None,
+    **unknown: NoReturn,
 ) -> AttentionPlan:
     """Plan attention once for all layers of a model: `plan(q, k, v, ...).run(q, k, v)` is `attention(q, k, v, ...)`.
 
@@ -243,6 +254,10 @@ def plan(
         >>> planned = tw.plan(q, k, v, mask=tw.causal)
         >>> layers = [planned.run(q, k, v) for _ in range(2)]
     """
+    if unknown:
+        refuse_unknown("plan", unknown)
+    if isinstance(layout, (Packed, Paged)):
+        check_kept(layout)
     call = make_call(
         q, k, v, mask=mask, score=score, sink=sink, layout=layout, scale=scale, batch_invariant=batch_invariant
     )
@@ -306,10 +321,9 @@ def why(
         >>> found.chosen
         'cpu_tiled'
     """
-    unknown = [name for name in arguments if name not in _ARGUMENTS]
+    unknown = {name: x for name, x in arguments.items() if name not in _ARGUMENTS}
     if unknown:
-        expected = f"arguments of tilewise.attention: {', '.join(_ARGUMENTS)}"
-        raise InputError(f"why {unknown[0]}", got=shown(arguments[unknown[0]]), expected=expected, hint="by keyword")
+        refuse_unknown("why", unknown, ("q", "k", "v", *_ARGUMENTS))
     select = arguments.pop("select", None)
     in_rows, layout = _in_rows(q, k, v, select, arguments), arguments.get("layout")
     if in_rows is not None:
@@ -331,11 +345,12 @@ def why(
         elif unmet is not None:
             verdict = unmet
         elif deferred is not None:
-            verdict = f"can run this, but {deferred}"
+            only = "" if NAMED in row.prefers else f"; {deferred}"
+            verdict = f"available {'only ' if not only else ''}with impl={row.name!r}{only}"
         elif impl is not None:
-            verdict = f"can run this, but impl={impl!r} was named"
+            verdict = f"can run this call, but impl={impl!r} was named"
         else:
-            verdict = f"can run this; {chosen} comes first"
+            verdict = f"can run this call; {chosen} comes first"
         rows.append((row.name, row.summary, verdict))
     read = [*(reads_of_pages(layout) if in_rows is not None and isinstance(layout, Paged) else []), *reads(call)]
     return Explanation(chosen, tuple(rows), tuple(read) if call.q.is_cuda else ())

@@ -8,11 +8,12 @@ merged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.keywords import catches_unknown, refuse_unknown
 from tilewise.core.readback import being_traced
 from tilewise.formula import expr as e
 from tilewise.formula.expr import Expr
@@ -33,6 +34,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 _WIDEST = 512  # head dimension of a call
 
 
+@catches_unknown
 def select_tiles(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -43,6 +45,7 @@ def select_tiles(
     layout: Any = None,
     scale: float | None = None,
     impl: str | None = None,
+    **unknown: NoReturn,
 ) -> Selected:
     """The tiles of keys that `attention(q, k, v, select=select, ...)` computes: to look at, or to use in several calls.
 
@@ -66,6 +69,8 @@ def select_tiles(
         >>> tiles = tw.select_tiles(q, k, tw.Select(tw.TopK(0.5), block=25), mask=tw.causal)
         >>> o = tw.attention(q, k, v, mask=tw.causal, select=tiles)
     """
+    if unknown:
+        refuse_unknown("select_tiles", unknown)
     if isinstance(layout, Paged):
         rows = rows_of_call(q, k, k, layout)
         q, k, layout = rows.q, rows.k, rows.layout

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
 from tilewise.core.errors import InputError
 from tilewise.core.flags import check_flags
+from tilewise.core.keywords import catches_unknown, refuse_unknown
 from tilewise.core.readback import being_traced
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention.paged_rows import rows_of_call
@@ -26,6 +29,7 @@ from tilewise.quant.schemes import Scheme
 from tilewise.rotary import Rope
 
 
+@catches_unknown
 def quantize_qkv(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -36,6 +40,7 @@ def quantize_qkv(
     rope: Rope | tuple[Rope | None, Rope | None] | None = None,
     sums: bool = False,
     impl: str | None = None,
+    **unknown: NoReturn,
 ) -> Quantized:
     """Quantize q, k and v by a scheme, for `attention(quantize=...)`: once for several calls, or with rotary embedding.
 
@@ -77,6 +82,8 @@ def quantize_qkv(
         >>> codes = tw.quantize_qkv(q, k, v, scheme=tw.Sage2())
         >>> o = tw.attention(q, k, v, mask=tw.causal, quantize=codes)
     """
+    if unknown:
+        refuse_unknown("quantize_qkv", unknown)
     check_flags(sums=sums)
     if isinstance(layout, Paged):
         rows = rows_of_call(q, k, v, layout)

@@ -13,13 +13,11 @@ def _other_dims(call: Call) -> str | None:
 
 
 def _other_values(call: Call) -> str | None:
-    assert call.scheme is not None
-    return None if call.scheme.pv == "fp8" else f'pv="{call.scheme.pv}"'
+    return None if call.scheme is None or call.scheme.pv == "fp8" else f'pv="{call.scheme.pv}"'
 
 
 def _centred_queries(call: Call) -> str | None:
-    assert call.scheme is not None
-    return "centred" if "q" in call.scheme.smooth else None
+    return "centred" if call.scheme is not None and "q" in call.scheme.smooth else None
 
 
 ROW: Row[Call] = Row(
