@@ -56,6 +56,34 @@ def test_all_is_complete_and_every_name_in_it_exists() -> None:
     assert public <= set(exported), f"public but not in __all__: {sorted(public - set(exported))}"
 
 
+def test_what_is_imported_on_first_use_is_there_and_listed() -> None:
+    """In a fresh process, where nothing has imported these modules yet."""
+    program = """
+import sys, tilewise as tw
+lazy = ["kv", "nn", "errors", "KVCache"]
+assert not {"tilewise.kv", "tilewise.nn", "tilewise.errors"} & set(sys.modules), "imported at once"
+assert set(lazy) <= set(dir(tw))
+assert tw.KVCache is tw.kv.KVCache and issubclass(tw.errors.InputError, tw.errors.TilewiseError)
+assert tw.errors.OutOfPagesError is tw.core.errors.OutOfPagesError and tw.nn.RMSNorm(8)
+try:
+    tw.KVCash
+except AttributeError as error:
+    assert str(error) == "module 'tilewise' has no attribute 'KVCash'"
+else:
+    raise AssertionError("a name that is not there")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_public_module_of_errors_has_them_all() -> None:
+    from tilewise.core import errors as core
+
+    kinds = {name for name, x in vars(core).items() if isinstance(x, type) and issubclass(x, core.TilewiseError)}
+    assert {*tilewise.errors.__all__} == kinds
+    assert all(getattr(tilewise.errors, name) is getattr(core, name) for name in kinds)
+
+
 @pytest.mark.parametrize("name", [name for name in _modules() if not KERNEL_MODULE.search(name)])
 def test_every_module_without_kernels_imports(name: str) -> None:
     if name.rpartition(".")[2] != "__main__":

@@ -1,5 +1,8 @@
 """tilewise: write attention as a formula; it runs at the speed of the machine."""
 
+import importlib as _importlib
+import typing as _typing
+
 from tilewise.formula.formula import Mask, Score, mask, score
 from tilewise.formula.grids import neighborhood, sliding_tile
 from tilewise.formula.library import (
@@ -39,6 +42,10 @@ from tilewise.schedule.page_selection import SparQ, TopPages
 from tilewise.schedule.selection import Select, Sparge, Threshold, TopK
 from tilewise.selections import load_selections
 
+if _typing.TYPE_CHECKING:
+    from tilewise import errors, kv, nn
+    from tilewise.kv import KVCache
+
 __version__ = "0.2.0.dev0"
 
 __all__ = [
@@ -48,6 +55,7 @@ __all__ = [
     "Dense",
     "DynamicScaling",
     "Explanation",
+    "KVCache",
     "LinearScaling",
     "Llama3Scaling",
     "Mask",
@@ -80,8 +88,10 @@ __all__ = [
     "cross_entropy",
     "dilated",
     "document",
+    "errors",
     "explicit",
     "geglu",
+    "kv",
     "kv_write",
     "layer_norm",
     "lengths",
@@ -92,6 +102,7 @@ __all__ = [
     "merge",
     "merge_states",
     "neighborhood",
+    "nn",
     "plan",
     "prefix",
     "quantize_qkv",
@@ -116,3 +127,18 @@ __all__ = [
     "why",
     "window",
 ]
+
+_LAZY = {"KVCache": "tilewise.kv", "errors": "tilewise.errors", "kv": "tilewise.kv", "nn": "tilewise.nn"}
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Import the parts that a program may do without when it first asks for them."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _importlib.import_module(_LAZY[name])
+    globals()[name] = found = getattr(module, name, module)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

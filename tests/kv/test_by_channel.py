@@ -259,10 +259,10 @@ def test_bytes() -> None:
 def test_what_a_pool_refuses() -> None:
     for change, message in (
         ({"keys_by_channel": 3}, "keys_by_channel: got 3; expected 4 or 2"),
-        ({"encoding": None}, "encoding: got none, with keys_by_channel; expected that of values"),
+        ({"encoding": None}, "encoding: got none, with keys_by_channel; expected the encoding of values"),
         ({"open_pages": None}, "open_pages: got None; expected an integer, at least 1"),
         ({"open_pages": 0}, "open_pages: got 0; expected an integer, at least 1"),
-        ({"keys_by_channel": None}, "open_pages: got 2; expected none"),
+        ({"keys_by_channel": None}, "open_pages: got 2; expected None without keys_by_channel"),
         (
             {"head_dim": 6, "keys_by_channel": 2},
             "head_dim: got head_dim 6; expected a multiple of 4 for keys of 2 bits",

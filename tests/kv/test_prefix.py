@@ -167,7 +167,7 @@ def test_what_is_not_the_sequences_is_refused() -> None:
     with pytest.raises(InputError, match="tokens: got 12; expected at most 11"):
         cache.insert(sequence, [*TOKENS, 0])
     for tokens, extra in (([0] * 11, None), (TOKENS, "adapter")):
-        with pytest.raises(InputError, match="tokens: got others than before"):
+        with pytest.raises(InputError, match="tokens: got other tokens, or another extra, than its known"):
             cache.insert(sequence, tokens, extra)
     allocator.free(sequence)
     with pytest.raises(InputError, match="sequence: "):

@@ -202,7 +202,7 @@ class PageAllocator:
             got, hint = shown(batch), "append_all([(sequence, 1), ...])"
             raise InputError("wanted", got=got, expected="pairs (sequence, tokens)", hint=hint) from None
         if not once:
-            raise InputError("sequences", got="one twice", expected="each once", hint="add up its new tokens")
+            raise InputError("sequences", got="the same one twice", expected="each once", hint="add up its new tokens")
         writers: Counter[int] = Counter()
         for sequence, n in batch:
             if self.needed(sequence, n) > self._growth(sequence, n):
@@ -231,7 +231,7 @@ class PageAllocator:
                 "length",
                 got=shown(length),
                 expected=f"0 to {sequence.length}, the sequence's length",
-                hint="append grows it",
+                hint="KVCache.extend (PageAllocator.append) adds tokens",
             )
         self._drop(sequence, _pages_for(length, self.page_size))
         sequence.length = length
@@ -246,7 +246,12 @@ class PageAllocator:
     def keep(self, page: int) -> None:
         """Keep the content of a used `page`: it is not written any more, and cached when its last holder goes."""
         if not self.holders(page):
-            raise InputError("page", got=f"page {page}, held by none", expected="a used page", hint="keep it earlier")
+            raise InputError(
+                "page",
+                got=f"page {page}, held by none",
+                expected="a used page",
+                hint="keep a page while a sequence holds it",
+            )
         self._kept.add(page)
 
     def merge(self, sequence: Sequence, index: int, page: int) -> None:
@@ -271,9 +276,9 @@ class PageAllocator:
         if not known or sequence not in self._live:
             raise InputError(
                 "sequence",
-                got="one that was freed, or another allocator's" if known else type(sequence).__name__,
+                got="a sequence that was freed, or another allocator's" if known else type(sequence).__name__,
                 expected="a live sequence",
-                hint="sequences come from create and fork, and end with free",
+                hint="KVCache.new (PageAllocator.create) and fork make sequences, and free ends them",
             )
 
     def violations(self) -> list[str]:
@@ -354,7 +359,12 @@ class PageAllocator:
     def _check_known(self, page: int) -> None:
         if not isinstance(page, int) or page not in self._kept:
             got = f"page {_described(page)}"
-            raise InputError("page", got=got, expected="one that is kept", hint="call keep while it is used")
+            raise InputError(
+                "page",
+                got=got,
+                expected="one that is kept",
+                hint="PageAllocator.keep marks a page while a sequence holds it",
+            )
 
 
 def _pages_for(length: int, page_size: int) -> int:
@@ -396,4 +406,6 @@ def listed(name: str, values: Iterable[T], what: str) -> list[T]:
             raise TypeError
         return list(values)
     except TypeError:
-        raise InputError(name, got=type(values).__name__, expected=f"a list of {what}", hint="one is [x]") from None
+        raise InputError(
+            name, got=type(values).__name__, expected=f"a list of {what}", hint="pass a single one as [x]"
+        ) from None

@@ -139,6 +139,17 @@ class KVCache:
         self.allocator = PageAllocator(num_pages, page_size)
         self._prefixes = PrefixCache(self.allocator)
 
+    def __repr__(self) -> str:
+        pool, allocator = self.pool, self.allocator
+        encoding = pool.encoding or str(pool.dtype).removeprefix("torch.")
+        if pool.key_bits is not None:
+            encoding = f"keys int{pool.key_bits}, values {encoding}"
+        return (
+            f"KVCache(pages: {allocator.num_used} used and {allocator.num_cached} cached of {pool.num_pages}, "
+            f"page_size: {pool.page_size}, sequences: {len(allocator.sequences)}, layers: {pool.num_layers}, "
+            f"{encoding}, {pool.device})"
+        )
+
     def pages(self, layer: int) -> tuple[torch.Tensor | Encoded | ByChannel, torch.Tensor | Encoded]:
         """The pages of a layer, as `tilewise.attention` takes them for k and v.
 
@@ -209,11 +220,14 @@ class KVCache:
                 raise InputError("sequences", got=type(sequence).__name__, expected="live sequences", hint=hint)
         counts = [counts] * len(sequences) if isinstance(counts, int) else listed("counts", counts, "integers")
         for count in counts:
-            if type(count) is not int:
+            if type(count) is not int or count < 0:
                 check_count("counts", count, 0)
         if len(counts) != len(sequences):
             raise InputError(
-                "counts", got=f"{len(counts)}", expected=f"{len(sequences)}, one a sequence", hint="or one number"
+                "counts",
+                got=f"{len(counts)}",
+                expected=f"{len(sequences)}, one for each sequence",
+                hint="or one integer for all",
             )
         wanted = list(zip(sequences, counts, strict=True))
         if self._open is not None:

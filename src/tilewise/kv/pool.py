@@ -94,12 +94,15 @@ class PagePool:
         self.num_layers, self.num_pages, self.page_size, self.order = num_layers, num_pages, page_size, order
         self.encoding = encoding
         by_channel = check_by_channel(keys_by_channel, open_pages, encoding, head_dim)
+        self.key_bits = keys_by_channel
         self._channels: tuple[torch.Tensor, ...] = ()  # of keys: scale, least, open
         self._place = torch.full((num_pages,), -1, dtype=torch.int32, device=device)
         of_layers = (num_layers, num_pages)
         self._summaries: tuple[PageSummaries, ...] = ()
         if columns is not None and not summaries:
-            raise InputError("columns", got=columns, expected="None", hint="they are kept with summaries=True")
+            raise InputError(
+                "columns", got=columns, expected="None without summaries", hint="summaries=True keeps them"
+            )
         if encoding is None:
             self._memory = tuple(
                 torch.zeros(*of_layers, *page, d, dtype=dtype, device=device) for d in (head_dim, head_dim_v)
@@ -207,7 +210,12 @@ class PagePool:
             InputError: a pool without keys by channel.
         """
         if not self._channels:
-            raise InputError("open", got="a pool without", expected="keys by channel", hint="keys_by_channel=4")
+            raise InputError(
+                "open",
+                got="a pool without keys by channel",
+                expected="one with them",
+                hint="PagePool(..., keys_by_channel=4)",
+            )
         scale, least, rows = self._channels
         keys, rows = self._ordered(self._views[0]), self._ordered(rows)
         if opened.shape[0]:
@@ -242,19 +250,24 @@ def check_by_channel(
     """(bits, open pages) of keys by channel, None for others; raises InputError."""
     if bits is None:
         if open_pages is not None:
-            raise InputError("open_pages", got=open_pages, expected="none", hint="it goes with keys_by_channel=4, or 2")
+            raise InputError(
+                "open_pages", got=open_pages, expected="None without keys_by_channel", hint="keys_by_channel=4 or 2"
+            )
         return None
     check_bits("keys_by_channel", bits)
     check_channels("head_dim", head_dim, bits)
     if encoding is None:
         raise InputError(
-            "encoding", got="none, with keys_by_channel", expected="that of values", hint="encoding='int4', for example"
+            "encoding",
+            got="none, with keys_by_channel",
+            expected="the encoding of values",
+            hint="encoding='int4', for example",
         )
     if not isinstance(open_pages, int) or open_pages < 1:
         raise InputError(
             "open_pages",
             got=shown(open_pages),
             expected="an integer, at least 1",
-            hint="pages that are not full keep their keys as they are: one for each sequence that lives",
+            hint="partly filled pages keep their keys in 16 or 32 bits: one page for each live sequence",
         )
     return bits, open_pages

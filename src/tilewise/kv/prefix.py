@@ -60,7 +60,10 @@ class PrefixCache:
     def __init__(self, allocator: PageAllocator, *, hash: Callable[[Hashable], Hashable] = hash) -> None:
         if allocator.on_evict is not None:
             raise InputError(
-                "allocator", got="one that another index listens to", expected="one without", hint="make one index"
+                "allocator",
+                got="one that has a PrefixCache",
+                expected="one without",
+                hint="use that PrefixCache, or a new allocator",
             )
         allocator.on_evict = self._forget
         self.allocator = allocator
@@ -129,7 +132,10 @@ class PrefixCache:
         _check_tokens(tokens)
         if len(tokens) > sequence.length:
             raise InputError(
-                "tokens", got=len(tokens), expected=f"at most {sequence.length}", hint="append before you insert"
+                "tokens",
+                got=f"{len(tokens)}",
+                expected=f"at most {sequence.length}, the length of the sequence",
+                hint="KVCache.extend (PageAllocator.append) adds tokens, which are written before they are remembered",
             )
         full = len(tokens) // size
         known = full
@@ -138,7 +144,7 @@ class PrefixCache:
         parent = self._by_page[sequence.pages[known - 1]] if known else None
         if parent is not None and not parent.holds(parent.parent, _page_tokens(tokens, known - 1, size), extra):
             raise InputError(
-                "tokens", got="others than before, or another extra", expected="those of the sequence's known pages",
+                "tokens", got="other tokens, or another extra, than its known pages have", expected="the same ones",
                 hint="give the sequence's own tokens from the first on, and the extra that it was started with",
             )  # fmt: skip
         for index in range(known, full):
