@@ -67,7 +67,9 @@ def test_numbers_that_nothing_holds(name: str) -> None:
 
 
 def test_an_argument_that_attention_has_not() -> None:
-    with pytest.raises(InputError, match=r"^why foo: got 1; expected arguments of tilewise.attention: mask, score"):
+    with pytest.raises(
+        InputError, match=r"^foo: got 1, an argument that tilewise.why does not take; expected one of q, k, v, mask"
+    ):
         tw.why(X, X, X, foo=1)
 
 

@@ -28,12 +28,12 @@ DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "
 LAYOUTS = ("dense", "packed", "paged")
 KEEPS = {  # the layouts that a row with this need runs; a row without such a need runs all
     "the dense layout": ("dense",),
-    "paged keys": ("paged",),
+    "the paged layout": ("paged",),
     "packed queries over pages": ("paged",),
-    "keys that are not paged": ("dense", "packed"),
-    "keys in pages, or a dense layout": ("dense", "paged"),
+    "the dense or the packed layout": ("dense", "packed"),
+    "the dense or the paged layout": ("dense", "paged"),
 }
-NO_BACKWARD = {"no gradient wanted": LAYOUTS, "no gradient wanted of paged keys": ("paged",)}
+NO_BACKWARD = {"no gradients": LAYOUTS, "no gradients with paged keys": ("paged",)}
 EMULATED = ("cpu",)
 LARGEST_HEAD = 512
 
@@ -44,10 +44,10 @@ def rows(operation: str) -> list[Any]:
 
 
 def needs(row: Any) -> str:
-    """What a row needs, and what it prefers, in the words of the table."""
+    """What a row needs, and the calls that it is the default for, in the words of the table."""
     wanted = "; ".join(need.says for need in row.needs) or "nothing"
     preferred = ", ".join(need.says for need in getattr(row, "prefers", ()))
-    return f"{wanted}; prefers {preferred}" if preferred else wanted
+    return f"{wanted}; default only for {preferred}" if preferred else wanted
 
 
 def proof(row: Any, results: Path = RESULTS, root: Path = ROOT, operation: str = "attention") -> str:

@@ -198,7 +198,7 @@ def frequencies(
     if isinstance(scaling, DynamicScaling):
         if rotary_dim < 4:
             raise InputError(
-                "rotary_dim", got=rotary_dim, expected="4 or more", hint="one pair turns alike at every base"
+                "rotary_dim", got=rotary_dim, expected="4 or more", hint="the base has no effect on a single pair"
             )
         stretch = max(length, scaling.original_length) / scaling.original_length
         more = scaling.factor * stretch - (scaling.factor - 1)

@@ -198,8 +198,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     ) -> None:
         for name, given, hint in (
             ("weight", weight, "torch.nn.CrossEntropyLoss has class weights"),
-            ("size_average", size_average, "reduction='mean' or 'sum' says it"),
-            ("reduce", reduce, "reduction='none' says it"),
+            ("size_average", size_average, "use reduction='mean' or 'sum'"),
+            ("reduce", reduce, "use reduction='none'"),
         ):
             if given is not None:
                 raise InputError(name, got=type(given).__name__, expected="None", hint=hint)

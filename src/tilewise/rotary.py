@@ -54,7 +54,7 @@ class Rope:
                     name,
                     got=f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}",
                     expected=_TABLE,
-                    hint="a column for each pair: of angles that are given twice take half, [:, : rotary_dim // 2]",
+                    hint="one column for each pair; of repeated angles pass half, [:, : rotary_dim // 2]",
                 )
         cos, sin, positions = self.cos, self.sin, self.positions
         if sin.shape != cos.shape or sin.dtype != cos.dtype or sin.device != cos.device:
@@ -62,7 +62,7 @@ class Rope:
                 "Rope sin",
                 got=f"{sin.dtype} {tuple(sin.shape)} on {sin.device}",
                 expected=f"{cos.dtype} {tuple(cos.shape)} on {cos.device}, as cos",
-                hint="make both of the same angles",
+                hint="compute both from the same angles",
             )
         expected = f"a contiguous int32 or int64 tensor (tokens,) on {cos.device}"
         check_dense("Rope positions", positions, expected, "torch.arange(...)")
@@ -139,7 +139,7 @@ def check_positions(rope: Rope, slots: torch.Tensor | None = None) -> None:
             "rope",
             got=f"position {int(wrong[0])}",
             expected=f"0 to {rows - 1}, the rows of cos and sin",
-            hint="make the tables as long as the longest sequence becomes",
+            hint="make the tables as long as the longest sequence",
         )
 
 

@@ -24,7 +24,7 @@ def refused(function: Callable[..., Any], name: str, **more: Any) -> InputError:
     with pytest.raises(InputError) as error:
         function(Q, K, K, **more, **{name: True})
     assert error.value.name == name
-    assert str(error.value.got).startswith("an argument that tilewise.")
+    assert str(error.value.got).startswith("True, an argument that tilewise.")
     return error.value
 
 

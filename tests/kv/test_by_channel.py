@@ -267,7 +267,7 @@ def test_what_a_pool_refuses() -> None:
             {"head_dim": 6, "keys_by_channel": 2},
             "head_dim: got head_dim 6; expected a multiple of 4 for keys of 2 bits",
         ),
-        ({"head_dim_v": 3}, "head_dim_v: got head_dim 3; expected an even one for 'int4'"),
+        ({"head_dim_v": 3}, "head_dim_v: got head_dim 3; expected an even head_dim for 'int4'"),
     ):
         arguments = {"head_dim": 8, "encoding": "int4", "keys_by_channel": 4, "open_pages": 2} | change
         with pytest.raises(InputError, match=message):

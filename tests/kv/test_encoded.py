@@ -94,5 +94,5 @@ def test_new_pages_are_zeros() -> None:
 def test_what_a_pool_refuses() -> None:
     with pytest.raises(InputError, match="encoding: got 'int3'; expected one of 'int8', 'fp8', 'int4'"):
         PagePool(1, 1, 1, 1, 2, encoding="int3")
-    with pytest.raises(InputError, match="head_dim_v: got head_dim 3; expected an even one for 'int4'"):
+    with pytest.raises(InputError, match="head_dim_v: got head_dim 3; expected an even head_dim for 'int4'"):
         KVCache(1, 1, 1, 1, 2, 3, encoding="int4")

@@ -183,11 +183,11 @@ def test_what_does_not_read_them_says_so() -> None:
         unmet = [need.unmet(make_call(Q, k, v, layout=layout)) for need in table.named(impl).needs]
         assert what in unmet
     q = Q.clone().requires_grad_()
-    for impl, message in ((None, "no gradient wanted of paged keys"), ("reference", "no gradient wanted of encoded")):
+    for impl, message in ((None, "no gradients with paged keys"), ("reference", "no gradients with encoded")):
         with pytest.raises(UnsupportedError, match=message):
             tw.attention(q, k, v, layout=layout, impl=impl)
     k.least.requires_grad_()
-    with pytest.raises(UnsupportedError, match="no gradient wanted of encoded"):
+    with pytest.raises(UnsupportedError, match="no gradients with encoded"):
         tw.attention(Q, k, v, layout=layout, impl="reference")
 
 

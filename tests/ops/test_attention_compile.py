@@ -242,7 +242,7 @@ def test_the_reference_has_no_gradient_under_compile() -> None:
     q = torch.randn(1, 20, 2, 8)
     named = torch.compile(lambda q: tw.attention(q, q, q, mask=tw.causal, impl="reference"), backend="eager")
     torch.testing.assert_close(named(q), tw.attention(q, q, q, mask=tw.causal))
-    with pytest.raises(UnsupportedError, match=r"no gradient inside torch\.compile"):
+    with pytest.raises(UnsupportedError, match=r"no gradients inside torch\.compile"):
         named(q.requires_grad_())
 
 

@@ -272,7 +272,7 @@ def test_why_says_who_runs_and_why_not_the_others() -> None:
     assert found.chosen == "cpu_tiled"
     assert list(verdicts) == [row.name for row in ROWS]
     assert verdicts["cpu_tiled"].startswith("chosen: ")
-    assert verdicts["cpu_sdpa"].startswith("needs no mask, or causal on a square")
+    assert verdicts["cpu_sdpa"].startswith("needs no score formula, and no mask but causal")
     assert verdicts["cpu_sdpa"].endswith("got causal with seqlen_q 6, seqlen_k 9")
     assert verdicts["reference"] == "available only with impl='reference'"
     text = str(found)
@@ -334,7 +334,7 @@ UNMET = {
     "mask": ({"mask": tw.window(3)}, "a mask other than causal"),
     "sink": ({"sink": tensors(4)}, "a sink"),
     "dropout": ({"dropout": 0.25}, "dropout 0.25"),
-    "head_dim_v": ({"v": tensors(2, 9, 2, 16)}, "8, 16"),
+    "head_dim_v": ({"v": tensors(2, 9, 2, 16)}, "head_dim 8, head_dim_v 16"),
     "packed": (packed([0, 4, 6], [0, 3, 9]), "packed"),
 }
 

@@ -69,7 +69,7 @@ def test_means_of_rows_that_were_not_turned_are_refused(sums: bool, select: tw.S
     (q, k, v), _ = cases.make_inputs(LARGE, torch.float32)
     ropes = (rope_of(q), rope_of(k))
     turned = tw.quantize_qkv(q, k, v, scheme=LARGE.scheme, rope=ropes, sums=sums)
-    with pytest.raises(InputError, match=r"^select: got .* turned by their positions"):
+    with pytest.raises(InputError, match=r"^select: got .* rotated by quantize_qkv"):
         tw.attention(q, k, v, quantize=turned, select=select)
     plain = tw.quantize_qkv(q, k, v, scheme=LARGE.scheme, sums=sums)
     want = tw.attention(q, k, v, quantize=LARGE.scheme, select=select)

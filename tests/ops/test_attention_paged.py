@@ -85,7 +85,7 @@ def test_gradients_go_through_the_reference_only() -> None:
     case = Case("gradients", batch=2, seqlen_q=4, seqlen_k=12)
     inputs = make_inputs(case, torch.float64)
     pool = paged(inputs, 4)
-    with pytest.raises(UnsupportedError, match="no gradient wanted of paged keys"):
+    with pytest.raises(UnsupportedError, match="no gradients with paged keys"):
         tw.attention(inputs.q, pool.k, pool.v, layout=pool.layout)
     o = tw.attention(inputs.q, pool.k, pool.v, layout=pool.layout, impl="reference")
     (got,) = torch.autograd.grad(o, inputs.q, inputs.do)

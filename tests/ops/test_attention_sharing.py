@@ -91,8 +91,8 @@ def test_rows_of_a_tile(sizes: dict[str, int], portable: tuple[int, int], hopper
     [
         ({"batch": 1}, "there are 1 requests, not 2 to 1024"),
         ({"batch": 1025}, "there are 1025 requests"),
-        ({"queries": 9}, "a request has 36 rows of queries for each key/value head, above 32"),
-        ({"dim": 256, "queries": 5}, "a request has 20 rows of queries for each key/value head, above 16"),
+        ({"queries": 9}, "a request has 36 query rows per KV head, above 32"),
+        ({"dim": 256, "queries": 5}, "a request has 20 query rows per KV head, above 16"),
         ({"mask": tw.causal & tw.window(100)}, "the mask is not causal"),
         ({"score": tw.alibi(torch.ones(8))}, "the score formula looks at"),
         ({"score": lambda s, b, h, i, j: s + b}, "the score formula looks at"),

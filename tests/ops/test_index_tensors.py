@@ -157,5 +157,5 @@ def test_a_plan_which_keeps_them_wants_int32() -> None:
 
 
 def test_vmap_over_them_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="layout: got a tensor with a dimension that vmap takes out"):
+    with pytest.raises(UnsupportedError, match="layout: got a tensor that vmap has batched"):
         torch.func.vmap(lambda cu: tw.attention(Q, K, V, layout=tw.Packed(cu, CU_K)))(CU_Q.long().expand(2, -1))

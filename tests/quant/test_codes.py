@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "another kind": (lambda: encode(torch.ones(2, 4), "int2"), r"kind: got 'int2'; expected one of 'int8', 'fp8'"),
     "integers": (lambda: encode(torch.ones(2, 4).int(), "int8"), r"x: got torch.int32 \(2, 4\)"),
     "a list": (lambda: encode([1.0], "int8"), r"x: got list"),  # type: ignore[arg-type]
-    "an odd head_dim": (lambda: encode(torch.ones(2, 5), "int4"), r"x: got head_dim 5; expected an even one"),
+    "an odd head_dim": (lambda: encode(torch.ones(2, 5), "int4"), r"x: got head_dim 5; expected an even head_dim"),
     "codes of no kind": (lambda: Encoded(torch.ones(2, 4), torch.ones(2)), r"Encoded data: got torch.float32"),
     "data that is no tensor": (lambda: Encoded(None, torch.ones(2)), r"Encoded data: got NoneType"),  # type: ignore[arg-type]
     "scale that is no tensor": (lambda: Encoded(torch.ones(2).char(), 1.0), r"Encoded scale: got float"),  # type: ignore[arg-type]

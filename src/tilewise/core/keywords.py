@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -106,10 +106,14 @@ def refuse_unknown(function: str, unknown: Mapping[str, Any], known: tuple[str, 
     taken = known or _PARAMETERS[function]
     raise InputError(
         name,
-        got=f"an argument that tilewise.{function} does not take",
+        got=f"{_described(unknown[name])}, an argument that tilewise.{function} does not take",
         expected=f"one of {', '.join(taken)}",
         hint=_hint(name, function, taken),
     )
+
+
+def _described(value: object) -> str:
+    return shown(value) if isinstance(value, (bool, int, float, str, tuple, type(None))) else type(value).__name__
 
 
 def _hint(name: str, function: str, taken: tuple[str, ...]) -> str:

@@ -23,7 +23,7 @@ from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.core.readback import being_traced, has_memory, unreadable, values_checked
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-TRANSFORMED = "tensors that vmap, torch.func or forward mode see"
+TRANSFORMED = "tensors inside vmap, torch.func or forward mode"
 _STAND_INS = "torch._subclasses"  # FakeTensor and FunctionalTensor, which operators know
 _HINTS = {
     "DTensor": "pass x.to_local(), or wrap the call in torch.distributed.tensor.experimental.local_map",
@@ -46,7 +46,7 @@ def not_dense(x: Any) -> tuple[str, str] | None:
     if x.layout is not torch.strided:
         return f"a {x.layout} tensor", _HINTS["sparse"]
     if not torch.compiler.is_compiling() and x.is_neg():  # memory holds the numbers before the sign
-        return "a tensor that is negated when it is read", _HINTS["negated"]
+        return "a tensor that is negated when it is read (the negative bit of x.conj().imag)", _HINTS["negated"]
     return None
 
 
@@ -151,7 +151,7 @@ def refuse_batched(name: str, tensors: Iterable[Any]) -> None:
     for x in tensors:
         while isinstance(x, torch.Tensor) and is_functorch_wrapped_tensor(x):
             if is_batchedtensor(x):
-                raise no_derivative(name, "a tensor with a dimension that vmap takes out")
+                raise no_derivative(name, "a tensor that vmap has batched")
             x = get_unwrapped(x)
 
 

@@ -64,7 +64,7 @@ def prove(bound: Bound, what: str, sizes: tuple[int, int, int, int]) -> None:
         raise FormulaError(
             what,
             got="an index or a divisor read from a captured tensor, while a CUDA graph is captured",
-            expected="one that stays inside whatever a replay finds in the tensor",
+            expected="one that stays in range for any values at replay",
             hint="clamp it with .clamp(min, max)",
         )
 

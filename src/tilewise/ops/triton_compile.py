@@ -38,7 +38,7 @@ def compiled_for(
             compiled.metadata.name,
             got=f"{compiled.metadata.shared} bytes of shared memory",
             expected=f"at most {limit}, which a block of this GPU has",
-            hint="impl='reference' runs anything; please report the call",
+            hint="please report the call; tilewise.why(...) lists other implementations",
         )
     look_at(compiled)
     return compiled, options
@@ -64,7 +64,7 @@ def _wrong(compiled: Any, what: str, expected: str) -> UnsupportedError:
         compiled.metadata.name,
         got=f"code of Triton {triton.__version__} {what}",
         expected=f"code that {expected}",
-        hint="impl='reference' runs anything; please report the formula",
+        hint="please report the formula; tilewise.why(...) lists other implementations",
     )
 
 

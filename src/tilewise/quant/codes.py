@@ -117,7 +117,7 @@ def check_head_dim(name: str, head_dim: int, kind: str) -> None:
     """Raise InputError where a row's codes would end inside a byte."""
     if head_dim % KINDS[kind].in_byte:
         raise InputError(
-            name, got=f"head_dim {head_dim}", expected=f"an even one for {kind!r}", hint="a byte holds two numbers"
+            name, got=f"head_dim {head_dim}", expected=f"an even head_dim for {kind!r}", hint="a byte holds two numbers"
         )
 
 

@@ -54,7 +54,7 @@ class TopPages:
                 "TopPages pages",
                 got=f"{self.pages}, with first={self.first} and local={self.local}",
                 expected=f"at least {self.first + self.local}",
-                hint="these are among the pages that are read",
+                hint="first and local count among the pages that are read",
             )
         for name, known in (("by", BY), ("far", FAR)):
             if getattr(self, name) not in known:
@@ -103,7 +103,10 @@ class SparQ:
             _check_count("SparQ local", self.local, 1, "a number of tokens")
         if self.newest > self.keys:
             raise InputError(
-                "SparQ local", got=shown(self.local), expected=f"at most keys={self.keys}", hint="they are among these"
+                "SparQ local",
+                got=shown(self.local),
+                expected=f"at most keys={self.keys}",
+                hint="local tokens count among the keys that are read",
             )
 
     @property

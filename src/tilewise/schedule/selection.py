@@ -89,7 +89,7 @@ class TopK:
                 "TopK k",
                 got=shown(self.k),
                 expected="integers from 1 to 2**31 - 1, or numbers in (0, 1]",
-                hint="8 takes eight tiles, 0.25 a quarter of those that can be seen",
+                hint="8 selects eight tiles, 0.25 a quarter of the visible ones",
             )
         _keep(self, "k", self.k)
 

@@ -142,7 +142,7 @@ class Selected:
             raise InputError(
                 "select",
                 got=f"tiles of {of}",
-                expected="tiles of a call of the sizes of this one",
+                expected="tiles that were selected for a call of the same sizes",
                 hint="select_tiles once for each size, of packed sequences for the lengths of each",
             )
 

@@ -36,7 +36,7 @@ def _composed(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         raise UnsupportedError(
             "attention",
             got=f"{count:,} scores under second derivatives, vmap, torch.func or forward mode",
-            expected=f"at most {MOST_SCORES:,} (batch x heads x queries x keys), which are there at once, in float64",
+            expected=f"at most {MOST_SCORES:,} (batch x heads x queries x keys), held all at once in float64",
             hint="first derivatives of any size come from .backward() and torch.autograd.grad",
         )
     o, lse = _reference(call)

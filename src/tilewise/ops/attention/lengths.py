@@ -29,8 +29,8 @@ def check_indices(call: Call) -> bool:
     if lengths is None and being_captured(call.q.device):
         raise FormulaError(
             "mask or score",
-            got="an index into a captured tensor that hangs on lengths, while a CUDA graph is captured",
-            expected="one that stays inside for all lengths that a replay may find",
+            got="an index into a captured tensor that depends on sequence lengths, while a CUDA graph is captured",
+            expected="an index that stays in range for any lengths at replay",
             hint="declare tilewise.Packed(..., max_seqlen_k=...), or clamp the index",
         )
     if lengths is not None:

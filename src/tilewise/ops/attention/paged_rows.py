@@ -51,7 +51,12 @@ def rows_of_call(q: Any, k: Any, v: Any, layout: Paged) -> PagedRows:
     """
     if isinstance(k, ByChannel):
         hint = "pages that are not encoded, or by token (Encoded)"
-        raise InputError("k", got="keys by channel", expected="keys by token, to be brought into rows", hint=hint)
+        raise InputError(
+            "k",
+            got="keys by channel",
+            expected="keys encoded by token, or not encoded, which can be copied out of their pages",
+            hint=hint,
+        )
     if torch.compiler.is_compiling():  # (not a decorator: that imports PyTorch's compiler for everyone)
         rows: PagedRows = torch.compiler.disable(_rows)(q, k, v, layout)  # type: ignore[no-untyped-call]
         return rows

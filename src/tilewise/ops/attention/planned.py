@@ -202,8 +202,8 @@ def _check_like(name: str, x: torch.Tensor, example: _Example, by_pointer: bool)
     if by_pointer and example.aligned and x.data_ptr() % 16:
         raise InputError(
             name,
-            got="memory that starts at no multiple of 16 bytes",
-            expected="one, as the tensor had that was planned for",
+            got="a data_ptr() that is not a multiple of 16 bytes",
+            expected="a multiple of 16, as the planned tensor had",
             hint="plan with such tensors, or clone this one",
         )
 

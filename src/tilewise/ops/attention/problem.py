@@ -220,7 +220,7 @@ def make_call(
         raise InputError(
             "batch_invariant",
             got="True, for tilewise.Paged(..., share_prefixes=True)",
-            expected="one of both",
+            expected="one of the two, not both",
             hint="what requests share depends on the batch, and so do the bits of results",
         )
     if aside:

@@ -146,7 +146,7 @@ def _with_sums(call: Call, select: Select, quantize: Any) -> Quantized | None:
         if quantize.turned and (select.far != "drop" or (select.predictions and not serves)):
             raise InputError(
                 "select",
-                got=f"{select!r}, for codes of rows that were turned by their positions",
+                got=f"{select!r}, for codes that were rotated by quantize_qkv(rope=)",
                 expected="means of these: far='drop', blocks of multiples of (64, 128), and codes with sums",
                 hint="quantize_qkv(..., sums=True), or tilewise.rope first, and a scheme",
             )

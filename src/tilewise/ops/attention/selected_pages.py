@@ -247,14 +247,14 @@ def one_head(*pools: torch.Tensor, of_tokens: bool = False) -> tuple[tuple[torch
             raise InputError(
                 "v" if views[1:] else "k",
                 got=f"pages of strides {x.stride()}",
-                expected="pages and heads that lie multiples of one distance apart, fewer than 2**31 of them in all",
+                expected="strides of pages and heads that are multiples of one stride, fewer than 2**31 of it in all",
                 hint="a pool of PagePool",
             )
     if len(steps) > 1:
         raise InputError(
             "v",
             got=f"pages of strides {pools[1].stride()}, keys of {pools[0].stride()}",
-            expected="pages whose heads lie as those of the keys",
+            expected="strides of heads as the keys have them",
             hint="a pool of PagePool, or dense tensors of one order",
         )
     return tuple(views), *steps.pop()
@@ -308,11 +308,13 @@ def _checked(q: Any, k: Any, v: Any, select: OfPages, arguments: dict[str, Any])
     scored = None if arguments.get("score") is None else as_score(arguments["score"])
     symbols = set() if scored is None else {x.value for x in postorder([scored.expr]) if x.op == "sym"}
     if symbols - {"s"}:
-        hint = "tokens of selected pages have no positions; tilewise.softcap has none, either"
-        raise InputError("score", got=shown(scored), expected="a score of the score alone", hint=hint)
+        hint = "tokens of selected pages have no positions; tilewise.softcap reads none"
+        raise InputError("score", got=shown(scored), expected="a score formula that reads s alone", hint=hint)
     if isinstance(select, SparQ):
         if scored is not None:
-            raise InputError("score", got=shown(scored), expected="None", hint="SparQ predicts plain products")
+            raise InputError(
+                "score", got=shown(scored), expected="None", hint="SparQ predicts scores without a formula"
+            )
         if layout.summaries.columns is None:
             hint = "KVCache(summaries=True, columns=8), or PageSummaries.of(k_pages, v_pages, columns=8)"
             raise InputError("layout summaries", got="no columns", expected="columns, for SparQ", hint=hint)

@@ -46,7 +46,7 @@ def unshared(call: Call) -> str | None:
     if not 2 <= call.batch <= REQUESTS:
         return f"there are {call.batch} requests, not 2 to {REQUESTS}"
     if 2 * rows > most_rows(call):
-        return f"a request has {rows} rows of queries for each key/value head, above {most_rows(call) // 2}"
+        return f"a request has {rows} query rows per KV head, above {most_rows(call) // 2}"
     if call.mask is not None and call.mask.text != CAUSAL:
         return "the mask is not causal"
     if call.score is not None and _looks_at_queries(call.score.text):

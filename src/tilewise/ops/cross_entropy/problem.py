@@ -134,7 +134,10 @@ def make_linear_call(
         _check_floats("bias", bias, "(vocabulary,)")
         if bias.shape != weight.shape[:1]:
             raise InputError(
-                "bias", got=f"shape {tuple(bias.shape)}", expected=f"{tuple(weight.shape[:1])}", hint="one a class"
+                "bias",
+                got=f"shape {tuple(bias.shape)}",
+                expected=f"{tuple(weight.shape[:1])}",
+                hint="one for each class",
             )
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and (other.dtype != x.dtype or other.device != x.device):

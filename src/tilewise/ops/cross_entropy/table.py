@@ -15,7 +15,7 @@ ROWS: tuple[Row[Call], ...] = rows_of(
     lambda call: call.target.device,
     lambda call: (call.x if isinstance(call, LinearCall) else call.logits).dtype,
     cpu="PyTorch, a chunk of tokens at a time under a linear layer",
-    triton="logits read once for the loss and once for their gradient, which is written over a linear layer's",
+    triton="two passes over logits, loss then gradient; under a linear layer the gradient overwrites them",
 )
 _LINEAR_ROWS: tuple[Row[LinearCall], ...] = tuple(
     dataclasses.replace(row, forward="linear_forward", backward="linear_backward")  # type: ignore[misc]

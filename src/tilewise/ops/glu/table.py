@@ -13,7 +13,7 @@ ROWS: tuple[Row[Call], ...] = rows_of(
     lambda call: call.gate.device,
     lambda call: call.gate.dtype,
     cpu="PyTorch's activation, times up",
-    triton="one pass, the activation computed again in the backward",
+    triton="one pass; the backward recomputes the activation",
 )
 
 GLU = Operation("glu", Call, ROWS, results, gradients, keeps=("gate", "up"), composed=composed.forward)

@@ -81,7 +81,9 @@ def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, rope: Any
             )
     _check_alike("v", v, "k", k)
     if v.shape[0] != k.shape[0]:
-        raise InputError("v", got=f"{v.shape[0]} tokens", expected=f"{k.shape[0]}, as k has", hint="one row a token")
+        raise InputError(
+            "v", got=f"{v.shape[0]} tokens", expected=f"{k.shape[0]}, as k has", hint="one row for each token"
+        )
     _check_index("slot_mapping", slots, (k.shape[0],), "(tokens,)", k.device)
     if rope is not None:
         check_rope(rope, "k", k)
@@ -108,7 +110,7 @@ def copy_calls(k_pages: Any, v_pages: Any, pairs: Any) -> tuple[Copy, ...]:
             "k_pages",
             got="a ByChannel",
             expected="tensors, or an Encoded",
-            hint="a copy is made to be written, so its keys are opened: `tilewise.kv.PagePool.copy` and `open`",
+            hint="`tilewise.kv.PagePool.copy` and `open` copy such pages",
         )
     encoded = _check_pages(k_pages, v_pages)
     _check_index("pairs", pairs, (None, 2), "(n, 2)", k_pages.device)
@@ -177,7 +179,7 @@ def _check_open(channels: ByChannel, slots: torch.Tensor) -> None:
         raise InputError(
             "slot_mapping",
             got=f"slot {lost[0]}, in a page of codes that this call does not fill",
-            expected="slots of open pages, or those up to a page's last one, side by side",
+            expected="slots of open pages, or consecutive slots up to the end of a page",
             hint="`k_pages.place` says which pages are open; `tilewise.kv.KVCache` opens them",
         )
 

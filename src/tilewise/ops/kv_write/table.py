@@ -24,14 +24,14 @@ def _large_page(call: Call) -> str | None:
 _HERE = "tilewise.ops.kv_write"
 
 ROWS: tuple[Row[Call], ...] = (
-    Row("cpu", f"{_HERE}.cpu", (dispatch.on("cpu", _device),), "indexed assignment in PyTorch"),
+    Row("cpu", f"{_HERE}.cpu", (dispatch.on("cpu", _device),), "PyTorch, indexed assignment"),
     Row(
         "triton",
         f"{_HERE}.triton_kv_write",
         (TRITON, dispatch.gpu(_device), Need("pages of fewer than 2**31 - 2**11 elements", _large_page)),
-        "one launch for keys and values, a program for some columns of some tokens",
+        "one launch for keys and values, one program per block of tokens and columns",
     ),
-    Row("reference", f"{_HERE}.reference", (), "one token after another: the specification", prefers=(NAMED,)),
+    Row("reference", f"{_HERE}.reference", (), "token by token: the specification", prefers=(NAMED,)),
 )
 
 

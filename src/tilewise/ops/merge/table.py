@@ -20,7 +20,7 @@ ROWS: tuple[Row[Call], ...] = (
         "cpu",
         f"{_HERE}.cpu",
         (dispatch.on("cpu", _device),),
-        "sums state by state in PyTorch",
+        "PyTorch, state by state",
         backward="backward",
     ),
     Row(
@@ -31,7 +31,7 @@ ROWS: tuple[Row[Call], ...] = (
             dispatch.gpu(_device),
             dispatch.dtypes(lambda call: call.dtype, torch.float16, torch.bfloat16, torch.float32),
         ),
-        "one pass over the states, a program for some rows of any heads",
+        "one pass over the states, one program per block of rows",
         backward="backward",
     ),
     Row(

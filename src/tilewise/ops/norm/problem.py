@@ -171,7 +171,7 @@ def _check_quantize(quantize: Any, out_dtype: Any, tensors: tuple[torch.Tensor |
         raise InputError(
             "out_dtype",
             got=f"{out_dtype} beside quantize={quantize!r}",
-            expected="one of both",
+            expected="one of the two, not both",
             hint="codes have the dtype of their kind",
         )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):

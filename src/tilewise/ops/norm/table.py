@@ -11,8 +11,8 @@ ROWS = rows_of(
     "triton_norm",
     lambda call: call.x.device,
     lambda call: call.x.dtype,
-    cpu="statistics, then rows, in PyTorch",
-    triton="rows read once and kept in registers, wider ones in chunks; a fixed grid sums weight gradients",
+    cpu="PyTorch: statistics, then rows",
+    triton="rows read once into registers, wider ones in chunks; weight gradients summed by a fixed grid",
 )
 
 NORM: Operation[Call] = Operation(

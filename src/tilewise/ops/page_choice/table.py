@@ -19,8 +19,8 @@ _ROWS = rows_of(
     "triton_page_choice",
     lambda call: call.q.device,
     lambda call: call.q.dtype,
-    cpu="one row of queries after another in PyTorch",
-    triton="a program for some pages of a head, then one for some, or all, of a row",
+    cpu="PyTorch, one row of queries at a time",
+    triton="one program per block of pages and head for the scores, then top-k by row",
     needs=(Need(f"tables of at most {LONGEST} pages", _too_long),),
     reference="float64, page by page: the specification",
 )

@@ -50,7 +50,7 @@ def summarize_pages(
     """
     check_summaries(k_pages, v_pages, summaries)
     if not isinstance(layout, Paged):
-        got, hint = type(layout).__name__, "of the step that wrote the keys"
+        got, hint = type(layout).__name__, "pass the layout of the step that wrote the keys"
         raise InputError("layout", got=got, expected="tilewise.Paged(block_table, seqlens_k)", hint=hint)
     layout = in_int32(layout)
     table, first, seqlens = layout.pages

@@ -13,8 +13,8 @@ _ROWS = rows_of(
     "triton_page_summaries",
     lambda call: call.k.device,
     lambda call: call.k.dtype,
-    cpu="all pages at once in PyTorch",
-    triton="a program for a page of a head",
+    cpu="PyTorch, all pages at once",
+    triton="one program per page and head",
     reference="float64, page by page: the specification",
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)

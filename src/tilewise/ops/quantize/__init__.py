@@ -98,7 +98,7 @@ def quantize_qkv(
             "sums",
             got="True",
             expected=f"False for {scheme.text}",
-            hint="a scheme that does not rotate, with scales of blocks or less",
+            hint="a scheme without rotation, with scales of a block or finer",
         )
     keys, values = make_call("k", k, scheme, layout, None, sums, ropes.get("k")), make_call("v", v, scheme, layout)
     along = keys.summed and not _as_they_are(values)

@@ -13,8 +13,8 @@ _ROWS = rows_of(
     "triton_quantize",
     lambda call: call.x.device,
     lambda call: call.x.dtype,
-    cpu="sequence by sequence in PyTorch",
-    triton="statistics where means or scales span a sequence, then a program for a block of a head",
+    cpu="PyTorch, one sequence at a time",
+    triton="one program per block and head, after a pass of statistics where means or scales span a sequence",
     reference="means and rotations in float64, block by block: the specification",
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)

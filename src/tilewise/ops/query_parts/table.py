@@ -14,7 +14,7 @@ _ROWS = rows_of(
     lambda call: call.q.device,
     lambda call: call.q.dtype,
     cpu="PyTorch",
-    triton="a program for a row and head of keys",
+    triton="one program per query row and KV head",
     reference="float64: the specification",
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)

@@ -54,7 +54,7 @@ def make_call(q: Any, k: Any, rope: Any) -> Call:
                 "k",
                 got=f"shape {tuple(k.shape)}",
                 expected=f"{(*q.shape[:-2], 'num_heads_kv', q.shape[-1])}, as q has tokens and head_dim",
-                hint="turn tensors of other tokens in a call of their own",
+                hint="rotate tensors of other tokens in another call",
             )
     if not isinstance(rope, Rope):
         raise InputError(
@@ -82,7 +82,7 @@ def check_inplace(call: Call) -> None:
             raise InputError(
                 name,
                 got=f"strides {x.stride()}",
-                expected="unit stride in head_dim and no two elements in one place, to be written to",
+                expected="unit stride in head_dim and no overlapping elements, to be written in place",
                 hint="leave inplace out",
             )
     if call.k is not None:
@@ -118,7 +118,7 @@ def check_joint(qkv: Any, num_heads_q: Any, num_heads_kv: Any) -> None:
     """Raise InputError unless qkv has that many heads of queries, of keys and of values."""
     for name, heads in (("num_heads_q", num_heads_q), ("num_heads_kv", num_heads_kv)):
         if not isinstance(heads, (int, torch.SymInt)) or isinstance(heads, bool) or heads < 1:
-            raise InputError(name, got=shown(heads), expected="a whole number, 1 or more", hint="heads, not numbers")
+            raise InputError(name, got=shown(heads), expected="a whole number, 1 or more", hint="a number of heads")
     _check_tensor("qkv", qkv)
     heads = num_heads_q + 2 * num_heads_kv
     if qkv.shape[-2] != heads:

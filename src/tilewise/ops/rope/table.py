@@ -12,9 +12,9 @@ ROWS: tuple[Row[Call], ...] = rows_of(
     "triton_rope",
     lambda call: call.cos.device,
     lambda call: call.dtype,
-    cpu="all tokens at once in PyTorch",
-    triton="one launch for queries and keys, a program for some heads of some tokens",
-    reference="one pair after another, rounded as `Rope` says: the specification",
+    cpu="PyTorch, all tokens at once",
+    triton="one launch for queries and keys, one program per block of tokens and heads",
+    reference="pair by pair, rounded as `Rope` says: the specification",
 )
 
 ROPE = Operation(

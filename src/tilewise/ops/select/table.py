@@ -19,10 +19,10 @@ _ROWS = rows_of(
     "triton_select",
     lambda call: call.scores.device,
     lambda call: call.scores.dtype,
-    cpu="rows sorted in PyTorch",
-    triton="a row in registers, its least score found bit by bit",
+    cpu="PyTorch, rows sorted",
+    triton="rows in registers, the threshold found bit by bit",
     needs=(Need(f"rows of at most {LONGEST} tiles of keys (choose a larger block)", _too_long),),
-    reference="one row after another, tile by tile: the specification",
+    reference="row by row, tile by tile: the specification",
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)
 

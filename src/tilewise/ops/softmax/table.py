@@ -12,8 +12,8 @@ ROWS: tuple[Row[Call], ...] = rows_of(
     "triton_softmax",
     lambda call: call.x.device,
     lambda call: call.in_dtype,
-    cpu="PyTorch's softmax, masked",
-    triton="a row in registers, wider ones in chunks read twice",
+    cpu="PyTorch's softmax with a mask",
+    triton="rows in registers, wider ones in chunks read twice",
 )
 
 SOFTMAX = Operation(

@@ -12,8 +12,8 @@ ROWS: tuple[Row[Call], ...] = rows_of(
     "triton_tile_means",
     lambda call: call.x.device,
     lambda call: call.dtype,
-    cpu="sequence by sequence in PyTorch",
-    triton="a program for a tile of a head",
+    cpu="PyTorch, one sequence at a time",
+    triton="one program per tile and head",
     reference="float64, tile by tile: the specification",
 )
 

@@ -13,8 +13,8 @@ _ROWS = rows_of(
     "triton_tile_scores",
     lambda call: call.q_sums.device,
     lambda call: call.q_sums.dtype,
-    cpu="all tiles at once in PyTorch",
-    triton="a program for some tiles of queries and some of keys of a head",
+    cpu="PyTorch, all tiles at once",
+    triton="one program per block of query tiles, block of key tiles and head",
     reference="float64, tile by tile: the specification",
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)

@@ -13,8 +13,8 @@ _ROWS = rows_of(
     "triton_token_choice",
     lambda call: call.total.device,
     lambda call: call.total.dtype,
-    cpu="one row of queries after another in PyTorch",
-    triton="a program finds the least score that is read, others write what is",
+    cpu="PyTorch, one row of queries at a time",
+    triton="top-k: one program finds the threshold of a row, others write what is above it",
     reference="float64, token by token: the specification",
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)

@@ -16,7 +16,7 @@ _ROWS = rows_of(
     lambda call: call.o.device,
     lambda call: call.o.dtype,
     cpu="PyTorch",
-    triton="a program for some queries of a row and head of keys",
+    triton="one program per block of queries of a row and KV head",
     reference="float64: the specification",
 )
 ROWS: tuple[Row[Call], ...] = tuple(dataclasses.replace(row, backward=None) for row in _ROWS)

@@ -16,8 +16,8 @@ _CPU, _TRITON, _REFERENCE = rows_of(
     "triton_token_scores",
     lambda call: call.q.device,
     lambda call: call.least.dtype,
-    cpu="one row of queries after another in PyTorch",
-    triton="a program for some pages of a head",
+    cpu="PyTorch, one row of queries at a time",
+    triton="one program per block of pages and head",
     reference="float64, token by token: the specification",
 )
 
@@ -38,12 +38,12 @@ _HOPPER: Row[Call] = Row(
         TRITON,
         HOPPER,
         dispatch.dtypes(lambda call: call.least.dtype, torch.float16, torch.bfloat16, torch.float32),
-        Need("codes of 4 bits", lambda call: None if call.bits == 4 else f"{call.bits}"),
+        Need("4-bit codes", lambda call: None if call.bits == 4 else f"{call.bits}"),
         Need("pages of 256 tokens", lambda call: None if call.page_size == 256 else f"{call.page_size}"),
-        Need("one query for a head of keys", lambda call: None if call.q.shape[2] == 1 else f"{call.q.shape[2]}"),
-        Need("at most 32 dimensions", lambda call: None if call.q.shape[3] <= 32 else f"{call.q.shape[3]}"),
+        Need("one query head per KV head", lambda call: None if call.q.shape[2] == 1 else f"{call.q.shape[2]}"),
+        Need("a rank of at most 32", lambda call: None if call.q.shape[3] <= 32 else f"{call.q.shape[3]}"),
     ),
-    "a warp for a page of a head, by tensor cores",
+    "tensor cores, one warp per page and head",
 )
 ROWS: tuple[Row[Call], ...] = tuple(
     dataclasses.replace(row, backward=None) for row in (_CPU, _HOPPER, _TRITON, _REFERENCE)

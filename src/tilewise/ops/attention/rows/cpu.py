@@ -27,10 +27,10 @@ SDPA: Row[Call] = Row(
         DENSE,
         Need("no sink", lambda c: None if c.sink is None else "a sink"),
         NO_DROPOUT,
-        Need("no mask, or causal on a square, and no score formula", _plain_or_causal),
+        Need("no score formula, and no mask but causal with seqlen_q equal to seqlen_k", _plain_or_causal),
         Need(
             "head_dim_v equal to head_dim",
-            lambda c: None if c.head_dim == c.head_dim_v else f"{c.head_dim}, {c.head_dim_v}",
+            lambda c: None if c.head_dim == c.head_dim_v else f"head_dim {c.head_dim}, head_dim_v {c.head_dim_v}",
         ),
         # its vectorised maximum loses NaN in rows shorter than a vector
         Need("seqlen_k of 16 or more", lambda c: None if c.rows_k >= 16 else f"{c.rows_k}"),
@@ -45,7 +45,7 @@ TILED: Row[Call] = Row(
     "cpu_tiled",
     "tilewise.ops.attention.cpu",
     (CPU, NO_GRAD_OF_PAGES),
-    "tiled online softmax in PyTorch",
+    "PyTorch, tiled online softmax",
     forward="tiled_forward",
     backward="tiled_backward",
 )

@@ -10,6 +10,6 @@ ROW: Row[Call] = Row(
     "cpu_codes",
     "tilewise.ops.attention.cpu_codes",
     (SCHEME, NO_DROPOUT, ANY_BATCH, CPU),
-    "numbers that codes stand for, weights rounded as the scheme says, in PyTorch",
+    "PyTorch, emulates quantized attention",
     backward="backward",
 )

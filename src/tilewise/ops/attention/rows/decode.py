@@ -25,7 +25,7 @@ def _half_and_codes(call: Call) -> str | None:
 
 
 def _shared_codes(call: Call) -> str | None:
-    return "both" if call.scales is not None and may_share(call) else None
+    return "share_prefixes=True and codes" if call.scales is not None and may_share(call) else None
 
 
 def _rows_apart(call: Call) -> str | None:
@@ -41,7 +41,7 @@ def _reads_scores(text: str) -> bool:
 
 def _other_scores(call: Call) -> str | None:
     """Device functions of such a score spread it over a tile, for which they would have to know the tile's layout."""
-    return None if call.score is None or _reads_scores(call.score.text) else "one of positions alone"
+    return None if call.score is None or _reads_scores(call.score.text) else "a score of positions alone"
 
 
 ROW: Row[Call] = Row(
@@ -51,12 +51,12 @@ ROW: Row[Call] = Row(
         TRITON,
         HOPPER,
         HALF,
-        Need("keys in pages, or a dense layout", lambda c: "packed" if c.packed and not c.pages else None),
+        Need("the dense or the paged layout", lambda c: "packed" if c.packed and not c.pages else None),
         Need("head dimensions of 48 to 256, multiples of 16 (of int4: of 32)", _other_dims),
-        Need("queries of bfloat16, or keys and values that are not encoded", _half_and_codes),
+        Need("bfloat16 queries where keys and values are encoded", _half_and_codes),
         Need("keys that are not encoded by channel", lambda c: "by channel" if c.keys_by_channel else None),
-        Need("no prefixes that are shared, or keys and values that are not encoded", _shared_codes),
-        Need("rows of q, k and v that are multiples of 16 elements apart", _rows_apart),
+        Need("share_prefixes=False where keys and values are encoded", _shared_codes),
+        Need("strides of q, k and v in multiples of 16 elements", _rows_apart),
         NEAR_TOKENS,
         Need("no score formula, or one that reads the score", _other_scores),
         NO_DROPOUT,
@@ -64,6 +64,6 @@ ROW: Row[Call] = Row(
         NO_GRAD,
         ANY_BATCH,
     ),
-    "few queries on Hopper, over pages or rows: keys are the rows of both products, pieces of work are dealt out",
+    "split-KV decode for Hopper, dense and paged: swap-AB products, work divided evenly among programs",
     plan="plan",
 )

@@ -31,7 +31,7 @@ def _other_pages(call: Call) -> str | None:
     apart = next((stride for stride in strides if stride % 16), None)
     if apart is not None:
         return f"a stride of {apart}"
-    return None if call.mask is None or _is_run(call.mask.text) else "another mask"
+    return None if call.mask is None or _is_run(call.mask.text) else "a mask of several runs"
 
 
 @untraced
@@ -70,7 +70,7 @@ ROW: Row[Call] = Row(
     (
         TRITON,
         Need(
-            "keys in rows, or in pages whose rows are multiples of 16 elements apart, under a mask of one run",
+            "keys that are not paged, or strides in multiples of 16 elements and a mask of one run of keys per query",
             _other_pages,
         ),
         NEAR_TOKENS,
@@ -86,13 +86,13 @@ ROW: Row[Call] = Row(
         ATOMICS,
         ANY_BATCH,
     ),
-    "warp-specialised kernels for Hopper",
+    "warp-specialised kernels for Hopper, forward and backward",
     # where it was slower than the portable kernels (benchmarks/NOTES.md)
     prefers=(
         Need(f"{_TILES} tiles of {_QUERIES} queries or more", _few_tiles),
-        Need("head dimensions above 64 for masks that are windows", _narrow_window),
-        Need("more than 64 rows of queries for each key/value head of a paged request", _few_rows),
-        Need("no gradients of captured tensors", lambda c: "some wanted" if any(c.grad_captured) else None),
+        Need("masks other than windows, or head dimensions above 64", _narrow_window),
+        Need("more than 64 query rows per KV head of a paged request", _few_rows),
+        Need("captured tensors that take no gradients", lambda c: "some wanted" if any(c.grad_captured) else None),
     ),
     backward="backward",
 )

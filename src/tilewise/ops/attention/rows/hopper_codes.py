@@ -17,7 +17,7 @@ def _other_values(call: Call) -> str | None:
 
 
 def _centred_queries(call: Call) -> str | None:
-    return "centred" if call.scheme is not None and "q" in call.scheme.smooth else None
+    return "smooth with q" if call.scheme is not None and "q" in call.scheme.smooth else None
 
 
 ROW: Row[Call] = Row(
@@ -31,9 +31,9 @@ ROW: Row[Call] = Row(
         HOPPER,
         HALF,
         Need("head dimensions of 32 to 256, multiples of 16", _other_dims),
-        Need("values in fp8", _other_values),
-        Need("queries that are not centred", _centred_queries),
+        Need('pv="fp8"', _other_values),
+        Need("a scheme that does not smooth queries", _centred_queries),
     ),
-    "warp-specialised kernel for Hopper: scores in INT8 or FP8, outputs in FP8 that begin anew with each tile",
+    "warp-specialised quantized kernel for Hopper: QK in INT8 or FP8, PV in FP8, accumulators flushed after each tile",
     backward="backward",
 )

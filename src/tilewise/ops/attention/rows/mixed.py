@@ -25,11 +25,10 @@ ROW: Row[Call] = Row(
         NO_CODES,
         *dict.fromkeys((*hopper.ROW.needs, *decode.ROW.needs)),
     ),
-    "prompts beside requests that decode on Hopper: kernels of many and of few queries at the same time",
+    "mixed batches on Hopper: the kernels for prefill and for decode run at the same time",
     prefers=(
         Need(
-            f"two or more requests, of more than {_ROWS} rows of queries for each key/value head and up to {_MEAN} "
-            "queries in the mean",
+            f"two or more requests, of over {_ROWS} query rows per KV head and at most {_MEAN} queries in the mean",
             _not_both,
         ),
     ),

@@ -20,11 +20,11 @@ GPU: Need[Call] = dispatch.gpu(lambda c: c.q.device)
 HALF: Need[Call] = dispatch.dtypes(lambda c: c.q.dtype, torch.float16, torch.bfloat16)
 UP_TO_FLOAT32: Need[Call] = dispatch.dtypes(lambda c: c.q.dtype, torch.float16, torch.bfloat16, torch.float32)
 HOPPER: Need[Call] = Need("a Hopper GPU (sm_90)", lambda c: _no_hopper(c))  # found when called: tests replace it
-PAGED: Need[Call] = Need("paged keys", lambda c: None if c.pages else "keys that are not paged")
+PAGED: Need[Call] = Need("the paged layout", lambda c: None if c.pages else "packed" if c.packed else "dense")
 DENSE: Need[Call] = Need("the dense layout", lambda c: "paged" if c.pages else "packed" if c.packed else None)
-NO_GRAD: Need[Call] = Need("no gradient wanted", lambda c: "a gradient wanted" if c.wants_grad else None)
+NO_GRAD: Need[Call] = Need("no gradients", lambda c: "gradients wanted" if c.wants_grad else None)
 NO_GRAD_OF_PAGES: Need[Call] = Need(
-    "no gradient wanted of paged keys", lambda c: "one wanted" if c.pages and c.wants_grad else None
+    "no gradients with paged keys", lambda c: "gradients wanted" if c.pages and c.wants_grad else None
 )
 NO_CODES: Need[Call] = Need(
     "keys and values that are not encoded", lambda c: None if c.scales is None else str(c.k.dtype)
@@ -32,12 +32,10 @@ NO_CODES: Need[Call] = Need(
 SCHEME: Need[Call] = Need("quantize=", lambda c: None if c.scheme else "a call without it")
 NO_DROPOUT: Need[Call] = Need("no dropout", lambda c: None if c.dropout == 0.0 else f"dropout {c.dropout}")
 ATOMICS: Need[Call] = Need(
-    "deterministic=False, or no captured tensor that takes a gradient (atomics)",
-    lambda c: "deterministic=True" if c.deterministic and any(c.grad_captured) else None,
+    "deterministic=False, or no gradients of captured tensors (summed by atomics)",
+    lambda c: "deterministic=True and such gradients" if c.deterministic and any(c.grad_captured) else None,
 )
-ALL_VALUES: Need[Call] = Need(
-    "no tile left out for small weights (Sparge without lam)", lambda c: None if c.skip is None else "lam"
-)
+ALL_VALUES: Need[Call] = Need("no PV skipping (Sparge without lam=)", lambda c: None if c.skip is None else "lam=")
 NEAR_TOKENS: Need[Call] = Need(
     "pages whose first and last token are fewer than 2**31 elements apart", lambda c: _out_of_reach(c, 1)
 )

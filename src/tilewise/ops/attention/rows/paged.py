@@ -10,6 +10,6 @@ ROW: Row[Call] = Row(
     "triton_paged",
     "tilewise.ops.attention.triton_paged",
     (TRITON, GPU, UP_TO_FLOAT32, PAGED, NO_DROPOUT, NO_GRAD, ALL_VALUES),
-    "all requests' tiles divided evenly among programs, gathered through the block table",
+    "portable paged kernel: tiles of all requests divided evenly among programs",
     plan="plan",
 )

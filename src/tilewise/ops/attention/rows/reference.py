@@ -11,9 +11,12 @@ ROW: Row[Call] = Row(
     "reference",
     "tilewise.ops.attention.reference",
     (
-        Need("no gradient inside torch.compile", lambda c: "one" if c.wants_grad and recorded((c.q,)) else None),
+        Need(
+            "no gradients inside torch.compile",
+            lambda c: "gradients wanted" if c.wants_grad and recorded((c.q,)) else None,
+        ),
         ALL_VALUES,
-        Need("no gradient wanted of encoded keys", lambda c: "one wanted" if c.wants_grad and c.scales else None),
+        Need("no gradients with encoded keys", lambda c: "gradients wanted" if c.wants_grad and c.scales else None),
     ),
     "float64, every score materialised: the specification",
     prefers=(NAMED,),
@@ -24,7 +27,7 @@ CODES: Row[Call] = Row(
     "reference_codes",
     "tilewise.ops.attention.reference_codes",
     (SCHEME, ALL_VALUES, NO_DROPOUT, ANY_BATCH),
-    "float64 over the codes, every score materialised: the specification in few bits",
+    "float64 over the codes, every score materialised: the specification of quantized attention",
     prefers=(NAMED,),
     backward="backward",
 )

@@ -33,14 +33,14 @@ DECODE: Row[Call] = Row(
         GPU,
         UP_TO_FLOAT32,
         DENSE,
-        Need("at most 64 rows of queries for each key/value head", _few_queries),
-        Need("rows of keys that are fewer than 2**24 elements apart", _far_apart),
+        Need("at most 64 query rows per KV head", _few_queries),
+        Need("rows of keys fewer than 2**24 elements apart", _far_apart),
         NO_DROPOUT,
         NO_GRAD,
         ALL_VALUES,
         ANY_BATCH,
     ),
-    "keys split over the GPU, partial results merged by log-sum-exp",
+    "portable split-KV decode: partial results merged by log-sum-exp",
 )
 
 TILED: Row[Call] = Row(
@@ -48,7 +48,7 @@ TILED: Row[Call] = Row(
     "tilewise.ops.attention.triton_attention",
     (
         TRITON,
-        Need("keys that are not paged", lambda c: "paged" if c.pages else None),
+        Need("the dense or the packed layout", lambda c: "paged" if c.pages else None),
         GPU,
         UP_TO_FLOAT32,
         ATOMICS,

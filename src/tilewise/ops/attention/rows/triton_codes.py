@@ -10,6 +10,6 @@ ROW: Row[Call] = Row(
     "triton_codes",
     "tilewise.ops.attention.triton_codes",
     (SCHEME, NO_DROPOUT, ANY_BATCH, TRITON, GPU, UP_TO_FLOAT32),
-    "portable kernel: products of bytes, or of float16 where the GPU has no FP8",
+    "portable quantized kernel: products in INT8 or FP8, in float16 where the GPU has no FP8",
     backward="backward",
 )
