@@ -229,7 +229,7 @@ L = TypeVar("L", bound="Packed | Paged")
 def in_int32(layout: L) -> L:
     """The layout with its int64 tensors in int32, as implementations read them; itself where there are none."""
     given = index_tensors(layout)
-    if all(not isinstance(x, torch.Tensor) or x.dtype is not torch.int64 for x in given):
+    if torch.int64 not in [getattr(x, "dtype", None) for x in given]:
         return layout
     if isinstance(layout, Packed):
         q, k = as_int32(layout.cu_seqlens_q), layout.cu_seqlens_k
