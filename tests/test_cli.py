@@ -182,6 +182,9 @@ def test_why_names_the_implementation_and_the_unmet_needs() -> None:
     assert "q (1, 1024, 8, 128), k (1, 1024, 2, 128)" in lines[0]
     assert [line.split()[1] for line in lines if line.startswith(">")] == ["cpu_tiled"]
     assert any("cpu_sdpa" in line and "needs" in line for line in lines)
+    assert "need a CUDA GPU" in lines[-1]
+    assert not any("triton" in line for line in lines)
+    assert any("triton" in line for line in call("why", "--device", "cpu", "--all").splitlines())
 
 
 def test_why_agrees_with_the_library() -> None:

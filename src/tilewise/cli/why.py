@@ -1,4 +1,4 @@
-"""`tilewise why`: which implementation a call would run on, and what keeps the others from it."""
+"""`tilewise why`: which implementation would run a call, and why not the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilewise.cli.output import FAILED, guarded, say, say_json, table
 
 
 class Extra(str, Enum):
-    """Circumstances of a call beside its shape and formula."""
+    """Other arguments of a call."""
 
     sink = "sink"
     dropout = "dropout"
@@ -37,7 +37,7 @@ def why(
         typer.Option(
             "--packed",
             metavar="LENGTHS",
-            help="Packed sequences of these lengths, such as 1024,512,7, instead of batch and seqlen.",
+            help="Packed sequences of these lengths, such as 1024,512,7; replaces --batch and --seqlen-q/-k.",
             rich_help_panel=shapes.SHAPE,
         ),
     ] = None,
@@ -47,13 +47,20 @@ def why(
     device: shapes.Device = None,
     extra: Annotated[
         list[Extra] | None,
-        typer.Option("--with", help="A circumstance; may be repeated. Without no-grad, gradients are wanted."),
+        typer.Option(
+            "--with",
+            help="Another argument of the call; may be repeated. Gradients are wanted unless no-grad is given.",
+        ),
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="List every implementation, also those for other devices.")
+    ] = False,
     as_json: shapes.Json = False,
 ) -> None:
-    """Say which implementation runs a call, and the first unmet need of every other.
+    """Say which implementation runs a call, and why it is preferred to the others.
 
-    Nothing is computed: the tensors are only described. Exit code 1 if nothing can run the call.
+    Nothing is computed: tensors are described by their shapes. Exit code 1 if no implementation can run the call.
+    --json lists every implementation.
 
     Example: tilewise why --seqlen-q 4096 --heads-q 32 --heads-kv 8 --mask "causal & window(1024)"
     """
@@ -82,6 +89,7 @@ def why(
         dropout=0.1 if Extra.dropout in wanted else 0.0,
         deterministic=Extra.deterministic in wanted,
         batch_invariant=Extra.batch_invariant in wanted,
+        all=every,
     )
     if as_json:
         names = ("name", "summary", "verdict")
@@ -89,12 +97,15 @@ def why(
             {"chosen": explanation.chosen, "rows": [dict(zip(names, row, strict=True)) for row in explanation.rows]}
         )
     else:
-        rows = [(">" if name == explanation.chosen else "", name, verdict) for name, _, verdict in explanation.rows]
+        rows = [(">" if name == explanation.chosen else "", name, verdict) for name, _, verdict in explanation.shown()]
         title = (
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, {str(kind).removeprefix('torch.')} on {where}"
         )
         table(title, ("", "implementation", "verdict"), rows, left=3)
         if explanation.chosen is None:
-            say("nothing can run this call")
+            say("no implementation can run this call")
+        rest = explanation.rest()
+        if rest is not None:
+            say(f"not listed: {rest} (--all lists every implementation)")
     if explanation.chosen is None:
         raise typer.Exit(FAILED)

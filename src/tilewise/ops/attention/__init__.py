@@ -7,18 +7,17 @@ or as a custom operator (`torch_op`), or planned once for several (`planned`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
-from tilewise.core.dispatch import NAMED
 from tilewise.core.keywords import catches_unknown, refuse_unknown
 from tilewise.core.tensors import transformed
 from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import composed
 from tilewise.ops.attention.choice import Selected
+from tilewise.ops.attention.explanation import Explanation, not_preferred, of_another_device
 from tilewise.ops.attention.lengths import reads
 from tilewise.ops.attention.paged_rows import PagedRows, rows_of_call
 from tilewise.ops.attention.paged_rows import reads as reads_of_pages
@@ -268,39 +267,13 @@ def plan(
 _ARGUMENTS = tuple(attention.__kwdefaults__ or ())
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """Which implementation runs a call, and why the others do not: what `tilewise.why` returns. `print` shows it.
-
-    Attributes:
-        chosen: name of the implementation that runs; None where none can.
-        rows: (name, summary, verdict) for each implementation, in order of preference.
-        waits: for each value that a call reads on the host before it launches, which waits for the GPU: what it is,
-            and how to avoid the wait.
-
-    Example:
-        >>> tw.why(q, k, v, impl="reference").chosen
-        'reference'
-    """
-
-    chosen: str | None
-    rows: tuple[tuple[str, str, str], ...]
-    waits: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        width = max(len(name) for name, _, _ in self.rows)
-        verdicts = [
-            f"{'>' if name == self.chosen else ' '} {name:<{width}}  {verdict}" for name, _, verdict in self.rows
-        ]
-        return "\n".join([*verdicts, *(f"each call waits for the GPU and reads {what}" for what in self.waits)])
-
-
 def why(
     q: torch.Tensor,
     k: torch.Tensor | Encoded | ByChannel,
     v: torch.Tensor | Encoded,
     *,
     impl: str | None = None,
+    all: bool = False,
     **arguments: Any,
 ) -> Explanation:
     """Which implementation `attention` would run for these arguments, and why not the others. Nothing is computed.
@@ -308,6 +281,8 @@ def why(
     Args:
         q, k, v: as `attention` takes them.
         impl: as `attention` takes it.
+        all: if True, the text lists every implementation. Otherwise it has the one that runs, those preferred to it
+            that cannot run the call, those that could run it as well, and a count of the rest.
         arguments: any other argument of `attention`, by name.
 
     Returns:
@@ -345,12 +320,13 @@ def why(
         elif unmet is not None:
             verdict = unmet
         elif deferred is not None:
-            only = "" if NAMED in row.prefers else f"; {deferred}"
-            verdict = f"available {'only ' if not only else ''}with impl={row.name!r}{only}"
+            verdict = not_preferred(row, deferred)
         elif impl is not None:
             verdict = f"can run this call, but impl={impl!r} was named"
         else:
             verdict = f"can run this call; {chosen} comes first"
         rows.append((row.name, row.summary, verdict))
     read = [*(reads_of_pages(layout) if in_rows is not None and isinstance(layout, Paged) else []), *reads(call)]
-    return Explanation(chosen, tuple(rows), tuple(read) if call.q.is_cuda else ())
+    elsewhere = frozenset(row.name for row in ROWS if of_another_device(row, call))
+    waits, device = tuple(read) if call.q.is_cuda else (), call.q.device.type
+    return Explanation(chosen, tuple(rows), waits, elsewhere, device, impl, all)
