@@ -1,9 +1,10 @@
-"""See a mask before paying for it: its pairs and tile classes as a picture, and what a query's tile visits.
+"""Draw masks: visible pairs, the class of each tile, and the tiles that one query visits.
 
-Run: python examples/draw_a_mask.py [FOLDER]      (needs the extra tilewise[draw])
+Run: python examples/draw_a_mask.py [FOLDER]      (needs the extra tilewise[draw]; default: a new temporary folder)
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -15,7 +16,8 @@ SEQLEN, BLOCK = 64, 8
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="tilewise_"))
+    folder.mkdir(parents=True, exist_ok=True)
     ids = torch.tensor([0] * 20 + [1] * 12 + [2] * 32)
     masks = {
         "causal & document": tw.causal & tw.document(ids),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import tilewise
 from tests import fresh
 from tests.commands import RUNNER, call, data, refusal
 from tilewise.cli.app import build
+from tilewise.cli.demo import NEXT
 from tilewise.cli.expression import MAX_TEXT, NAMES, read_mask, read_score
 from tilewise.core.errors import FormulaError, InputError
 from tilewise.demo import TOLERANCE
@@ -247,17 +250,26 @@ def test_explain_ladder_refuses(arguments: tuple[str, ...]) -> None:
 
 def test_explain_mask_draws_tiles_in_text_and_in_a_file(tmp_path: Path) -> None:
     out = tmp_path / "mask.svg"
-    text = call("explain", "mask", "causal", "--seqlen", "256", "--out", str(out))
+    text = call("explain", "mask", "--mask", "causal", "--seqlen", "256", "--out", str(out))
     assert "▒▒······\n██▒▒····\n████▒▒··\n██████▒▒\n" in text
     assert "visits 10 of 16 tiles" in text
     assert out.read_text(encoding="utf-8").startswith("<?xml")
-    found = data("explain", "mask", "causal", "--seqlen", "256")
+    found = data("explain", "mask", "-m", "causal", "--seqlen", "256")
     assert (found["empty"], found["partial"], found["full"]) == (6, 4, 6)
-    assert refusal("explain", "mask", "causal", "--out", str(tmp_path / "mask.txt"))
+    assert refusal("explain", "mask", "--mask=causal", "--out", str(tmp_path / "mask.txt"))
     missing = tmp_path / "missing" / "mask.svg"
-    for command in (("mask", "causal"), ("ladder", "matmul_tiled")):
+    for command in (("mask", "--mask=causal"), ("ladder", "matmul_tiled")):
         assert "folder" in refusal("explain", *command, "--out", str(missing))
     assert not missing.parent.exists()
+
+
+def test_explain_mask_takes_its_argument_for_one_release_more() -> None:
+    done = RUNNER.invoke(build(rich=False), ["explain", "mask", "causal", "--seqlen", "256"])
+    assert done.exit_code == 0
+    assert done.stdout == call("explain", "mask", "--mask", "causal", "--seqlen", "256")
+    assert "deprecated: write --mask 'causal'" in done.stderr
+    assert "--mask: got none" in refusal("explain", "mask")
+    assert "--mask: got an argument and --mask" in refusal("explain", "mask", "causal", "--mask", "causal")
 
 
 def test_explain_plan_shares_evenly(tmp_path: Path) -> None:
@@ -346,6 +358,30 @@ def test_demo_in_plain_text_shows_progress_and_code(text: Path) -> None:
     assert "step     1/3" in out
     assert "the curves agree" in out
     assert "class Reader:" in out
+    assert out.index("class Reader:") < out.index("Training: same weights") < out.index("memory kept")
+    assert "written: nothing" in out
+
+
+def test_demo_writes_where_it_is_told_and_nowhere_else(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    tiny = ("--size=tiny", "--steps=25", "--device=cpu", "--new-tokens=4", "--text", str(text))
+    out = call("demo", *tiny, "--out", str(folder))
+    assert f"written: {folder}/: result.json, losses.csv, generated.py" in out
+    header, *lines = (folder / "losses.csv").read_text().splitlines()
+    assert header == "step,tilewise,torch,tilewise cpu_tiled"
+    assert (len(lines), lines[0].split(",")[0], lines[-1].split(",")[-1]) == (25, "1", "")
+    found = json.loads((folder / "result.json").read_text())
+    assert float(lines[0].split(",")[1]) == found["losses"]["tilewise"][0]
+    assert (folder / "generated.py").read_text().startswith("class Reader:")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_demo_s_next_commands_run() -> None:
+    for command, _ in NEXT:
+        program, *arguments = shlex.split(command)
+        assert program == "tilewise"
+        quick = ("--seconds=0.01", "--seqlen=64") if arguments[0] == "bench" else ()
+        assert call(*arguments, *quick)
 
 
 def test_demo_ends_with_1_where_the_curves_leave_the_tolerance(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import tilewise
 import tilewise.demo
 from tilewise.core.errors import TilewiseError
 from tilewise.demo import Options, run
+from tilewise.demo.memory import kept
 from tilewise.demo.operators import torch_attention
 from tilewise.demo.optim import orthogonalize, schedule
 from tilewise.demo.result import Curves
@@ -59,7 +60,29 @@ def test_the_result_is_json_and_text(result: tilewise.demo.Result) -> None:
     assert data["passed"] is True
     assert len(data["losses"]["torch"]) == 25
     assert data["compared_with_torch"]["tilewise"]["steps"] == 25
-    assert "the curves agree" in result.summary()
+    summary = result.summary()
+    assert "the curves agree" in summary
+    assert " ms" not in summary, "models side by side share the cores: their times are not compared"
+    assert "median step" in replace(result, in_turns=True).summary()
+
+
+def test_memory_is_measured_of_the_same_work(result: tilewise.demo.Result) -> None:
+    causal, window = result.memory
+    rows = 2048 * 2  # tokens and heads
+    least = 4 * rows * (16 + 1)  # float32 outputs of 16 dimensions, and a log-sum-exp
+    assert causal.bytes["tilewise"] == window.bytes["tilewise"] == least
+    assert window.bytes["sdpa"] >= least + 2048**2, "a mask of 2,048 x 2,048"
+    assert min(kept.bytes["scores"] for kept in result.memory) >= 4 * rows * 2048
+    assert max(kept.difference for kept in result.memory) < 1e-5
+    assert f"{window.bytes['sdpa'] / 1e6:.1f} MB" in result.summary()
+
+
+def test_memory_counts_what_autograd_keeps() -> None:
+    def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q * k) * v  # keeps q, k, v and their product
+
+    q, k, v = (torch.randn(3, 5, requires_grad=True) for _ in range(3))
+    assert kept(twice, q, k, v)[0] == 3 * 5 * 4
 
 
 def test_side_by_side_or_one_after_the_other_is_the_same(text: Path) -> None:

@@ -127,6 +127,17 @@ def test_shares_have_a_bar_for_every_row_of_tiles() -> None:
         draw.shares(WorkList.build([1], [9], heads_q=1, heads_kv=1, programs=161))
 
 
+def test_the_legend_of_shares_names_requests_pale_bars_and_the_line() -> None:
+    def legend(**more: object) -> list[str]:
+        work = WorkList.build([1] * 8, [900] * 8, heads_q=4, heads_kv=2, programs=5, **more)  # type: ignore[arg-type]
+        (found,) = draw.shares(work).legends
+        return [text.get_text() for text in found.get_texts()]
+
+    plain, shared = legend(), legend(groups=[Group(0, 8, 12)], together=2)
+    assert plain == [*(f"request {n}" for n in range(5)), "request 5, …", "pale: part of a row, merged"]
+    assert shared == [*plain, "end of shared prefixes"]
+
+
 def test_shares_of_prefixes_come_first() -> None:
     work = WorkList.build([1] * 3, [900] * 3, heads_q=4, heads_kv=2, programs=5, groups=[Group(0, 3, 12)], together=2)
     assert work.prefixes is not None

@@ -116,7 +116,8 @@ def _data(report: Report) -> dict[str, Any]:
 
 @guarded
 def mask(
-    expression: Annotated[str, typer.Argument(help='A mask, such as "causal & window(256)".')],
+    expression: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    mask_text: shapes.MaskText = None,
     seqlen: Annotated[int, typer.Option("--seqlen", min=1, help="Number of keys, and of queries.")] = 1024,
     seqlen_q: Annotated[
         int | None, typer.Option("--seqlen-q", min=1, help="Number of queries, where not as many as keys.")
@@ -131,11 +132,11 @@ def mask(
     ] = None,
     as_json: shapes.Json = False,
 ) -> None:
-    """Show how a mask falls apart into EMPTY, PARTIAL and FULL tiles: what the kernels skip, mask and run plainly.
+    """Classify the tiles of a mask: EMPTY tiles are skipped, PARTIAL ones masked, FULL ones computed without a mask.
 
-    Example: tilewise explain mask "causal & window(256)" --seqlen 2048 --out window.svg
+    Example: tilewise explain mask --mask "causal & window(256)" --seqlen 2048 --out window.svg
     """
-    formula, queries = read_mask(expression), seqlen_q or seqlen
+    formula, queries = read_mask(_one_mask(mask_text, expression)), seqlen_q or seqlen
     assert formula is not None
     if out is not None:
         from tilewise.explain import draw
@@ -168,6 +169,21 @@ def mask(
     )
     if out is not None:
         say(f"drawn: {out}")
+
+
+def _one_mask(mask_text: str | None, expression: str | None) -> str:
+    """The text of --mask, or of the argument that earlier releases took."""
+    if (mask_text is None) == (expression is None):
+        got = "none" if mask_text is None else "an argument and --mask"
+        hint = 'tilewise explain mask --mask "causal & window(256)"'
+        raise InputError("--mask", got=got, expected="one mask", hint=hint)
+    if mask_text is not None:
+        return mask_text
+    assert expression is not None
+    console(stderr=True).print(
+        f"tilewise: deprecated: write --mask {expression!r}; the next release drops the argument"
+    )
+    return expression
 
 
 def _unicode() -> bool:

@@ -1,4 +1,4 @@
-"""How commands speak: tables (boxes on a terminal, aligned columns elsewhere), JSON alone on stdout, exit codes."""
+"""What commands print: tables (boxes on a terminal, aligned columns elsewhere), JSON, errors; and their exit codes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,18 @@ def say(text: str) -> None:
 
 
 def machine(device: torch.device) -> str:
-    """What the device is called, for the record."""
+    """The device's name: of the GPU, or cpu with PyTorch's number of threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
+def as_text(data: Any) -> str:
+    """Data as a JSON document; NaN and infinities become null."""
+    return json.dumps(_finite(data), indent=2, ensure_ascii=False)
+
+
 def say_json(data: Any) -> None:
-    """Print one JSON document; numbers that JSON lacks become null."""
-    print(json.dumps(_finite(data), indent=2, ensure_ascii=False))
+    """Print one JSON document; NaN and infinities become null."""
+    print(as_text(data))
 
 
 def _finite(data: Any) -> Any:
@@ -50,7 +55,7 @@ def _finite(data: Any) -> Any:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table: the first `left` columns to the left, the others to the right."""
+    """Print a table: the first `left` columns aligned to the left, the others to the right."""
     out = console()
     if out.is_terminal:
         box = Table(title=title, title_justify="left", title_style="bold")

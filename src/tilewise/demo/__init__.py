@@ -1,9 +1,8 @@
-"""The demo: a small Llama-style model learns Python from the standard library, through `tilewise.attention` and what
-the library has beside it: norms, rotation, gated units and the loss.
+"""The demo: a small Llama-style model learns Python from the standard library, through `tilewise.attention` and the
+fused layers (norms, rotary embedding, SwiGLU, loss).
 
-A second model, equal to the last bit at the start, learns from the same batches through PyTorch's own operators: two
-loss curves that must agree. Then the first one writes code. `tilewise demo` is the command; `run(Options())` the
-function.
+A second model with bitwise equal weights learns from the same batches through PyTorch's operators; the two loss curves
+must agree. Then the first model writes code. `tilewise demo` is the command, `run(Options())` the function.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 import tilewise
 from tilewise.core.errors import InputError, UnsupportedError, shown
-from tilewise.demo import data
+from tilewise.demo import data, memory
 from tilewise.demo.data import Tokenizer
 from tilewise.demo.model import ModelConfig, generate
 from tilewise.demo.operators import TORCH_OPERATORS, Attend, tilewise_operators
@@ -35,19 +34,26 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
 
     Args:
         options: the choices; what is None in them is taken from the size and the machine.
-        view: told about each stage and step; nothing is shown without one.
-        attend: another attention in the place of `tilewise.attention` (tests put a wrong one here).
+        view: told about each stage and step; None shows nothing.
+        attend: replaces `tilewise.attention` in the model (q, k, v of (batch, seqlen, heads, head_dim) -> o): tests
+            pass a wrong one.
 
-    Returns the result, whose `passed` says whether the loss curves agree within the tolerance.
+    Returns:
+        The result, whose `passed` says whether the loss curves agree within the tolerance.
 
-    Raises InputError for too little text, an unknown size, dtype or device; MissingExtraError without `tokenizers`.
+    Raises:
+        InputError: too little text, or an unknown size, dtype or device.
+        UnsupportedError: `impl` cannot train this model.
+        MissingExtraError: the package tokenizers is missing.
+
+    Example: `run(Options(size="tiny", device="cpu")).passed` is True.
     """
     view = view or View()
     began = time.perf_counter()
     device, dtype, size_name, size = resolve(options)
     view.note(
         f"device {describe(device)}, {dtype}; "
-        f"size {size_name}: {size.steps} steps of {size.batch} × {size.seqlen} tokens"
+        f"size {size_name}: {size.steps} steps of {size.batch} sequences of {size.seqlen} tokens"
     )
 
     config, kind = size.model(size.vocab_size, size.seqlen), DTYPES[dtype]
@@ -58,7 +64,7 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
     train_stream, valid_stream = tokenizer.stream(corpus.train), tokenizer.stream(corpus.valid)
     view.note(
         f"text: {corpus.origin}, {len(corpus.train) + len(corpus.valid)} files, {corpus.num_bytes / 1e6:.1f} MB; "
-        f"byte-level BPE of {tokenizer.vocab_size} tokens, {train_stream.numel():,} tokens to learn from"
+        f"byte-level BPE with {tokenizer.vocab_size} tokens; {train_stream.numel():,} training tokens"
     )
 
     config = replace(config, vocab_size=tokenizer.vocab_size)
@@ -67,7 +73,7 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
     if options.compare:
         contenders.append((TORCH, TORCH_OPERATORS, size.steps))
     if options.compare and implementation == "cpu_sdpa" and options.impl is None:
-        # That row is PyTorch's kernel itself, so the library's own tiled algorithm joins for a while.
+        # cpu_sdpa is PyTorch's kernel, so a model with the library's own tiled kernel learns for some steps, too.
         contenders.append(("tilewise cpu_tiled", tilewise_operators("cpu_tiled"), min(TILED_STEPS, size.steps)))
     learners = [
         Learner.create(name, operators, config, seed=options.seed, device=device, dtype=kind, steps=steps)
@@ -75,7 +81,7 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
     ]
     view.note(
         f"model: {learners[0].model.num_parameters() / 1e6:.2f} M parameters, {config.num_layers} layers, "
-        f"{config.num_heads_q} query and {config.num_heads_kv} key heads of {config.head_dim}; "
+        f"{config.num_heads_q} query heads, {config.num_heads_kv} KV heads, head_dim {config.head_dim}; "
         f"tilewise.attention runs {implementation}"
     )
 
@@ -97,6 +103,8 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
             seed=options.seed,
             stop=tokenizer.end,
         )
+    heads = (config.num_heads_q, config.num_heads_kv, config.head_dim)
+    measured = tuple(memory.measure(device, *heads)) if options.compare and attend is None else ()
     done = time.perf_counter()
     return Result(
         options=replace(
@@ -128,11 +136,13 @@ def run(options: Options, view: View | None = None, *, attend: Attend | None = N
             "generate": done - trained,
             "total": done - began,
         },
+        memory=measured,
+        in_turns=device.type != "cpu",
     )
 
 
 def resolve(options: Options) -> tuple[torch.device, str, str, Size]:
-    """Device, dtype name, size name and size with the options' overrides; InputError names what is wrong."""
+    """Device, dtype name, size name, and the size with the options' overrides; raises InputError."""
     expected, hint = "cpu, cuda or cuda:N", "leave it out for the GPU, or the CPU where there is none"
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -162,7 +172,7 @@ def resolve(options: Options) -> tuple[torch.device, str, str, Size]:
 
 
 def chosen(config: ModelConfig, batch: int, device: torch.device, dtype: torch.dtype, impl: str | None) -> str:
-    """Name of what `tilewise.attention` takes for the training batches; UnsupportedError if nothing can."""
+    """Name of the implementation that `tilewise.attention` takes in training; raises UnsupportedError if none can."""
     rows = [batch, config.seqlen, config.num_heads_q, config.head_dim]
     q = torch.empty(rows, device=device, dtype=dtype, requires_grad=True)
     k = torch.empty([*rows[:2], config.num_heads_kv, rows[3]], device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What can be chosen about the demo, and the sizes it knows."""
+"""The demo's options and sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT = "class Reader:\n    def __init__(self, path):\n        self.path = path
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how long it learns. `max_bytes` caps the text; `tokens` a step are batch × seqlen."""
+    """A model and its training: `steps` of `batch` sequences of `seqlen` tokens; `max_bytes` caps the text."""
 
     dim: int
     num_layers: int
@@ -33,7 +33,7 @@ class Size:
 
 SIZES: dict[str, Size] = {
     "tiny": Size(32, 2, 2, 1, 96, 512, 64, 4, 30, 300_000),
-    "small": Size(64, 3, 2, 1, 176, 1024, 256, 8, 500, 3_000_000),
+    "small": Size(64, 3, 2, 1, 176, 1024, 128, 8, 200, 2_000_000),
     "medium": Size(512, 8, 8, 2, 1408, 4096, 1024, 16, 600, 12_000_000),
     "large": Size(1024, 16, 16, 4, 2816, 8192, 2048, 16, 1000, 12_000_000),
 }
@@ -48,16 +48,16 @@ class Options:
 
     Args:
         size: a name in SIZES; "small" on a CPU, "medium" on a GPU.
-        steps, batch, seqlen: override the size's.
+        steps, batch, seqlen: replace those of the size.
         text: own files and directories instead of the standard library.
         device: "cpu", "cuda", "cuda:1", …; a GPU if there is one.
         dtype: "fp32" or "bf16" (autocast) for the matrix products; bf16 on a GPU, fp32 on a CPU.
         seed: of the weights, the order of the data and the sampling.
-        prompt, new_tokens, temperature, top_k: of the generated text. White space at the end of the prompt is dropped:
-            it begins the next token, which the model is to choose.
-        impl: the implementation asked of `tilewise.attention` in training; None lets it choose.
-        compare: also train through PyTorch's own attention.
-        tolerance: largest accepted difference of the loss curves, nats; None: TOLERANCE of the dtype.
+        prompt, new_tokens, temperature, top_k: of the generated text. White space at the end of the prompt is dropped,
+            since the model's next token may begin with it.
+        impl: the implementation of `tilewise.attention` in training; None lets it choose.
+        compare: also train a second model through PyTorch's operators, and measure what attention keeps.
+        tolerance: largest accepted difference of the loss curves, in nats; None: TOLERANCE of the dtype.
     """
 
     size: str | None = None
@@ -69,7 +69,7 @@ class Options:
     dtype: str | None = None
     seed: int = 0
     prompt: str = PROMPT
-    new_tokens: int = 160
+    new_tokens: int = 96
     temperature: float = 0.8
     top_k: int = 30
     impl: str | None = None

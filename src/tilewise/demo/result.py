@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from tilewise.demo.memory import Kept
 from tilewise.demo.options import Options
 
 OURS, TORCH = "tilewise", "torch"
@@ -15,7 +17,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Curves:
-    """Training losses in nats per token, one value per step, by the name of the attention; a curve may stop early."""
+    """Training losses in nats per token, one value per step, by the name of the learner; a curve may stop early."""
 
     losses: dict[str, tuple[float, ...]]
 
@@ -66,7 +68,11 @@ class Curves:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. Losses in nats a token, times in seconds unless the name says otherwise."""
+    """A finished run. Losses in nats per token, times in seconds unless the name says otherwise.
+
+    `memory` is what attention keeps for its backward pass (empty without a comparison); `in_turns` says whether the
+    models took their steps one after another, so that their times can be compared.
+    """
 
     options: Options
     device: str
@@ -84,16 +90,18 @@ class Result:
     generated: str
     new_tokens: int
     seconds: dict[str, float]
+    memory: tuple[Kept, ...] = ()
+    in_turns: bool = False
 
     @property
     def passed(self) -> bool:
-        """Whether all losses are finite and no curve leaves PyTorch's by more than the tolerance."""
+        """Whether all losses are finite and no curve differs from PyTorch's by more than the tolerance."""
         difference = self.curves.max_difference
         return self.curves.finite and (difference is None or difference <= self.tolerance)
 
     @property
     def bits_per_byte(self) -> float:
-        """Held-out loss as bits a byte of text, which does not depend on the tokenizer."""
+        """Held-out loss in bits per byte of text, which does not depend on the tokenizer."""
         return self.held_out_loss / math.log(2) / self.held_out_bytes_per_token
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,6 +122,8 @@ class Result:
             "held_out_bits_per_byte": self.bits_per_byte,
             "losses": {name: list(losses) for name, losses in self.curves.losses.items()},
             "step_ms": self.step_ms,
+            "steps_in_turns": self.in_turns,
+            "attention_memory": [asdict(kept) for kept in self.memory],
             "seconds": self.seconds,
             "device": self.device,
             "implementation": self.implementation,
@@ -127,24 +137,69 @@ class Result:
             "new_tokens": self.new_tokens,
         }
 
-    def summary(self) -> str:
-        """The findings as plain text, without the generated code."""
-        curves, seconds = self.curves, self.seconds
-        lines = [
-            f"loss {curves.first():.3f} -> {curves.last():.3f} nats a token  {curves.sparkline()}",
-            f"held-out files: {self.held_out_loss:.3f} nats a token, {self.bits_per_byte:.2f} bits a byte",
-            "time of a step: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in self.step_ms.items()),
+    def training(self) -> list[tuple[str, str, str]]:
+        """Rows of (what, tilewise, PyTorch) about the training: both columns are of the same work."""
+        curves, both = self.curves, TORCH in self.curves.losses
+        names = (OURS, TORCH) if both else (OURS,)
+
+        def row(what: str, values: Iterable[str]) -> tuple[str, str, str]:
+            ours, *theirs = values
+            return what, ours, theirs[0] if theirs else ""
+
+        found = [
+            row("loss, nats per token", (f"{curves.first(name):.3f} → {curves.last(name):.3f}" for name in names)),
+            row(f"loss over {len(curves.losses[OURS])} steps", (curves.sparkline(name, 20) for name in names)),
         ]
-        for name, (gap, step) in curves.differences().items():
-            lines.append(
-                f"{name} against PyTorch's operators over {len(curves.losses[name])} steps: "
-                f"the loss differs by at most {gap:.1e} (step {step + 1})"
-            )
+        for name, (gap, _) in curves.differences().items():
+            what = f"{name.removeprefix(OURS).strip()}, {len(curves.losses[name])} steps"
+            found.append(("largest difference" if name == OURS else what, f"{gap:.1e}", ""))
+        if self.in_turns and both:
+            found.append(row("median step", (f"{self.step_ms[name]:.1f} ms" for name in names)))
+        return found
+
+    def kept(self) -> list[tuple[str, str, str, str]]:
+        """Rows of (mask, tilewise, SDPA, scores in memory): what attention keeps for its backward pass, in MB."""
+        return [
+            (kept.mask, *(f"{kept.bytes[way] / 1e6:.1f} MB" for way in ("tilewise", "sdpa", "scores")))
+            for kept in self.memory
+        ]
+
+    def notes(self) -> list[str]:
+        """The verdict on the curves, what was measured of the memory, the held-out loss and the times, a line each."""
+        curves, seconds, lines = self.curves, self.seconds, []
         if curves.max_difference is not None:
             verdict = "the curves agree" if self.passed else "THE CURVES DISAGREE"
-            lines.append(f"{verdict} (tolerance {self.tolerance:g} nats)")
+            lines.append(
+                f"{verdict}: largest difference {curves.max_difference:.1e} nats, tolerance {self.tolerance:g}"
+            )
+        if self.memory:
+            apart = max(kept.difference for kept in self.memory)
+            lines.append(
+                f"memory is measured, beside q, k and v; the outputs of the three differ by at most {apart:.0e}"
+            )
+        lines.append(f"held-out files: {self.held_out_loss:.3f} nats per token, {self.bits_per_byte:.2f} bits per byte")
         lines.append(
             f"{seconds['total']:.0f} s in all: text and tokenizer {seconds['prepare']:.0f}, "
-            f"training {seconds['train']:.0f}, held-out loss and generation {seconds['generate']:.0f}"
+            f"training {seconds['train']:.0f}, held-out loss, generation and memory {seconds['generate']:.0f}"
         )
-        return "\n".join(lines)
+        return lines
+
+    def tables(self) -> list[tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]]:
+        """(title, columns, rows) of each table that there is something for."""
+        found: list[tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]] = [
+            ("Training: same weights, same batches", ("", OURS, "PyTorch" if TORCH in self.curves.losses else ""),
+             self.training())
+        ]  # fmt: skip
+        if self.memory:
+            title = f"Attention: memory kept for the backward pass, {self.memory[0].seqlen:,} tokens"
+            found.append((title, ("mask", OURS, "PyTorch SDPA", "scores in memory"), self.kept()))
+        return found
+
+    def summary(self) -> str:
+        """The findings as plain text, without the generated code."""
+        lines: list[str] = []
+        for title, columns, rows in self.tables():
+            widths = [max(len(row[n]) for row in (columns, *rows)) for n in range(len(columns))]
+            cells = ([f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in (columns, *rows))
+            lines += [title, *("  ".join(row).rstrip() for row in cells)]
+        return "\n".join([*lines, *self.notes()])

@@ -1,4 +1,4 @@
-"""What one sees while the demo runs: a progress bar with the live loss on a terminal, a line now and then elsewhere."""
+"""What the demo shows while it runs: on a terminal a progress bar with the loss, elsewhere a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class View:
         """Step number `step` (from 0) is done; the learners hold its losses."""
 
     def losses(self, step: int) -> str:
-        """The losses of this step, and how far the first two curves have been apart so far, in 40 characters."""
+        """The losses of this step, and the largest difference of the first two curves so far, in 45 characters."""
         text = "  ".join(f"{one.name} {one.losses[step]:.3f}" for one in self.learners[:2])
         if len(self.learners) > 1:
             pairs = zip(self.learners[0].losses, self.learners[1].losses, strict=True)
-            text += f"  apart {max(abs(a - b) for a, b in pairs):.0e}"
+            text += f"  max diff {max(abs(a - b) for a, b in pairs):.0e}"
         return text
 
 
 class Plain(View):
-    """Lines of text: for pipes, logs and files. `every` is the least time between two lines of progress, in seconds."""
+    """Lines of text: for pipes, logs and files. `every` is the time between two lines of progress, in seconds."""
 
     def __init__(self, console: Console, every: float = 10.0) -> None:
         self.console, self.every, self.last, self.steps = console, every, 0.0, 0
