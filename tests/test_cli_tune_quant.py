@@ -116,7 +116,7 @@ def test_it_says_what_the_library_says(layers: tuple[str, str]) -> None:
         assert (got["cosine"], got["relative_l1"]) == (trial.accuracy.cosine, trial.accuracy.relative_l1)
         assert (got["heads"], got["nbytes"]) == (list(trial.accuracy.heads), trial.nbytes)
         assert got["worst_head"] == trial.accuracy.worst_head
-        assert got["ms"] > 0
+        assert got["ms"] is None, "the CPU emulates: its times are of other work"
     assert found["ranked_by"] == "bits"
     assert found["mask"] == "window(50)"
 
@@ -130,7 +130,7 @@ def test_each_head_gets_its_own(layers: tuple[str, str]) -> None:
     assert layer["chosen_by_head"] == ["FA3FP8()", "Sage2()"]
     text = call("tune-quant", layers[1], *asked)
     assert "within 0.12, head 0: FA3FP8()\nwithin 0.12, head 1: Sage2()\n" in text
-    assert "ms are those of the CPU's emulation" in text
+    assert "No GPU, so nothing is timed" in text
 
 
 def test_several_layers_and_none_that_fits(layers: tuple[str, str]) -> None:
@@ -155,20 +155,21 @@ def test_wrong_usage(layers: tuple[str, str], tmp_path: Path) -> None:
         ((), "files, or --demo"),
         ((layers[0], "--demo"), "files, or --demo"),
         ((layers[0], "--causal", "--mask=causal"), "one of them"),
-        (("--demo", "--causal"), "the model is causal"),
+        (("--demo", "--causal"), "layers are causal"),
         ((layers[0], "--scheme=Sage(qk=int3)"), "Sage(qk=int3)"),
         ((str(tmp_path / "odd.pt"),), "odd.pt: "),
     ):
         assert message in refusal("tune-quant", *arguments, *QUICK)
 
 
-def test_the_demo_s_layers() -> None:
-    """Real activations: codes of Sage2's kinds lose next to nothing of their attention."""
-    found = data("tune-quant", "--demo", "--scheme=Sage2()", "--scheme=Sage2pp()", "--scheme=Sage2(int4)", *QUICK)
-    assert [layer["name"] for layer in found["layers"]] == [
-        "layer 0 of the demo's model",
-        "layer 1 of the demo's model",
-    ]
-    for layer in found["layers"]:
-        assert all(trial["cosine"] >= 0.999 for trial in layer["trials"])
-        assert layer["chosen"] is not None
+def test_the_demo_s_layers_tell_schemes_apart() -> None:
+    four, eight, rotated = "Sage2(int4)", "Sage2()", "Sage(rotate=hadamard)"
+    found = data("tune-quant", "--demo", "--rows=64", *(f"--scheme={name}" for name in (four, eight, rotated)), *QUICK)
+    topics, outliers = (
+        {trial["scheme"]: trial["relative_l1"] for trial in layer["trials"]} for layer in found["layers"]
+    )
+    assert [layer["name"] for layer in found["layers"]] == ["demo: topics", "demo: outliers"]
+    assert topics[four] < 0.05 < outliers[four], "4 bits do not bear outliers"
+    assert outliers[rotated] < 0.9 * outliers[eight] < 0.2 * outliers[four]
+    assert all(layer["chosen"] in (eight, rotated, four) for layer in found["layers"])
+    assert found["layers"][1]["chosen"] != four

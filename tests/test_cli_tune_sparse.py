@@ -167,7 +167,15 @@ def test_other_files_are_not_selections(tmp_path: Path) -> None:
             tw.load_selections(tmp_path / "bad.json")
 
 
-def test_the_demo_s_layers(tmp_path: Path) -> None:
-    document = data("tune-sparse", "--demo", "--block=32", f"--out={tmp_path / 'demo.json'}", *QUICK)
+def test_the_demo_s_layers_leave_tiles_out(tmp_path: Path) -> None:
+    out = tmp_path / "demo.json"
+    document = data("tune-sparse", "--demo", f"--out={out}", *QUICK)
     assert document["settings"]["mask"] == "causal"
     assert all(max(layer["found"]["errors"]) <= 0.05 for layer in document["layers"])
+    topics, outliers = (layer["found"]["density"] for layer in document["layers"])
+    assert sum(topics) / 4 < 0.6
+    assert topics[0] < 0.3
+    assert max(outliers) < 0.9
+    shown = call("tune-sparse", "--demo", f"--out={out}", *QUICK)
+    assert "demo: topics" in shown
+    assert "ms" not in shown.splitlines()[1], "a CPU has other kernels for selections than for all tiles"

@@ -1,4 +1,4 @@
-"""Queries, keys and values that users have saved, one layer a file."""
+"""Queries, keys and values that users have saved, one layer per file, and those of the demo."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ class Layout(str, Enum):
 
 Files = Annotated[
     list[Path] | None,
-    typer.Argument(help="A .pt or .safetensors file for each layer: a dict, or tuple, of q, k and v."),
+    typer.Argument(help="A .pt or .safetensors file per layer: a dict or a tuple of q, k and v."),
 ]
-Demo = Annotated[bool, typer.Option("--demo", help="Layers of the demo's model, trained for a moment.")]
+Demo = Annotated[
+    bool, typer.Option("--demo", help="Two made-up layers, one of topics and one with outliers; no files.")
+]
 LayoutOf = Annotated[
     Layout, typer.Option("--layout", help="Of the tensors: (batch, seqlen, heads, dim), or heads before seqlen.")
 ]
@@ -40,38 +42,39 @@ LayoutOf = Annotated[
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's q, k and v, which `load` brings to the device; `path` is None of those of the demo's model."""
+    """A layer's q, k and v, which `load` brings to the device; `path` is None for the demo's layers."""
 
     name: str
     path: Path | None
     load: Callable[[], Tensors]
 
 
-def layers(command: str, files: list[Path] | None, demo: bool, layout: Layout, where: torch.device) -> list[Layer]:
-    """The layers that `command` was given, or those of the demo's model, trained for a moment.
+def layers(
+    command: str, files: list[Path] | None, demo: bool, layout: Layout, where: torch.device, *, seqlen: int = 1024
+) -> list[Layer]:
+    """The layers that `command` was given, or those of the demo, with `seqlen` tokens.
 
     Raises:
-        InputError: files and --demo, or none of them.
+        InputError: files and --demo, or neither.
     """
     if demo == bool(files):
         hint = f"tilewise {command} layer0.pt layer1.pt, or tilewise {command} --demo"
         raise InputError("FILES", got=f"{len(files or [])} files", expected="files, or --demo without any", hint=hint)
     if not demo:
         return [Layer(str(path), path, functools.partial(_load_to, path, layout, where)) for path in files or []]
-    from tilewise.demo.activations import activations
-    from tilewise.demo.options import Options
+    from tilewise.demo import structured
 
-    made = activations(Options(size="tiny", steps=60, seqlen=256, device=str(where)))
-    return [Layer(f"layer {n} of the demo's model", None, functools.partial(_as_it_is, x)) for n, x in enumerate(made)]
+    made = structured.layers(where, seqlen=seqlen)
+    return [Layer(f"demo: {name}", None, functools.partial(_as_it_is, tensors)) for name, tensors in made.items()]
 
 
 def mask_of(causal: bool, mask: str | None, demo: bool, where: torch.device) -> Mask | None:
-    """The mask that layers are looked at with; raises InputError for options that contradict each other."""
+    """The mask of the attention that is tuned; raises InputError for options that contradict each other."""
     if causal and mask is not None:
         hint = f'--mask "causal & ({mask})"'
         raise InputError("--mask", got="--causal and --mask", expected="one of them", hint=hint)
     if demo and (causal or mask is not None):
-        raise InputError("--demo", got="a mask", expected="none: the model is causal", hint="leave it out")
+        raise InputError("--demo", got="a mask", expected="none: the demo's layers are causal", hint="leave it out")
     return library.causal if causal or demo else read_mask(mask, where)
 
 

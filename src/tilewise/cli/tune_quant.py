@@ -1,4 +1,4 @@
-"""`tilewise tune-quant`: which scheme of few bits is accurate enough on queries, keys and values of yours."""
+"""`tilewise tune-quant`: which scheme of quantized attention is accurate enough on your q, k and v."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from tilewise.core.errors import InputError, TilewiseError
 from tilewise.explain.accuracy import SCHEMES, Trials, name_of, picked, try_schemes
 from tilewise.quant.schemes import parse_scheme
 
-Chosen = dict[int | None, str | None]  # the name of a scheme by head, None: for all of them, and where none fits
+Chosen = dict[int | None, str | None]  # name of the chosen scheme (None: none fits) by head (None: all heads)
+DEMO_TOKENS = 512
 BY_BITS = (
-    "No GPU: ms are those of the CPU's emulation and rank nothing. Schemes are ranked by the bits of both products'\n"
-    "operands, then by what is centred or rotated, then by how many numbers have a scale of their own."
+    "No GPU, so nothing is timed. Schemes are ranked by the bits of both products' operands, then by how many of q, k\n"
+    "and v are smoothed or rotated, then by the number of scales."
 )
 
 
@@ -33,28 +34,30 @@ def tune_quant(
         typer.Option(
             "--scheme",
             metavar="SCHEME",
-            help='A scheme to try, such as "Sage(qk=int8,rotate=hadamard)"; may be repeated. Default: published ones'
-            " and more.",
+            help='A scheme to try, such as "Sage(qk=int8,rotate=hadamard)"; may be repeated. Default: the published'
+            " ones and more.",
         ),
     ] = None,
     max_error: Annotated[float, typer.Option(help="Largest relative L1 error to accept.", min=0.0)] = 0.05,
-    per_head: Annotated[bool, typer.Option("--per-head", help="Choose for each head, too.")] = False,
+    per_head: Annotated[bool, typer.Option("--per-head", help="Also choose for each head.")] = False,
     rows: Annotated[
-        int, typer.Option(min=1, help="Queries to compare with exact attention, spread evenly; all where fewer.")
+        int, typer.Option(min=1, help="Queries to compare with exact attention, evenly spaced; all if there are fewer.")
     ] = 512,
     causal: shapes.Causal = False,
     mask: shapes.MaskText = None,
     scale: shapes.Scale = None,
     device: shapes.Device = None,
-    seconds: Annotated[float, typer.Option(help="Time to spend on timing a scheme, about.", min=0.01)] = 0.2,
+    seconds: Annotated[
+        float, typer.Option(help="Time to spend on timing each scheme on a GPU, about.", min=0.01)
+    ] = 0.2,
     as_json: shapes.Json = False,
 ) -> None:
-    """Try schemes of attention in few bits on your own q, k and v, and pick the fastest that is accurate enough.
+    """Try schemes of quantized attention on your own q, k and v, and pick the fastest that is accurate enough.
 
-    Each is compared with exact attention in float64: cosine, relative L1, root mean square and largest error, and the
-    head where relative L1 is largest. Bytes are those of codes, scales and means. On a GPU the fastest is the one with
-    the least median time, codes made and all; elsewhere an order of bits decides. Exit code 1 if for some layer, or
-    with --per-head for some head, no scheme fits.
+    Each scheme is compared with exact attention in float64: cosine, relative L1, root mean square and largest error,
+    and the head with the largest relative L1. MB counts codes, scales and means. On a GPU the fastest scheme is the one
+    with the least median time, quantization included; on a CPU, where quantized attention is emulated, schemes are
+    ranked by bits. Exit code 1 if no scheme is accurate enough for some layer, or with --per-head for some head.
 
     Example: tilewise tune-quant layer0.pt layer1.pt --causal --max-error 0.03 --per-head
     """
@@ -64,12 +67,12 @@ def tune_quant(
     seen = dumps.mask_of(causal, mask, demo, where)
     found: list[dict[str, Any]] = []
     lacking = False
-    for layer in dumps.layers("tune-quant", files, demo, layout, where):
+    for layer in dumps.layers("tune-quant", files, demo, layout, where, seqlen=DEMO_TOKENS):
         name, tensors = layer.name, layer.load()
         try:
             tried = try_schemes(
                 *tensors, schemes, mask=seen, scale=scale, rows=rows,
-                clock=lambda call: quantiles(repeat(call, where, seconds))[1],
+                clock=(lambda call: quantiles(repeat(call, where, seconds))[1]) if gpu else None,
             )  # fmt: skip
         except TilewiseError as error:
             raise InputError(
@@ -96,7 +99,7 @@ def tune_quant(
 
 
 def _best(tried: Trials, max_error: float, head: int | None, gpu: bool) -> str | None:
-    """The name of what is chosen; None where no scheme fits, though q, k and v as they are may."""
+    """The name of the chosen scheme; None if no scheme is accurate enough."""
     if not any(trial.scheme is not None and trial.error(head) <= max_error for trial in tried.ran):
         return None
     trial = tried.choose(max_error, head, by_time=gpu)
@@ -130,7 +133,18 @@ def _described(tensors: tuple[torch.Tensor, ...]) -> str:
 
 
 def _show(title: str, tried: Trials, best: str | None) -> None:
-    columns = ("", "scheme", "cosine", "relative L1", "RMSE", "max error", "worst head", "MB", "ms")
+    timed = any(trial.ms is not None for trial in tried.ran)
+    columns = (
+        "",
+        "scheme",
+        "cosine",
+        "relative L1",
+        "RMSE",
+        "max error",
+        "worst head",
+        "MB",
+        *(["ms"] if timed else []),
+    )
     lines = [
         (
             ">" if name_of(trial.scheme) == best else "",
@@ -141,7 +155,7 @@ def _show(title: str, tried: Trials, best: str | None) -> None:
             _short(trial.accuracy.largest),
             f"{trial.accuracy.worst_head}: {_short(trial.accuracy.heads[trial.accuracy.worst_head])}",
             f"{trial.nbytes / 1e6:.2f}",
-            "" if trial.ms is None else f"{trial.ms:.3f}",
+            *(["" if trial.ms is None else f"{trial.ms:.3f}"] if timed else []),
         )
         for trial in tried.ran
     ]

@@ -1,4 +1,4 @@
-"""`tilewise tune-sparse`: how few tiles attention over queries, keys and values of yours can do with."""
+"""`tilewise tune-sparse`: how many tiles attention needs on your q, k and v."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilewise.explain import sparsity
 
 
 class Far(str, Enum):
-    """What stands for tiles that are not taken."""
+    """What replaces tiles that are not computed."""
 
     drop = "drop"
     summary = "summary"
@@ -30,14 +30,17 @@ def tune_sparse(
     demo: dumps.Demo = False,
     layout: dumps.LayoutOf = dumps.Layout.bshd,
     out: tuning.Out = Path("selections.json"),
-    max_error: Annotated[float, typer.Option(help="Largest relative L1 error of a head to accept.")] = 0.05,
+    max_error: Annotated[float, typer.Option(help="Largest relative L1 error to accept in a head.")] = 0.05,
     block: Annotated[str, typer.Option(metavar="TOKENS", help="Queries and keys of a tile: 128, or 128,64.")] = "128",
-    far: Annotated[Far, typer.Option(help="What stands for tiles that are not taken.")] = Far.drop,
+    far: Annotated[
+        Far, typer.Option(help="What replaces tiles that are not computed: nothing, or a summary of each.")
+    ] = Far.drop,
     lam: Annotated[
-        float | None, typer.Option(help="Of Sparge, for heads that keep --max-error with it. Default: none.")
+        float | None,
+        typer.Option(help="lam of Sparge, used by heads that stay within --max-error with it. Default: none."),
     ] = None,
     tiles: Annotated[
-        int | None, typer.Option(min=1, help="Tiles of queries to look at, spread evenly. Default: all.")
+        int | None, typer.Option(min=1, help="Tiles of queries to examine, evenly spaced. Default: all.")
     ] = None,
     causal: shapes.Causal = False,
     mask: shapes.MaskText = None,
@@ -46,12 +49,12 @@ def tune_sparse(
     seconds: tuning.Seconds = 0.2,
     as_json: shapes.Json = False,
 ) -> None:
-    """Find what `attention(select=)` may leave out, head by head, by your own q, k and v.
+    """Find thresholds of block-sparse attention (`attention(select=)`) for each head, from your own q, k and v.
 
-    One pass over all scores of a layer shows what each tile's weights are. Thresholds of `Sparge` for each head are
-    then those that compute the fewest tiles, of those whose error to attention over all tiles stays within --max-error;
-    samples of a batch must all keep it. `tilewise.load_selections` reads the file that is written; files of the same
-    settings are gone on with.
+    One pass over all scores of a layer measures the weight of each tile. Each head then gets the thresholds of `Sparge`
+    that compute the fewest tiles while its error, against attention over all tiles, stays within --max-error in every
+    sample of the batch. `tilewise.load_selections` reads the file that is written. An interrupted run resumes if the
+    settings are the same.
 
     Example: tilewise tune-sparse layer0.pt layer1.pt --causal --max-error 0.05
     """

@@ -1,4 +1,4 @@
-"""`tilewise tune-windows`: a window over a grid of tokens for each head, by queries and keys of yours."""
+"""`tilewise tune-windows`: a window over a grid of tokens for each head, from your q and k."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRID = "Grid"
 
 
 class TokenOrder(str, Enum):
-    """How tokens of a grid lie."""
+    """Order of a grid's tokens in the sequence."""
 
     tile = "tile"
     hilbert = "hilbert"
@@ -33,24 +33,31 @@ def tune_windows(
     layout: dumps.LayoutOf = dumps.Layout.bshd,
     out: tuning.Out = Path("selections.json"),
     tile: Annotated[str, typer.Option(metavar="T,H,W", help="Extents of a tile.", rich_help_panel=GRID)] = "6,8,8",
-    order: Annotated[TokenOrder, typer.Option(help="How tokens lie.", rich_help_panel=GRID)] = TokenOrder.tile,
-    text: Annotated[int, typer.Option(min=0, help="Tokens on no grid, behind the others.", rich_help_panel=GRID)] = 0,
+    order: Annotated[
+        TokenOrder, typer.Option(help="Order of the grid's tokens in the sequence.", rich_help_panel=GRID)
+    ] = TokenOrder.tile,
+    text: Annotated[int, typer.Option(min=0, help="Text tokens, after those of the grid.", rich_help_panel=GRID)] = 0,
     text_first: Annotated[
-        bool, typer.Option("--text-first", help="They lie before the others.", rich_help_panel=GRID)
+        bool, typer.Option("--text-first", help="Text tokens come before those of the grid.", rich_help_panel=GRID)
     ] = False,
     window: Annotated[
         list[str] | None,
-        typer.Option(metavar="T,H,W", help="To try, in tiles; may be repeated. Default: odd ones, and all."),
+        typer.Option(
+            metavar="T,H,W",
+            help="A window to try, in tiles; may be repeated. Default: all with odd extents, and the whole grid.",
+        ),
     ] = None,
-    budget: Annotated[float, typer.Option(help="Share of all pairs that all heads together may compute.")] = 0.3,
+    budget: Annotated[
+        float, typer.Option(help="Largest share of all pairs that the heads may compute, on average.")
+    ] = 0.3,
     scale: shapes.Scale = None,
     device: shapes.Device = None,
     seconds: tuning.Seconds = 0.2,
     as_json: shapes.Json = False,
 ) -> None:
-    """Find a window of `sliding_tile` for each head, so that all heads of all layers lose the least weight in all.
+    """Choose a window of `sliding_tile` for each head, so that all heads of all layers together lose the least weight.
 
-    One pass over all scores of a layer shows what lies outside of every window; windows are then dealt out within
+    One pass over all scores of a layer measures the weight outside each window; windows are then chosen within
     --budget. Another budget needs no other pass. `tilewise.load_selections` reads the file that is written.
 
     Example: tilewise tune-windows layer0.pt layer1.pt --canvas 30,48,80 --tile 6,8,8 --text 256 --budget 0.2

@@ -1,4 +1,4 @@
-"""What the commands share that tune what attention leaves out: a file that is gone on with, layers named in errors."""
+"""What `tune-sparse` and `tune-windows` share: a file that an interrupted run resumes from, layers named in errors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from tilewise.cli.output import machine, say, say_json, table
 from tilewise.cli.timing import quantiles, repeat
 from tilewise.core.errors import InputError, TilewiseError
 
-Out = Annotated[Path, typer.Option(help="What is written after each layer, and gone on with where it is there.")]
-Seconds = Annotated[float, typer.Option(help="Time to spend on timing a layer, about.", min=0.01)]
-Clock = Callable[[Callable[[], object]], float]  # milliseconds of a call
+Out = Annotated[
+    Path, typer.Option(help="File of results, written after each layer; if it exists, the run resumes from it.")
+]
+Seconds = Annotated[float, typer.Option(help="Time to spend on timing each layer on a GPU, about.", min=0.01)]
+Clock = Callable[[Callable[[], object]], float | None]  # milliseconds of a call on a GPU; None on a CPU
 Look = Callable[[dumps.Tensors, Clock], dict[str, Any]]
 
 
@@ -50,12 +52,12 @@ class Document:
 
     @property
     def layers(self) -> list[dict[str, Any]]:
-        """What is known of each."""
+        """The layers' entries."""
         found: list[dict[str, Any]] = self.held["layers"]
         return found
 
     def look_at(self, given: list[dumps.Layer], look: Look) -> None:
-        """Add what `look` finds of each layer, but for those that were looked at before."""
+        """Add what `look` finds in each layer; layers that the file has already are skipped."""
         for layer in given:
             source = "demo" if layer.path is None else _digest(layer.path)
             if any((kept["name"], kept["source"]) == (layer.name, source) for kept in self.layers):
@@ -67,36 +69,43 @@ class Document:
             self.write()
 
     def named(self, layer: dumps.Layer, look: Look) -> dict[str, Any]:
-        """What `look` finds of a layer; errors name it."""
+        """What `look` finds in a layer; errors name the layer."""
         try:
-            return look(layer.load(), lambda call: quantiles(repeat(call, self._where, self._seconds))[1])
+            return look(layer.load(), self._clock)
         except TilewiseError as error:
             name = f"{layer.name}: {error.name}"
             raise InputError(name, got=error.got, expected=error.expected, hint=error.hint) from error
 
+    def _clock(self, call: Callable[[], object]) -> float | None:
+        # a CPU runs other kernels with a selection than without: their times would not be of the same work
+        timed = self._where.type == "cuda"
+        return quantiles(repeat(call, self._where, self._seconds))[1] if timed else None
+
     def write(self) -> None:
-        """At once, so that whoever is stopped leaves a whole file."""
+        """Replace the file at once, so that an interrupted run leaves a whole one."""
         beside = self.out.with_name(self.out.name + ".new")
         beside.write_text(json.dumps(self.held, indent=1), encoding="utf-8")
         os.replace(beside, self.out)
 
     def show(self, as_json: bool) -> None:
-        """Print what was found: `found` of each layer has density and lost of its heads, and where its file was named
-        this time errors, ms and ms_of_all.
+        """Print what was found: `found` of each layer has density and lost by head; errors, ms and ms_of_all too, if
+        its file was given to this run.
         """
         spent = time.perf_counter() - self._began
         if as_json:
             say_json({"device": machine(self._where), "torch": torch.__version__, "seconds": spent, **self.held})
             return
-        columns = ("layer", "heads", "computed", "least", "most", "weight lost", "error, worst head", "ms", "of all")
+        timed = self._where.type == "cuda"
+        columns = ("layer", "heads", "computed", "least", "most", "weight lost", "error, worst head",
+                   *(("ms", "ms, all tiles") if timed else ()))  # fmt: skip
         rows = []
         for layer in self.layers:
             found = layer["found"]
             density: list[float] = found["density"]
-            measured: tuple[str, ...] = ("", "", "")
+            measured: tuple[str, ...] = ("", "", "") if timed else ("",)
             if "errors" in found:
                 worst = max(range(len(density)), key=found["errors"].__getitem__)
-                times = (f"{found[name]:.3f}" for name in ("ms", "ms_of_all"))
+                times = (f"{found[name]:.3f}" for name in (("ms", "ms_of_all") if timed else ()))
                 measured = (f"{found['errors'][worst]:.4f} ({worst})", *times)
             rows.append(
                 (
@@ -107,13 +116,13 @@ class Document:
                     *measured,
                 )
             )
-        table("What is computed", columns, rows)
+        table("Share of the tiles that is computed, by head: mean, least and most", columns, rows)
         say(f"{self.out}: {len(rows)} layer{'s' * (len(rows) != 1)}, {spent:.1f} s; tilewise.load_selections reads it")
 
 
 def _digest(path: Path) -> str:
     if not path.is_file():
-        return ""  # whoever loads it says so
+        return ""  # loading it raises
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while part := file.read(1 << 24):
