@@ -1,9 +1,9 @@
 """Sparse attention in a small video diffusion transformer: tokens of a video and of its text go through all layers in
 tile order, and nothing else of the model changes.
 
-First with sliding tiles (Zhang et al., 2025), heads with different windows in one call; the reference is the same model
-in raster order, with a mask for each head of all pairs in memory. Then with tiles that each layer's own queries and
-keys say matter (SpargeAttention, Zhang et al., 2025), chosen at one step of sampling and used again at the next.
+First with sliding tiles (Zhang et al., 2025), with a window per head in one call; the reference is the same model in
+raster order, with a dense mask per head. Then with tiles predicted from each layer's queries and keys (SpargeAttention,
+Zhang et al., 2025), selected at one sampling step and reused at the next.
 
 Run: python examples/video_dit.py
 """
@@ -147,7 +147,7 @@ def sliding_tiles() -> None:
         predicted.square().mean().backward()
         results[name] = predicted, model.blocks[0].qkv.weight.grad
     print(
-        f"the dense mask has {seen.numel():,} entries of which {seen.float().mean():.0%} are visible; tilewise builds none"
+        f"the dense mask has {seen.numel():,} entries, {seen.float().mean():.0%} of them visible; tilewise builds none"
     )
     for what, ours, theirs in zip(("outputs", "gradients"), *results.values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())

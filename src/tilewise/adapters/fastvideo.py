@@ -1,12 +1,13 @@
 """FastVideo's `sliding_tile_attention`, `video_sparse_attn` and `block_sparse_attn` (package fastvideo_kernel, before
 that st_attn and vsa), run by tilewise: same names, arguments and layout.
 
-Arguments become a mask, `tilewise.sliding_tile`, or tiles taken, `attention(select=)`; all heads run in one launch.
+Arguments become a mask (`tilewise.sliding_tile`) or a selection of tiles (`attention(select=)`); all heads run in one
+launch.
 
-Beyond FastVideo: any canvas, also one that tiles do not divide (`tilewise.TokenOrder` brings tokens into tile order,
-with tiles cut at the far border), any tile, any text, a text length for each batch element, blocks of any size, fewer
-heads of keys and values than of queries, any head_dim up to 512, float32, the CPU, and gradients of all. Keywords that
-it does not have are TypeErrors.
+Beyond FastVideo: any canvas, also one whose extents are not multiples of the tile's (`tilewise.TokenOrder` puts tokens
+into tile order, with smaller tiles at the end of each axis), any tile, any number of text tokens, a text length per
+batch element, blocks of any size, fewer KV heads than query heads, any head_dim up to 512, float32, the CPU, and
+gradients of all. A keyword that FastVideo does not have raises TypeError.
 
 Sources: Zhang et al., "Fast Video Generation with Sliding Tile Attention", 2025; Zhang et al., "VSA: Faster Video
 Diffusion with Trainable Sparse Attention", 2025.

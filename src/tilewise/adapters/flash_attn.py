@@ -5,8 +5,9 @@ the bottom right; `window_size=(left, right)` is inclusive on both sides and -1 
 a row that sees no key. Beyond FlashAttention-2: any head_dim up to 512 and head_dim_v, float32, CPU, softcap together
 with dropout, gradients of `alibi_slopes` and through `softmax_lse`.
 
-Two differences. `softmax_lse` under ALiBi is that of s - slope * |i - j|; FlashAttention-2's causal kernel leaves the
-row's constant slope * i out of it. `S_dmask` comes at any dropout, with exact extents instead of multiples of 128.
+Two differences: with ALiBi, `softmax_lse` is that of s - slope * |i - j|, whereas FlashAttention-2's causal kernel
+omits the constant slope * i of the row; `S_dmask` is returned for any dropout, and its extents are not rounded up to
+multiples of 128.
 Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
 """
 

@@ -2,11 +2,11 @@
 conventions.
 
 `softmax_lse` is -inf for a row that sees no key (FlashAttention-2 has +inf). Beyond FlashAttention-3: any GPU and the
-CPU, float32, any head_dim and head_dim_v up to 512, rotary dimensions that are no multiple of 16.
+CPU, float32, any head_dim and head_dim_v up to 512, rotary dimensions that are not multiples of 16.
 
-Not offered, and refused by name: `qv`, `attention_chunk`, queries and caches of 8 bits. What only steers its kernels
-(`scheduler_metadata`, `num_splits`, `pack_gqa`, `sm_margin`) is looked at and changes nothing. Its partial results of
-splits, which it returns behind `softmax_lse`, do not exist here.
+Not supported, with an error that names the argument: `qv`, `attention_chunk`, 8-bit queries and caches. Arguments that
+only tune FlashAttention-3's kernels (`scheduler_metadata`, `num_splits`, `pack_gqa`, `sm_margin`) are checked and change
+nothing. The partial results of splits, which it returns after `softmax_lse`, are not returned.
 Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024).
 """
 

@@ -1,9 +1,9 @@
 """FlexAttention's calls (torch.nn.attention.flex_attention), run by tilewise: same signatures, no dense mask.
 
-Differences from PyTorch's: no `torch.compile` is needed, in eager mode too nothing of seqlen_q x seqlen_k is built;
-`create_block_mask` classifies tiles by interval arithmetic, and only when someone asks for them; `score_mod` and
-`mask_mod` are traced, so they may use what `tilewise.mask` accepts; `kernel_options` tune PyTorch's own kernels and are
-not used. Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels" (2024).
+Differences from PyTorch's: no `torch.compile` is needed, and no seqlen_q x seqlen_k tensor is built in eager mode;
+`create_block_mask` classifies tiles by interval arithmetic, when they are first read; `score_mod` and `mask_mod` are
+traced, so they may use the operators that `tilewise.mask` accepts; `kernel_options`, which tune PyTorch's kernels, are
+ignored. Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels" (2024).
 """
 
 from __future__ import annotations

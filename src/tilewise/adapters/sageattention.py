@@ -1,18 +1,18 @@
 """SageAttention's functions (package sageattention, 2.2), run by tilewise: same names, arguments and layouts.
 
 Arguments become a scheme (`tilewise.Sage`), and attention runs with `quantize=` that scheme. `tensor_layout` is "HND",
-(batch, heads, seqlen, dim), or "NHD", (batch, seqlen, heads, dim). `is_causal` is aligned to the top left, as their
-kernels have it though they document it for equal lengths alone: query i sees keys 0 to i, whatever the lengths.
-(`tilewise.attention` aligns to the bottom right.) lse is theirs, too: natural logarithm, of the scores before keys were
-centred; -inf for a row that sees no key.
+(batch, heads, seqlen, dim), or "NHD", (batch, seqlen, heads, dim). `is_causal` is aligned to the top left for all
+lengths: query i sees keys 0 to i. SageAttention documents it for equal lengths only, and its kernels do the same.
+(`tilewise.attention` aligns to the bottom right.) lse is SageAttention's: natural logarithm, of the scores before keys
+are smoothed; -inf for a row that sees no key.
 
 Beyond SageAttention: any head_dim up to 256 and a head_dim_v, float32, the CPU, `attn_mask` in `sageattn`, `smooth_v`
-with every sum, keys of packed sequences centred by sequence, gradients (straight through the rounding to codes).
-Keywords that a function does not have are TypeErrors; theirs disappear.
+with every `pv_accum_dtype`, keys of packed sequences smoothed per sequence, gradients (straight-through estimator).
+A keyword that a function does not have raises TypeError; SageAttention ignores it.
 
-Groups that share a scale are Hopper's on every GPU: blocks of 64 queries and 128 keys, warps of 16 queries. Sums that
-theirs make in float16 (`pv_accum_dtype`) are float32, but for "fp32+fp16", whose ranges of numbers are as theirs; those
-in float32 begin anew after each block of keys.
+The groups that share a scale are those of Hopper on every GPU: blocks of 64 queries and 128 keys, warps of 16 queries.
+Sums that SageAttention accumulates in float16 (`pv_accum_dtype`) are accumulated in float32; for "fp32+fp16" values are
+scaled as in SageAttention. Float32 sums are flushed after each block of keys.
 
 Source: Zhang et al., "SageAttention", 2024; "SageAttention2", 2024; "SageAttention2++", 2025.
 """

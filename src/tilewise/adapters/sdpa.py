@@ -1,8 +1,8 @@
-"""PyTorch's `scaled_dot_product_attention`, run by tilewise: called by name, or put in the place of PyTorch's.
+"""PyTorch's `scaled_dot_product_attention`, run by tilewise: called directly, or installed in place of PyTorch's.
 
 Conventions are PyTorch's: (..., heads, seqlen, dim), `is_causal` aligned to the top left (query 0 sees key 0), a
-boolean mask is True where a pair may meet, a float mask is added to the scaled scores, and hides where it is -inf or
-the most negative number of float32 or bfloat16. A row that sees no key gives 0.
+boolean mask is True where a query sees a key, a float mask is added to the scaled scores and hides a key where it is
+-inf or the most negative number of float32 or bfloat16. A row that sees no key gives 0.
 """
 
 from __future__ import annotations

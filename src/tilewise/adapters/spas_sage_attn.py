@@ -1,16 +1,15 @@
 """SpargeAttn's functions (package spas_sage_attn), run by tilewise: same names, arguments and layouts.
 
-Arguments become a selection (`tilewise.Sparge`, `tilewise.TopK`) and a scheme (`tilewise.Sage`); attention runs with
-`select=` and `quantize=` these. Tiles are of 128 queries and 128 keys on every GPU (theirs: 128 and 64, on Hopper 64
-and 128).
+Arguments become a selection (`tilewise.Sparge`, `tilewise.TopK`) for `select=` and a scheme (`tilewise.Sage`) for
+`quantize=`. Tiles have 128 queries and 128 keys on every GPU (SpargeAttn: 128 and 64; on Hopper 64 and 128).
 
-Where theirs takes an argument and ignores it, this one does what it says, or refuses it: `attn_mask` is a mask,
-`dropout_p` must be 0, `smooth_k=False` runs, and causal is causal inside a tile, too, for SageAttention 2 as for 1.
-`output_dtype` alone changes nothing, as theirs: out has q's dtype.
+Arguments that SpargeAttn ignores work here or raise an error: `attn_mask` is a mask, `dropout_p` must be 0,
+`smooth_k=False` turns smoothing off, and causal masks also apply inside tiles on the diagonal, with SageAttention 2 as
+with 1. Only `output_dtype` is ignored, as in SpargeAttn: the output has q's dtype.
 
-Beyond SpargeAttn: any head_dim up to 256 and a head_dim_v, any length, fewer heads of keys and values than of queries,
-float32, the CPU, rows that see nothing (0, and lse -inf), lse from each function, gradients. Keywords that a function
-does not have are TypeErrors.
+Beyond SpargeAttn: any head_dim up to 256 and a head_dim_v, any length, fewer KV heads than query heads, float32, the
+CPU, rows that see no key (0, and lse -inf), lse from each function, gradients. A keyword that a function does not have
+raises TypeError.
 
 Source: Zhang et al., "SpargeAttention: Accurate and Training-free Sparse Attention Accelerating Any Model Inference",
 2025.

@@ -2,7 +2,7 @@
 
 transformers describes a mask by a function of indices: causal, sliding, chunked, packed sequences, padding, a model's
 own additions. That function is traced into a formula, so no mask of seqlen_q x seqlen_k is built, with or without a
-cache. `fuse(model)` runs what stands beside attention.
+cache. `fuse(model)` replaces the norms, gated units, rotary embeddings and loss.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ __all__ = ["Fused", "attention_forward", "attention_mask", "fuse", "register", "
 
 
 def register(name: str = "tilewise") -> None:
-    """Make `attn_implementation=name` known to transformers, for every model that uses its attention interface, and
-    to its continuous batching.
+    """Register tilewise with transformers as `attn_implementation=name`, also for continuous batching.
+
+    Call it once per process, before a model is loaded with that name or `model.set_attn_implementation(name)`.
+
+    Args:
+        name: the name that models are given.
 
     Raises:
-        MissingExtraError: transformers is not installed, or its masks are still described by `cache_position`.
+        MissingExtraError: transformers is not installed, or older than 5.4.
     """
     expected = "transformers >= 5.4"
     hint = "pip install -U 'tilewise[hf]'"

@@ -1,7 +1,7 @@
-"""transformers' continuous batching: attention over its paged cache, which many requests share.
+"""Continuous batching of transformers: attention over its paged cache, which many requests share.
 
-A layer's keys and values are rows of one tensor, a token each, and `read_index` names every request's rows in the order
-of its tokens. To `tilewise.attention` these are pages of one token: it reads them where they lie.
+A layer's keys and values are rows of one tensor, one per token, and `read_index` lists the rows of every request in the
+order of its tokens. `tilewise.attention` reads these rows in place, as pages of one token.
 """
 
 from __future__ import annotations

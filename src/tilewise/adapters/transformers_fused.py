@@ -1,7 +1,7 @@
-"""What stands beside attention in a model of Hugging Face transformers, through tilewise: `fuse(model)`.
+"""Fused layers for models of Hugging Face transformers: `fuse(model)` replaces norms, gated units, RoPE and loss.
 
-A module is recognised by what its class computes, not by its name: its code is, instruction for instruction, that of
-Llama or of Gemma 2 in the transformers that is installed. Many decoders have the same.
+A module is recognised by its class's code, not by its name: the bytecode must equal that of Llama or Gemma 2 in the
+installed transformers. Many decoders share that code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLACES = "_rotary_by_tilewise"
 
 
 class Fused(NamedTuple):
-    """How many modules of each class tilewise runs now, and how many it looked at and left as they are."""
+    """How many modules of each class now run through tilewise, and how many candidates were left unchanged."""
 
     replaced: dict[str, int]
     left: dict[str, int]

@@ -1,4 +1,4 @@
-"""The command line: `tilewise demo`, `why`, `explain`, `bench` and `roofline`.
+"""The command line: `tilewise demo`, `why`, `explain`, `bench`, `roofline` and three commands that tune attention.
 
 Exit codes: 0 done, 1 the check failed, 2 wrong usage or a missing extra.
 """

@@ -21,18 +21,22 @@ def build(*, rich: bool) -> typer.Typer:
     options = {"rich_markup_mode": "rich" if rich else None, "pretty_exceptions_enable": False}
     made = typer.Typer(name="tilewise", help=HELP, no_args_is_help=True, **options)  # type: ignore[arg-type]
     made.callback()(version)
-    made.command("demo", short_help="Train a small Llama on real text, compare, write code.")(demo.demo)
-    made.command("why", short_help="Which implementation runs a call, and why not the others.")(why.why)
+    made.command("demo", short_help="Train a small Llama through tilewise and PyTorch; compare.")(demo.demo)
+    made.command("why", short_help="Which implementation runs a call, and why.")(why.why)
     group = typer.Typer(**options)  # type: ignore[arg-type]
     explain.register(group)
-    made.add_typer(group, name="explain", short_help="A ladder of counted programs; masks as pictures.")
+    made.add_typer(group, name="explain", short_help="Memory traffic of small programs; masks, plans as pictures.")
     timed = typer.Typer(**options)  # type: ignore[arg-type]
     bench.register(timed)
     made.add_typer(timed, name="bench", short_help="Time tilewise against PyTorch on this machine.")
-    made.command("roofline", short_help="Work, traffic and least time of a problem on a GPU.")(roofline.roofline)
-    made.command("tune-quant", short_help="Which scheme of few bits your q, k and v can bear.")(tune_quant.tune_quant)
-    made.command("tune-sparse", short_help="How few tiles your q, k and v can do with.")(tune_sparse.tune_sparse)
-    made.command("tune-windows", short_help="A window over a grid for each head, by your q, k and v.")(
+    made.command("roofline", short_help="FLOPs, bytes and least time of a call on a GPU.")(roofline.roofline)
+    made.command("tune-quant", short_help="Which quantized attention is accurate enough for your data.")(
+        tune_quant.tune_quant
+    )
+    made.command("tune-sparse", short_help="Block-sparse thresholds per head, from your q, k and v.")(
+        tune_sparse.tune_sparse
+    )
+    made.command("tune-windows", short_help="Sliding-tile windows per head, from your q and k.")(
         tune_windows.tune_windows
     )
     return made

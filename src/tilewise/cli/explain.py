@@ -1,4 +1,4 @@
-"""`tilewise explain`: the ladder of small programs that count their traffic, pictures of masks, and shares of work."""
+"""`tilewise explain`: small programs that count their memory traffic, and pictures of masks and of divided work."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ def mask(
     mask_text: shapes.MaskText = None,
     seqlen: Annotated[int, typer.Option("--seqlen", min=1, help="Number of keys, and of queries.")] = 1024,
     seqlen_q: Annotated[
-        int | None, typer.Option("--seqlen-q", min=1, help="Number of queries, where not as many as keys.")
+        int | None, typer.Option("--seqlen-q", min=1, help="Number of queries. Default: as many as keys.")
     ] = None,
     block_m: Annotated[int, typer.Option("--block-m", min=1, help="Queries of a tile.")] = 64,
     block_n: Annotated[int, typer.Option("--block-n", min=1, help="Keys of a tile.")] = 64,
     query: Annotated[
-        int | None, typer.Option("--query", min=0, help="With --out: the tiles that this query's tile visits.")
+        int | None, typer.Option("--query", min=0, help="With --out: draw the tiles that this query visits.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Draw into this .svg or .png file (at most 2,048 tokens a side).")
@@ -225,18 +225,19 @@ def plan(
     queries: Annotated[int, typer.Option(min=0, help="New queries of each request.")] = 1,
     heads_q: shapes.HeadsQ = 32,
     heads_kv: shapes.HeadsKV = 8,
-    programs: Annotated[int, typer.Option(min=1, help="How many share the work: two a multiprocessor on a GPU.")] = 16,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of a tile: queries times heads of a group.")] = 16,
+    programs: Annotated[
+        int, typer.Option(min=1, help="Programs that share the work; on a GPU two per multiprocessor.")
+    ] = 16,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a tile: queries × query heads per KV head.")] = 16,
     block_n: Annotated[int, typer.Option("--block-n", min=1, help="Keys of a tile.")] = 64,
-    shared: Annotated[int, typer.Option(min=0, help="First keys that all requests have in common.")] = 0,
+    shared: Annotated[int, typer.Option(min=0, help="Keys of the prefix that all requests share.")] = 0,
     mask_text: shapes.MaskText = None,
     out: Annotated[Path | None, typer.Option("--out", help="Draw into this .svg or .png file.")] = None,
     as_json: shapes.Json = False,
 ) -> None:
-    """Show how programs divide attention over pages: equal shares of all requests' tiles, and what is merged.
+    """Show how programs divide attention over pages: each gets an equal share of all tiles; split rows are merged.
 
-    With --shared, keys that all requests have in common are in a line of their own, which is done before, in tiles of
-    64 rows.
+    With --shared, the prefix that all requests share is computed first, once for all of them, in tiles of 64 rows.
 
     Example: tilewise explain plan "100,4000,64,900" --programs 8 --out plan.svg
     """
@@ -261,12 +262,12 @@ def plan(
         say_json({**_shares(work), **before, "merges": [merge._asdict() for merge in merges]})
         return
     if work.prefixes is not None:
-        say(f"before, prefixes: {work.prefixes.work} tiles of {PREFIX_ROWS} rows and {block_n} keys")
+        say(f"first the shared prefix: {work.prefixes.work} tiles of {PREFIX_ROWS} rows and {block_n} keys")
         _say_shares(work.prefixes, "requests from ")
     say(f"{len(keys)} requests, {work.work} tiles of {rows} rows and {block_n} keys")
     _say_shares(work, "request ")
     parts = sum(len(merge.slots) + len(merge.prefix) for merge in merges)
-    say(f"merged: {len(merges)} rows of tiles that are cut or behind a prefix, in {parts} parts")
+    say(f"merged: {len(merges)} rows of tiles that are split or have a prefix, from {parts} parts")
     if out is not None:
         say(f"drawn: {out}")
 
@@ -283,7 +284,7 @@ def _shares(work: WorkList) -> dict[str, Any]:
 def _say_shares(work: WorkList, whose: str) -> None:
     done = [list(work.segments(program)) for program in range(work.programs)]
     most = max((sum(s.end - s.first for s in segments) for segments in done), default=0)
-    say(f"{work.programs} programs, of which none has more than {most}")
+    say(f"{work.programs} programs, at most {most} tiles each")
     for program, segments in enumerate(done[:WIDEST]):
         shown = ", ".join(f"{whose}{work.request[u]} head {h} tiles {a}-{b - 1}" for u, h, a, b in segments[:4])
         more = f", and {len(segments) - 4} more" if len(segments) > 4 else ""
