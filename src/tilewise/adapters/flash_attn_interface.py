@@ -5,8 +5,8 @@ conventions.
 CPU, float32, any head_dim and head_dim_v up to 512, rotary dimensions that are not multiples of 16.
 
 Not supported, with an error that names the argument: `qv`, `attention_chunk`, 8-bit queries and caches. Arguments that
-only tune FlashAttention-3's kernels (`scheduler_metadata`, `num_splits`, `pack_gqa`, `sm_margin`) are checked and change
-nothing. The partial results of splits, which it returns after `softmax_lse`, are not returned.
+only tune FlashAttention-3's kernels (`scheduler_metadata`, `num_splits`, `pack_gqa`, `sm_margin`) are checked and
+change nothing. The partial results of splits, which it returns after `softmax_lse`, are not returned.
 Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024).
 """
 

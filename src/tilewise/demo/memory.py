@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,10 +83,9 @@ def _measured(
     """`visible` is the mask as bool (seqlen, seqlen); `flags` say it to SDPA, which else takes it as a tensor."""
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        given = flags or {"attn_mask": visible}
-        rows = (x.transpose(1, 2) for x in (q, k, v))
-        o: Tensor = F.scaled_dot_product_attention(*rows, enable_gqa=True, **given)  # type: ignore[arg-type]
-        return o.transpose(1, 2)
+        given: dict[str, Any] = {"enable_gqa": True, **(flags or {"attn_mask": visible})}
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, **given).transpose(1, 2)
 
     def scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shared = q.shape[2] // k.shape[2]

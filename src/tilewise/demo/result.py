@@ -157,7 +157,7 @@ class Result:
             found.append(row("median step", (f"{self.step_ms[name]:.1f} ms" for name in names)))
         return found
 
-    def kept(self) -> list[tuple[str, str, str, str]]:
+    def kept(self) -> list[tuple[str, ...]]:
         """Rows of (mask, tilewise, SDPA, scores in memory): what attention keeps for its backward pass, in MB."""
         return [
             (kept.mask, *(f"{kept.bytes[way] / 1e6:.1f} MB" for way in ("tilewise", "sdpa", "scores")))

@@ -17,7 +17,8 @@ from tilewise.formula.formula import Mask, Score
 from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import composed
 from tilewise.ops.attention.choice import Selected
-from tilewise.ops.attention.explanation import Explanation, not_preferred, of_another_device
+from tilewise.ops.attention.explanation import Explanation as Explanation
+from tilewise.ops.attention.explanation import not_preferred, of_another_device
 from tilewise.ops.attention.lengths import reads
 from tilewise.ops.attention.paged_rows import PagedRows, rows_of_call
 from tilewise.ops.attention.paged_rows import reads as reads_of_pages
