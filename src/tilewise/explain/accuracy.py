@@ -1,5 +1,5 @@
-"""What few bits cost on queries, keys and values of yours: each scheme's error against exact attention, its bytes and
-its time, and the fastest scheme that is accurate enough, for all heads or for each.
+"""Accuracy of quantized attention on your q, k and v: each scheme's error against exact attention, its bytes and time,
+and the fastest scheme that is accurate enough, for all heads or per head.
 """
 
 from __future__ import annotations
@@ -211,17 +211,20 @@ def try_schemes(
     rows: int | None = None,
     clock: Callable[[Callable[[], object]], float] | None = None,
 ) -> Trials:
-    """Run attention by each scheme, and as q, k and v are, and compare with exact attention.
+    """Run attention with each scheme, and without one, and compare with exact attention in float64.
 
     Args:
         q, k, v: (batch, seqlen, heads, dim), float16, bfloat16 or float32, as `tilewise.attention` takes them.
-        schemes: what to try. What cannot run on these tensors is left out, with the reason.
+        schemes: the schemes to try. Those that cannot run on these tensors are left out, with the reason.
         mask, scale: as `tilewise.attention` takes them.
-        rows: how many queries are compared, spread evenly; None: all. Attention runs whole, for all schemes.
-        clock: milliseconds of a call, for `Trial.ms`; None times nothing.
+        rows: how many queries are compared, evenly spaced; None: all. Attention itself runs for all queries.
+        clock: returns the milliseconds of a call, for `Trial.ms`; None times nothing.
+
+    Returns:
+        The trials that ran, the one without a scheme first, and the schemes that were left out.
 
     Raises:
-        InputError, FormulaError: q, k, v or mask are wrong. (A scheme that cannot run is no error.)
+        InputError, FormulaError: q, k, v or mask are wrong. A scheme that cannot run raises nothing.
     """
     tw.why(q, k, v, mask=mask, scale=scale)  # raises what is wrong whatever the scheme
     if not q.numel() or not v.numel():

@@ -1,7 +1,7 @@
-"""How few tiles attention over q, k and v of yours can do with: thresholds of `Sparge` for each head under
-a bound of the error, or a window of `sliding_tile` for each head under a budget of work for all.
+"""Sparsity that your q, k and v allow: thresholds of `Sparge` for each head within a bound of the error, or a window of
+`sliding_tile` for each head within a budget of work for all.
 
-One pass over all scores (`masses`) says what each tile's weights are. From then on what a selection loses is a sum.
+One pass over all scores (`masses`) measures the weight of each tile; the loss of a selection is then a sum.
 """
 
 from __future__ import annotations
@@ -67,17 +67,20 @@ def fit_sparge(
     lam: float | None = None,
     tiles: int | None = None,
 ) -> Fit:
-    """For each head the `Sparge` that computes the fewest tiles, of those whose relative L1 error is at most
-    `max_error`.
+    """Thresholds of `Sparge` for each head: the fewest tiles with a relative L1 error of at most `max_error`.
 
-    What share of the weights may be lost is guessed by the bound, then put right by errors that runs of attention show,
-    for all heads at once. A head that nothing serves keeps all tiles. A head whose small weights are more than the
-    bound, so that it breaks it with `lam` and all tiles, is one without `lam`.
+    The share of the weights that may be lost is first set to the bound, then corrected by the errors that a few runs of
+    attention measure, for all heads at once. A head that no thresholds keep within the bound computes all tiles. `lam`
+    is used only by heads that stay within the bound with it when all tiles are computed.
 
     Args:
         q, k, v, mask, scale: as `tilewise.attention` takes them, dense. Samples of a batch must all keep the bound.
-        block, far, lam: as `Select` and `Sparge` have them; one `lam` for all heads.
-        tiles: how many tiles of queries are looked at, spread evenly; None: all. Errors are of all queries.
+        max_error: the largest relative L1 error of a head, against attention over all tiles.
+        block, far, lam: as in `Select` and `Sparge`; one `lam` for all heads.
+        tiles: how many tiles of queries are examined, evenly spaced; None: all. Errors are of all queries.
+
+    Returns:
+        The thresholds and what they give: tiles computed, weight lost and error, by head.
 
     Raises:
         InputError, FormulaError: an argument is wrong, or q, k, v or attention over them is not finite.
