@@ -41,10 +41,11 @@ INTERNAL = """
 def names() -> dict[str, Any]:
     """Every public name, as users write it, and what it names."""
     found: dict[str, Any] = {}
-    for module, short in (("tilewise", "tw"), *((f"tilewise.{x}", f"tw.{x}") for x in ("nn", "kv", "quant"))):
-        public = vars(importlib.import_module(module))
-        more = [x for x in public["__all__"] if f"tw.{x}" not in found and not isinstance(public[x], dict)]
-        found |= {f"{short}.{x}": public[x] for x in more}
+    for path, short in (("tilewise", "tw"), *((f"tilewise.{x}", f"tw.{x}") for x in ("nn", "kv", "quant"))):
+        module = importlib.import_module(path)
+        more = [x for x in module.__all__ if f"tw.{x}" not in found]
+        named = {f"{short}.{x}": getattr(module, x) for x in more}
+        found |= {name: x for name, x in named.items() if not isinstance(x, dict) and not inspect.ismodule(x)}
     kinds = (x for x in vars(errors).values() if inspect.isclass(x) and issubclass(x, errors.TilewiseError))
     return found | {x.__name__: x for x in (TileMap, *kinds)}
 

@@ -125,7 +125,7 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
         {"plan": ([CU], *([x] for x in TABLE), 2, 2, 8, 4)},
     ),
 }
-OTHERS = {"CrossEntropyLoss", "Quantized", "AuxRequest"}  # take None alone, are results, are PyTorch's
+OTHERS = {"CrossEntropyLoss", "Explanation", "Quantized", "AuxRequest"}  # take None alone, are results, are PyTorch's
 IN_OPTIONS = {  # taken by **options
     "plan": ("non_blocking", "disable_split_kv"),
     "run": ("enable_pdl",),

@@ -6,11 +6,10 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tilewise.core.errors import InputError, OutOfPagesError, shown
-
-T = TypeVar("T")
+from tilewise.kv.arguments import check_count, check_index, described, listed
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +39,7 @@ class Sequence:
 
     def slot(self, token: int) -> int:
         """The slot of a `token`, counted from 0. Raises InputError for a token that is not there."""
-        _check_index("token", token, self.length, "tokens of the sequence")
+        check_index("token", token, self.length, "tokens of the sequence")
         return self.pages[token // self.page_size] * self.page_size + token % self.page_size
 
 
@@ -136,7 +135,7 @@ class PageAllocator:
 
     def holders(self, page: int) -> int:
         """How many sequences hold `page`."""
-        _check_index("page", page, self.num_pages, "pages are those of a table")
+        check_index("page", page, self.num_pages, "pages are those of a table")
         return self._holders[page]
 
     def wasted_slots(self) -> int:
@@ -261,7 +260,7 @@ class PageAllocator:
         """
         self.check_live(sequence)
         self._check_known(page)
-        _check_index("index", index, sequence.full_pages, "only full pages are replaced")
+        check_index("index", index, sequence.full_pages, "only full pages are replaced")
         replaced = sequence.pages[index]
         alone = self._holders[replaced] == 1
         for other in [sequence] if alone else self._live:
@@ -358,7 +357,7 @@ class PageAllocator:
 
     def _check_known(self, page: int) -> None:
         if not isinstance(page, int) or page not in self._kept:
-            got = f"page {_described(page)}"
+            got = f"page {described(page)}"
             raise InputError(
                 "page",
                 got=got,
@@ -381,31 +380,3 @@ def _runs(pages: list[int], start: int, stop: int, page_size: int) -> tuple[rang
         runs.append(range(first, first + count))
         start += count
     return tuple(runs)
-
-
-def check_count(name: str, value: int, least: int) -> None:
-    """Raise InputError unless it is an integer, and no boolean, of at least so many."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        hint = "give a count; a tensor's are tensor.tolist()"
-        raise InputError(name, got=_described(value), expected=f"an integer, at least {least}", hint=hint)
-
-
-def _check_index(name: str, value: int, end: int, hint: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < end:
-        raise InputError(name, got=_described(value), expected=f"an integer from 0 to {end - 1}", hint=hint)
-
-
-def _described(value: object) -> str:
-    return shown(value) if isinstance(value, (int, float, str)) else type(value).__name__
-
-
-def listed(name: str, values: Iterable[T], what: str) -> list[T]:
-    """The values as a list; raises InputError for what cannot be gone through."""
-    try:
-        if isinstance(values, dict):
-            raise TypeError
-        return list(values)
-    except TypeError:
-        raise InputError(
-            name, got=type(values).__name__, expected=f"a list of {what}", hint="pass a single one as [x]"
-        ) from None

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.kv.allocator import PageAllocator, Sequence, Write, check_count, listed
+from tilewise.kv.allocator import PageAllocator, Sequence, Write
+from tilewise.kv.arguments import check_count, listed
 from tilewise.kv.open import Opened, OpenPages
 from tilewise.kv.pool import PagePool
 from tilewise.kv.prefix import PrefixCache

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from tilewise.core.flags import check_flags
 from tilewise.core.keywords import catches_unknown, refuse_unknown
 from tilewise.core.tensors import transformed
 from tilewise.formula.formula import Mask, Score
@@ -297,6 +298,7 @@ def why(
         >>> found.chosen
         'cpu_tiled'
     """
+    check_flags(all=all)
     unknown = {name: x for name, x in arguments.items() if name not in _ARGUMENTS}
     if unknown:
         refuse_unknown("why", unknown, ("q", "k", "v", *_ARGUMENTS))

@@ -44,6 +44,9 @@ class Explanation:
 
         Otherwise the chosen one and the one asked for by name; those that can run the call and were not preferred; and,
         unless one was asked for by name, those of this device that are preferred and cannot run the call.
+
+        Returns:
+            (name, summary, verdict) of each.
         """
         names = [name for name, _, _ in self.rows]
         last = 0 if self.impl is not None else len(names) if self.chosen is None else names.index(self.chosen)
@@ -57,7 +60,11 @@ class Explanation:
         )
 
     def rest(self) -> str | None:
-        """The rows that `str` does not print, counted in words; None if it prints all."""
+        """The rows that `str` does not print, counted.
+
+        Returns:
+            Text such as "8 need a CUDA GPU"; None if it prints all.
+        """
         hidden = {name for name, _, _ in self.rows} - {name for name, _, _ in self.shown()}
         away = len(hidden & self.elsewhere)
         here = len(hidden) - away

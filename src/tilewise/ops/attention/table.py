@@ -53,7 +53,7 @@ _chosen: dict[tuple[Any, ...], Row[Call]] = {}
 
 
 def _choose(call: Call, impl: str | None) -> Row[Call]:
-    return dispatch.choose(ROWS, "attention", call, impl, "; tilewise.why(...) says what each needs")
+    return dispatch.choose(ROWS, "attention", call, impl, "; tilewise.why(..., all=True) says what each needs")
 
 
 def named(impl: str) -> Row[Call]:
