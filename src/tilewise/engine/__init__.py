@@ -1,0 +1,1 @@
+"""Text generation with models in Hugging Face's folders."""
