@@ -233,16 +233,17 @@ def test_a_tensor_that_no_llama_has_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "said"),
+    ("name", "tensor", "said"),
     [
-        (None, r"no blk\.1\.ffn_up\.weight"),
-        ((np.ones((64, 96), np.float32), "F32"), r"the shape \(64, 96\); expected \(96, 64\)"),
-        ((np.full((96, 64), np.nan, np.float32), "F32"), "numbers from nan"),
-        ((np.full((96, 64), 1e5, np.float32), "F32"), "numbers from 100000.0"),
+        ("token_embd", (np.ones((299, 64), np.float32), "F32"), "299 rows; expected one for each of 300 tokens"),
+        ("blk__1__ffn_up", None, r"no blk\.1\.ffn_up\.weight"),
+        ("blk__1__ffn_up", (np.ones((64, 96), np.float32), "F32"), r"the shape \(64, 96\); expected \(96, 64\)"),
+        ("blk__1__ffn_up", (np.full((96, 64), np.nan, np.float32), "F32"), "numbers from nan"),
+        ("blk__1__ffn_up", (np.full((96, 64), 1e5, np.float32), "F32"), "numbers from 100000.0"),
     ],
 )
-def test_a_wrong_tensor_is_refused(tmp_path: Path, tensor: Any, said: str) -> None:
-    file = gguf_files.write(tmp_path / "m.gguf", blk__1__ffn_up__weight=tensor)
+def test_a_wrong_tensor_is_refused(tmp_path: Path, name: str, tensor: Any, said: str) -> None:
+    file = gguf_files.write(tmp_path / "m.gguf", **{f"{name}__weight": tensor})
     with pytest.raises(InputError, match=said):
         convert(file, tmp_path / "out", dtype="float16")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
@@ -257,10 +258,26 @@ def test_weights_that_are_infinite_are_refused(tmp_path: Path, dtype: str) -> No
         convert(file, tmp_path / "out", dtype=dtype)
 
 
-@pytest.mark.parametrize("key", ["llama.block_count", "llama.context_length", "tokenizer.ggml.merges"])
+@pytest.mark.parametrize(
+    "key", ["llama.block_count", "llama.attention.layer_norm_rms_epsilon", "tokenizer.ggml.merges"]
+)
 def test_missing_metadata_is_named(tmp_path: Path, key: str) -> None:
     with pytest.raises(InputError, match=key.replace(".", r"\.")):
         convert(gguf_files.write(tmp_path / "m.gguf", gguf_files.fields(**{key: None})), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokenizer.ggml.bos_token_id": 300}, "IndexError"),
+        ({"tokenizer.ggml.merges": ["never there"]}, "out of vocabulary"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "zip"),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count = 0"),
+    ],
+)
+def test_wrong_metadata_is_named(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        convert(gguf_files.write(tmp_path / "m.gguf", gguf_files.fields(**changed)), tmp_path / "out")
 
 
 def test_a_folder_that_holds_something_is_kept(tmp_path: Path, file: Path) -> None:

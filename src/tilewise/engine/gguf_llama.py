@@ -49,38 +49,41 @@ def llama_config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
             hint="take the model's original Hugging Face folder",
         )
     entries = {key.removeprefix("llama."): value for key, value in fields.items() if key.startswith("llama.")}
-    heads = _entry(entries, "attention.head_count")
-    head_dim = entries.get("attention.key_length", _entry(entries, "embedding_length") // heads)
+    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        if isinstance(entries.get(key), list):
+            raise _unsupported({key: "a number for each layer"})
+    heads = _positive(entries, "attention.head_count")
+    head_dim = entries.get("attention.key_length", _positive(entries, "embedding_length") // heads)
     unknown = {key: entries[key] for key in entries.keys() - _KNOWN}
     if entries.get("rope.scaling.type", "none") != "none":
         unknown["rope.scaling.type"] = entries["rope.scaling.type"]
     for key in ("rope.dimension_count", "attention.value_length"):
         if entries.get(key, head_dim) != head_dim:
             unknown[key] = entries[key]
-    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        if isinstance(entries.get(key), list):
-            unknown[key] = "a number for each layer"
     if unknown:
-        raise UnsupportedError(
-            "GGUF metadata",
-            got=", ".join(f"llama.{key} = {value}" for key, value in sorted(unknown.items())),
-            expected="a Llama model with one kind of layer, whole heads rotated and no RoPE scaling",
-            hint="take the model's original Hugging Face folder",
+        raise _unsupported(unknown)
+    tokens = fields.get("tokenizer.ggml.tokens", ())
+    rows = shapes.get("token_embd.weight", (len(tokens),))[0]  # a model may have more rows than tokens
+    if rows < len(tokens):
+        raise InputError(
+            "tensor token_embd.weight",
+            got=f"{rows} rows",
+            expected=f"one for each of {len(tokens)} tokens",
+            hint="convert the model anew",
         )
-    embedding = shapes.get("token_embd.weight", (entries.get("vocab_size", 0),))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": embedding[0],
-        "hidden_size": _entry(entries, "embedding_length"),
-        "intermediate_size": _entry(entries, "feed_forward_length"),
-        "num_hidden_layers": _entry(entries, "block_count"),
+        "vocab_size": rows,
+        "hidden_size": _positive(entries, "embedding_length"),
+        "intermediate_size": _positive(entries, "feed_forward_length"),
+        "num_hidden_layers": _positive(entries, "block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": entries.get("attention.head_count_kv", heads),
+        "num_key_value_heads": _positive({"attention.head_count_kv": heads, **entries}, "attention.head_count_kv"),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": _entry(entries, "context_length"),
-        "rms_norm_eps": _decimal(_entry(entries, "attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": _positive(entries, "context_length"),
+        "rms_norm_eps": _decimal(_positive(entries, "attention.layer_norm_rms_epsilon", float)),
         "rope_theta": (theta := _decimal(entries.get("rope.freq_base", 10000.0))),
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "attention_bias": False,
@@ -155,12 +158,26 @@ def _check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
             )
 
 
-def _entry(entries: Mapping[str, Any], key: str) -> Any:
-    if key not in entries:
+def _unsupported(found: Mapping[str, Any]) -> UnsupportedError:
+    return UnsupportedError(
+        "GGUF metadata",
+        got=", ".join(f"llama.{key} = {value}" for key, value in sorted(found.items())),
+        expected="a Llama model with one kind of layer, whole heads rotated and no RoPE scaling",
+        hint="take the model's original Hugging Face folder",
+    )
+
+
+def _positive(entries: Mapping[str, Any], key: str, kind: type[int] | type[float] = int) -> Any:
+    """A number of the metadata that must be there."""
+    found: Any = entries.get(key)
+    if not isinstance(found, kind) or not found > 0:
         raise InputError(
-            "GGUF metadata", got=f"no llama.{key}", expected="all sizes of the model", hint="convert the model anew"
+            "GGUF metadata",
+            got=f"no llama.{key}" if found is None else f"llama.{key} = {found}",
+            expected="all numbers of the model, above 0",
+            hint="convert the model anew",
         )
-    return entries[key]
+    return found
 
 
 def _decimal(number: float) -> float:

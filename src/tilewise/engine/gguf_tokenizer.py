@@ -54,22 +54,30 @@ def write_tokenizer(fields: Mapping[str, Any], folder: pathlib.Path) -> dict[str
             expected="tokens, their types and merges",
             hint="convert the model anew",
         )
-    tokens, merges = entries["tokens"], [tuple(merge.split(" ", 1)) for merge in entries["merges"]]
-    before = entries.get("pre")
-    backend = Backend(
-        models.BPE(
+    tokens, before = entries["tokens"], entries.get("pre")
+    numbers = {name: entries.get(key) for name, key in _IDS.items()}
+    try:
+        named = {name: tokens[number] for name, number in numbers.items() if number is not None}
+        added = list(zip(tokens, entries["token_type"], strict=True))
+        model = models.BPE(
             vocab={token: number for number, token in enumerate(tokens)},
-            merges=merges,
+            merges=[tuple(merge.split(" ", 1)) for merge in entries["merges"]],
             ignore_merges=before == "llama-bpe",
         )
-    )
+    except Exception as wrong:  # the package raises plain Exceptions
+        raise InputError(
+            "GGUF tokenizer",
+            got=f"{type(wrong).__name__}: {wrong}",
+            expected="merges, types and ids of tokens that are there",
+            hint="download the file anew",
+        ) from wrong
+    backend = Backend(model)
     backend.pre_tokenizer = _pre_tokenizer(before, bool(entries.get("add_space_prefix", False)))
     backend.decoder = decoders.ByteLevel()
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [token for token, found in zip(tokens, entries["token_type"], strict=True) if found == kind]
-        backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
-    numbers = {name: entries.get(key) for name, key in _IDS.items()}
-    named = {name: tokens[number] for name, number in numbers.items() if number is not None}
+        backend.add_tokens(
+            [AddedToken(token, special=special, normalized=False) for token, found in added if found == kind]
+        )
     first = entries.get("add_bos_token", before == "llama-bpe") and "bos_token" in named
     if first:
         token = named["bos_token"]
