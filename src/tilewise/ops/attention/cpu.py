@@ -22,6 +22,7 @@ from tilewise.formula.limits import MOST
 from tilewise.formula.optimize import written_once
 from tilewise.formula.structure import Bound
 from tilewise.formula.walk import postorder
+from tilewise.ops.attention import cpu_fused
 from tilewise.ops.attention.cpu_parts import MAX_RUN, fill, parts_of, runs_of
 from tilewise.ops.attention.gradient import Gradients, delta_of
 from tilewise.ops.attention.problem import Call
@@ -106,11 +107,29 @@ def tiled_forward(call: Call, of_weights: Weights | None = None) -> tuple[torch.
             o_part, lse_part = o, lse
             if rows is not None:
                 o_part, lse_part = (o[None, rows], lse[None, :, rows]) if call.packed else (o[rows], lse[rows])
-            for few in _Sequence(part, of_weights).by_heads():
-                o_few, lse_few = o_part[:, :, few.heads], lse_part[:, few.heads]
-                for tile in few.query_tiles():
-                    o_few[:, tile.rows], lse_few[:, :, tile.rows] = few.forward_tile(tile)
+            blocks = _fused_blocks(part) if of_weights is None else None
+            if blocks is None:
+                _forward_by_tiles(part, of_weights, o_part, lse_part)
+                continue
+            doubtful = cpu_fused.forward(part, blocks, o_part, lse_part)
+            if bool(doubtful.any()):  # such rows alone: bits of others do not depend on them
+                o_tiled, lse_tiled = torch.empty_like(o_part), torch.empty_like(lse_part)
+                _forward_by_tiles(part, None, o_tiled, lse_tiled)
+                o_part.copy_(torch.where(doubtful.transpose(1, 2)[..., None], o_tiled, o_part))
+                lse_part.copy_(torch.where(doubtful, lse_tiled, lse_part))
     return o, lse
+
+
+def _fused_blocks(part: Call) -> list[cpu_fused.Block] | None:
+    return cpu_fused.blocks_of(part) if cpu_fused.serves(part) else None
+
+
+def _forward_by_tiles(part: Call, of_weights: Weights | None, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write o and lse of a dense call."""
+    for few in _Sequence(part, of_weights).by_heads():
+        o_few, lse_few = o[:, :, few.heads], lse[:, few.heads]
+        for tile in few.query_tiles():
+            o_few[:, tile.rows], lse_few[:, :, tile.rows] = few.forward_tile(tile)
 
 
 def tiled_backward(
@@ -125,11 +144,29 @@ def tiled_backward(
             lse_p = lse if rows is None else lse[None, :, rows]
             delta_p = delta if rows is None else delta[None, :, rows]
             do_p = do if rows is None else do[None, rows]
-            for few in _Sequence(part).by_heads():
-                into = few.of_heads(views)
-                for tile in few.query_tiles():
-                    few.backward_tile(tile, do_p[:, :, few.heads], lse_p[:, few.heads], delta_p[:, few.heads], into)
+            o_p = o if rows is None else o[None, rows]
+            blocks = None if dlse is not None or any(call.grad_captured) else _fused_blocks(part)
+            steady = cpu_fused.steady(o_p, lse_p) if blocks is not None else torch.zeros(1, dtype=torch.bool)
+            if blocks is None or not steady.any():
+                _backward_by_tiles(part, do_p, lse_p, delta_p, views)
+                continue
+            cpu_fused.backward(part, blocks, o_p, lse_p, do_p, views)
+            if not steady.all():  # such elements alone: bits of others do not depend on them
+                tiled = Gradients.zeros(part)
+                _backward_by_tiles(part, do_p, lse_p, delta_p, tiled)
+                for fused, other in ((views.dq, tiled.dq), (views.dk, tiled.dk), (views.dv, tiled.dv)):
+                    fused[~steady] = other[~steady]
     return grads.finish(call, lse, delta)
+
+
+def _backward_by_tiles(
+    part: Call, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, views: Gradients
+) -> None:
+    """Add a dense call's part to the gradients."""
+    for few in _Sequence(part).by_heads():
+        into = few.of_heads(views)
+        for tile in few.query_tiles():
+            few.backward_tile(tile, do[:, :, few.heads], lse[:, few.heads], delta[:, few.heads], into)
 
 
 def _full_precision() -> torch.autocast:
