@@ -106,6 +106,8 @@ _PAGED_TESTS = ("tests/gpu/test_kept.py", "tests/gpu/test_paged.py", "tests/gpu/
 _CI = "interpreted, compiled for sm_80, sm_90, sm_100"
 
 _MERGE = "src/tilewise/ops/merge/"
+_CPU = tuple(_ATTENTION + name for name in ("cpu.py", "cpu_bias.py", "cpu_fused.py", "cpu_parts.py"))
+
 _MERGE_SHARED = (
     "src/tilewise/core/[er]*.py",
     _DISPATCH,
@@ -297,8 +299,8 @@ FAMILIES: dict[str, Family] = {
             sources=(
                 *_FORMULA,
                 *_SHARED,
-                _ATTENTION + "cpu.py",
-                _ATTENTION + "cpu_parts.py",
+                *_CPU,
+                _ATTENTION + "cpu_sdpa.py",
                 _ATTENTION + "rows/cpu.py",
             ),
             tests=("tests/ops/*.py",),
@@ -356,7 +358,7 @@ FAMILIES: dict[str, Family] = {
             compiled=("token_scores",),
         ),
         _layer("layer_cuda", (*_PORTABLE, *_HOPPER, *_HOPPER_TILED), 0),
-        _layer("layer_cpu", (*_FORMULA, *_SHARED, _ATTENTION + "cpu.py", _ATTENTION + "cpu_parts.py"), 1),
+        _layer("layer_cpu", (*_FORMULA, *_SHARED, *_CPU, _ATTENTION + "cpu_sdpa.py"), 1),
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
         Family(name="quant", sources=("src/tilewise/quant/*.py",), tests=("tests/quant/*.py",), rows=()),
         Family(name="kv", sources=("src/tilewise/kv/*.py",), tests=("tests/kv/*.py",), rows=()),

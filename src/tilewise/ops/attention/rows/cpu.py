@@ -20,7 +20,7 @@ def _plain_or_causal(call: Call) -> str | None:
 
 SDPA: Row[Call] = Row(
     "cpu_sdpa",
-    "tilewise.ops.attention.cpu",
+    "tilewise.ops.attention.cpu_sdpa",
     (
         CPU,
         ALL_VALUES,
@@ -45,7 +45,7 @@ TILED: Row[Call] = Row(
     "cpu_tiled",
     "tilewise.ops.attention.cpu",
     (CPU, NO_GRAD_OF_PAGES),
-    "PyTorch, tiled online softmax",
+    "PyTorch's fused kernel with a bias by block where a formula only adds to float32 scores, else a tiled softmax",
     forward="tiled_forward",
     backward="tiled_backward",
 )
