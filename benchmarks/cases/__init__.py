@@ -48,6 +48,7 @@ CASES = {
     "tile_classes": "classification of 128k x 128k tokens against create_block_mask, time and memory",
     "overhead": "host time per call, first result of a new formula, compilations when numbers change",
     "cpu": "fp32 on the CPU against SDPA, with and without a dense mask, time and memory",
+    "cpu_formulas": "formulas in fp32 on the CPU against SDPA with a dense mask or bias, and eager softcap",
     "kv_accuracy": "the error of attention over encoded pages, by kind of code, with keys as they are and rotated",
     "kv_memory": "slots that pages waste, pages that sharing saves, simulated; a million random operations",
 }
