@@ -74,7 +74,7 @@ def _sink_gradient_sign(patch: pytest.MonkeyPatch) -> None:
 
 def _score_slope_forgotten(patch: pytest.MonkeyPatch) -> None:
     through = cpu._Sequence._through_score
-    patch.setattr(cpu._Sequence, "_through_score", lambda s, ds, *rest: (through(s, ds, *rest), ds)[1])
+    patch.setattr(cpu._Sequence, "_through_score", lambda s, ds, *rest: (through(s, ds.clone(), *rest), ds)[1])
 
 
 def _captured_gradient_forgets_a_tile(patch: pytest.MonkeyPatch) -> None:

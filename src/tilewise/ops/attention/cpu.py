@@ -224,9 +224,10 @@ class _Sequence:
         return q * (self.call.scale * LOG2E if self.call.score is None else self.call.scale)
 
     def _scores(
-        self, scaled: torch.Tensor, keys: slice, rows: slice, cuts: tuple[slice, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(raw, final) scores (batch, heads_q, rows, keys): the scaled dot product, and what the softmax sees, base 2.
+        self, scaled: torch.Tensor, keys: slice, rows: slice, cuts: tuple[slice, ...], sloped: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(raw, final) scores (batch, heads_q, rows, keys): the scaled dot product, and what the softmax sees, base 2;
+        and if `sloped` the formula's derivative by s, which shares much of its arithmetic, else 1.
 
         The second may be overwritten, since new memory costs a CPU more than arithmetic; without a score it is the
         first.
@@ -234,18 +235,21 @@ class _Sequence:
         call = self.call
         s = torch.matmul(scaled, self._keys(call.k, keys).transpose(-1, -2))
         s = raw = s.view(call.batch, call.num_heads_q, rows.stop - rows.start, -1)
+        slope = raw.new_ones(())
         if call.score is not None:
-            symbols = {**self._symbols(rows, keys), "s": raw}
-            s = self._evaluate(call.score, call.score.structure.root, symbols).expand_as(raw).mul(LOG2E)
+            symbols = {**self._symbols(rows, keys), "s": raw, "g": slope}
+            roots = [call.score.structure.root, *([self.slope] if sloped and self.slope is not None else [])]
+            s, slope = (*self._evaluate(call.score, roots, symbols), slope)[:2]
+            s = s.expand_as(raw).mul(LOG2E)
         if call.mask is not None and self.visible is not None and cuts:
-            seen = self._evaluate(call.mask, self.visible, self._symbols(rows, *cuts))
+            (seen,) = self._evaluate(call.mask, [self.visible], self._symbols(rows, *cuts))
             parts = [s[..., cut.start - keys.start : cut.stop - keys.start] for cut in cuts]
             fill(parts, seen, -torch.inf)
-        return raw, s
+        return raw, s, slope
 
-    def _evaluate(self, bound: Bound, root: Expr, symbols: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _evaluate(self, bound: Bound, roots: Sequence[Expr], symbols: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         tensors = [t.detach() for t in bound.tensors]
-        return evaluate([root], symbols, tensors, bound.numbers, self.compute)[0]
+        return evaluate(roots, symbols, tensors, bound.numbers, self.compute)
 
     def _keep(self, rows: slice, keys: slice) -> torch.Tensor:
         symbols = self._symbols(rows, keys)
@@ -280,7 +284,7 @@ class _Sequence:
         acc = q.new_zeros((*q.shape[:-1], call.head_dim_v))
         scaled = self._scaled(q)
         for keys, cuts in tile.runs:
-            _, s = self._scores(scaled, keys, rows, cuts)
+            _, s, _ = self._scores(scaled, keys, rows, cuts)
             if call.skip is not None:
                 low = (s.amax(-1) - m).amax(-1) < -call.skip * LOG2E  # (batch, heads)
                 s = s.masked_fill(low[..., None, None], -torch.inf)
@@ -323,7 +327,7 @@ class _Sequence:
         scaled, q = self._scaled(q), q * call.scale
         start, sums = self._normalisation(tile, scaled, lse_rows)
         for keys, cuts in tile.runs:
-            raw, s = self._scores(scaled, keys, rows, cuts)
+            raw, s, slope = self._scores(scaled, keys, rows, cuts, True)
             p = s.sub_(start[..., None]).exp2_()
             if sums is not None:
                 p /= sums[..., None]
@@ -335,26 +339,29 @@ class _Sequence:
             ds = dp.sub_(delta_rows[..., None]).mul_(p)
             flat = (*q.shape[:-1], keys.stop - keys.start)
             grads.dv[:, keys] += torch.matmul(dropped.reshape(flat).transpose(-1, -2), do_rows).transpose(1, 2)
-            ds = self._through_score(ds, raw, rows, keys, grads)
+            ds = self._through_score(ds, raw, slope, rows, keys, grads)
             dq += torch.matmul(ds.reshape(flat), self._keys(call.k, keys))
             grads.dk[:, keys] += torch.matmul(ds.reshape(flat).transpose(-1, -2), q).transpose(1, 2)
         dq = dq.mul_(call.scale).view(call.batch, call.num_heads_q, -1, call.head_dim).transpose(1, 2)
         grads.dq[:, rows] = dq.to(grads.dq.dtype)
 
     def _through_score(
-        self, ds: torch.Tensor, raw: torch.Tensor, rows: slice, keys: slice, grads: Gradients
+        self, ds: torch.Tensor, raw: torch.Tensor, slope: torch.Tensor, rows: slice, keys: slice, grads: Gradients
     ) -> torch.Tensor:
         """Gradient before the score formula; gradients of captured tensors are added to `grads`."""
         score = self.call.score
         if score is None:
             return ds
-        symbols = {**self._symbols(rows, keys), "s": raw, "g": ds}
-        for load, adjoint in self.captured:
-            value = self._evaluate(score, adjoint, symbols).expand_as(ds)
-            grads.add_captured(load, value, [self._evaluate(score, index, symbols) for index in load.args])
+        if self.captured:
+            symbols = {**self._symbols(rows, keys), "s": raw, "g": ds}
+            for load, adjoint in self.captured:
+                value, *index = self._evaluate(score, [adjoint, *load.args], symbols)
+                grads.add_captured(load, value.expand_as(ds), index)
         if self.slope is None:
             return torch.zeros_like(ds)
-        through = self._evaluate(score, self.slope, symbols).expand_as(ds).clone()
+        if math.isfinite(float(slope.sum())):
+            return ds.mul_(slope)
+        through = ds * slope
         fill([through], ds != 0.0, 0.0)  # a hidden score may have no finite derivative
         return through
 

@@ -189,14 +189,16 @@ def _blocks(runs: list[tuple[int, int] | None], sizes: _Sizes, tiles: int) -> It
 
 def _cost(block: Block) -> float:
     rows = block.rows.stop - block.rows.start
-    return rows * (block.keys.stop - block.keys.start) * next(cost for least, cost in _PASSES if rows >= least)
+    pairs: int = rows * (block.keys.stop - block.keys.start)
+    return pairs * next(cost for least, cost in _PASSES if rows >= least)
 
 
 def _negligible(call: Call, lse: torch.Tensor) -> torch.Tensor:
     """(batch, heads): below this bias each weight is below exp(-NEGLIGIBLE), as |s| <= scale * |q| * |k|."""
     q, k = (torch.linalg.vector_norm(x, dim=-1).amax(1) for x in (call.q, call.k))
     least = torch.where(lse == -torch.inf, torch.inf, lse).amin(-1)
-    return least - abs(call.scale) * q * k.repeat_interleave(call.group, 1) - NEGLIGIBLE
+    most: torch.Tensor = abs(call.scale) * q * k.repeat_interleave(call.group, 1)
+    return least - most - NEGLIGIBLE
 
 
 def _finite(x: torch.Tensor) -> bool:
