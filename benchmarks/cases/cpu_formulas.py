@@ -38,14 +38,14 @@ class Formula:
     score: ScoreMod | None = None
 
     def dense(self, seqlen: int, heads: int) -> torch.Tensor:
-        """The mask (seqlen, seqlen), or the bias (heads or 1, seqlen, seqlen)."""
+        """The mask (seqlen, seqlen), or the bias (1, heads or 1, seqlen, seqlen), for SDPA's fused kernel."""
         i, j = torch.arange(seqlen)[:, None], torch.arange(seqlen)
         b, h = torch.zeros((), dtype=torch.long), torch.arange(heads)[:, None, None]
         seen = torch.ones(seqlen, seqlen, dtype=torch.bool) if self.mask is None else self.mask(b, h, i, j)
         if self.score is None:
             return seen
         bias = torch.zeros(1, seqlen, seqlen) if self.name == "softcap" else self.score(torch.zeros(()), b, h, i, j)
-        return bias.float().masked_fill(~seen, -torch.inf)
+        return bias.float().masked_fill(~seen, -torch.inf)[None]
 
 
 def formulas(seqlen: int, heads: int) -> list[Formula]:

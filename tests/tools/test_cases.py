@@ -14,7 +14,7 @@ import torch
 import tilewise as tw
 from benchmarks import contenders, records
 from benchmarks.__main__ import main as benchmark
-from benchmarks.cases import cpu, exact_grid
+from benchmarks.cases import cpu, cpu_formulas, exact_grid
 from benchmarks.records import Writer
 from benchmarks.reference import head_slice, visible_pairs
 from benchmarks.timing import Timed
@@ -185,3 +185,14 @@ def test_torchs_varlen_is_called_as_its_version_wants(monkeypatch: pytest.Monkey
     full, causal = (contenders.torch_varlen(flag, packed)(*[torch.zeros(1)] * 3) for flag in (False, True))
     expected = {"window_size": ("window (-1, -1)", "window (-1, 0)"), "is_causal": ("causal False", "causal True")}
     assert (full, causal) == expected[named]
+
+
+def test_formulas_on_a_cpu(tmp_path: Path) -> None:
+    """SDPA with a dense tensor computes what the formula says; its fused kernel takes 2 or 4 axes."""
+    found = quick("cpu_formulas", tmp_path, "alibi", "softcap", "documents")
+    assert {record.question for record in found} == set(cpu_formulas.QUESTIONS)
+    for record in found:
+        assert record.error is not None
+        if record.impl != "sdpa.zero_bias":
+            assert record.error["value"] < 1e-5
+    assert {formula.dense(64, 4).ndim for formula in cpu_formulas.formulas(64, 4)} == {2, 4}
