@@ -35,6 +35,7 @@ from tilewise.ops.norm import layer_norm, rms_norm
 from tilewise.ops.page_summaries import summarize_pages
 from tilewise.ops.quantize import quantize_qkv
 from tilewise.ops.rope import rope, rope_qkv
+from tilewise.ops.sampling import Penalties, Sampled, combine_shards, sample
 from tilewise.ops.softmax import log_softmax, softmax
 from tilewise.quant import FA3FP8, FP8, Sage, Sage1, Sage2, Sage2pp
 from tilewise.rotary import Rope
@@ -62,11 +63,13 @@ __all__ = [
     "Packed",
     "PageSummaries",
     "Paged",
+    "Penalties",
     "Rope",
     "Sage",
     "Sage1",
     "Sage2",
     "Sage2pp",
+    "Sampled",
     "Score",
     "Select",
     "Selected",
@@ -84,6 +87,7 @@ __all__ = [
     "blocks",
     "causal",
     "chunked",
+    "combine_shards",
     "copy_pages",
     "cross_entropy",
     "dilated",
@@ -112,6 +116,7 @@ __all__ = [
     "rope",
     "rope_qkv",
     "rope_tables",
+    "sample",
     "score",
     "select_tiles",
     "sigmoid_score",
