@@ -19,7 +19,7 @@ TEMPERATURES = ("none", "greedy", "mixed", "number")
 TRUNCATIONS = ("none", "top_k", "top_p", "min_p", "top_k top_p", "top_p min_p", "top_k top_p min_p")
 PENALTIES = ("none", "repetition", "presence frequency", "repetition presence frequency")
 ALLOWED = ("none", "rows", "masks")
-LISTS = ("none", "raw 0", "raw 3", "processed 5", "processed none")
+LISTS = ("none", "raw 0", "raw 3", "processed 20", "processed none")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def _variant(case: SamplingCase) -> Callable[[int, torch.dtype], tuple[Operation
 VARIANTS = {
     "greedy": _variant(SamplingCase("greedy")),
     "plain": _variant(SamplingCase("mixed")),
-    "truncated": _variant(SamplingCase("mixed", "top_k top_p min_p", lists="processed 5")),
-    "penalties": _variant(SamplingCase("mixed", "none", "repetition presence frequency", allowed="masks")),
+    "penalties": _variant(
+        SamplingCase("mixed", "none", "repetition presence frequency", False, "masks", "processed 0")
+    ),
     "all": _variant(SamplingCase("mixed", "top_k top_p min_p", "repetition presence frequency", True, "rows", "raw 3")),
 }
