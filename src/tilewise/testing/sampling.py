@@ -126,9 +126,9 @@ def make_arguments(case: SamplingCase, dtype: torch.dtype, device: str = "cpu", 
 def call_of(arguments: dict[str, Any]) -> Call:
     """The call that `sample` makes of these."""
     by_row = {name: arguments.get(name) for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")}
-    others = (arguments.get(name) for name in ("penalties", "bias", "allowed"))
-    lists = arguments.get("logprobs"), arguments.get("logprobs_of", "raw")
-    return make_call(arguments["logits"], *others, by_row, arguments.get("first_token", 0), *lists)
+    penalties, bias, allowed = (arguments.get(name) for name in ("penalties", "bias", "allowed"))
+    first_token, of = arguments.get("first_token", 0), arguments.get("logprobs_of", "raw")
+    return make_call(arguments["logits"], penalties, bias, allowed, by_row, first_token, arguments.get("logprobs"), of)
 
 
 def check(arguments: dict[str, Any], impl: str) -> None:
@@ -141,6 +141,7 @@ def check(arguments: dict[str, Any], impl: str) -> None:
     torch.testing.assert_close(found.logprobs[same], wanted.logprobs[same], rtol=1e-5, atol=2e-5, equal_nan=True)
     if call.top >= 0:
         assert found.top_tokens is not None
+        assert wanted.top_tokens is not None
         assert found.top_logprobs is not None
         assert wanted.top_logprobs is not None
         assert torch.equal(found.top_tokens, wanted.top_tokens)

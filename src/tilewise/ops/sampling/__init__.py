@@ -75,6 +75,8 @@ def sample(
         token -1 and value NaN; one that bans all tokens -1 and -inf. Their log probabilities are NaN. Listed tokens of
         probability 0 are -1.
 
+    On a GPU bias, truncation and lists of processed logits take 4 bytes of memory a logit, penalties 4 more.
+
     Values of tensors (a negative temperature, lengths beyond the history) are checked on a CPU, and on a GPU with
     TILEWISE_DEBUG=1.
 

@@ -73,8 +73,8 @@ def _processed(call: Call, some: slice, x: torch.Tensor) -> torch.Tensor:
             _penalise(call, row, y[row - some.start])
     if call.bias_tokens is not None and call.bias_values is not None:
         column = call.bias_tokens[some].long() - call.first_token
-        row, place = ((call.bias_tokens[some] >= 0) & (column >= 0) & (column < y.shape[1])).nonzero(as_tuple=True)
-        y.index_put_((row, column[row, place]), call.bias_values[some][row, place], accumulate=True)
+        at, place = ((call.bias_tokens[some] >= 0) & (column >= 0) & (column < y.shape[1])).nonzero(as_tuple=True)
+        y.index_put_((at, column[at, place]), call.bias_values[some][at, place], accumulate=True)
     if call.allowed is not None:
         masks = call.allowed[some] if call.mask_of is None else call.allowed[call.mask_of[some].clamp(min=0).long()]
         bits = _BITS[masks.contiguous().view(torch.uint8).long()].flatten(1)[:, : y.shape[1]]
@@ -99,7 +99,7 @@ def _penalise(call: Call, row: int, y: torch.Tensor) -> None:
     tokens = call.history[request, : int(call.lengths[request])].long() - call.first_token
     output = (torch.arange(len(tokens)) >= int(call.prompt_lengths[request])).float()
     inside = (tokens >= 0) & (tokens < len(y))
-    found, place = tokens[inside].unique(return_inverse=True)
+    found, place = tokens[inside].unique(return_inverse=True)  # type: ignore[no-untyped-call]
     count = torch.zeros(len(found)).index_add_(0, place, output[inside])
     x = y[found]
     if p is not None:
@@ -221,7 +221,7 @@ def _draw(
     seeds, positions = call.seeds[some][row], call.positions[some][row].long()
     # a word of four that Philox makes is a token's: groups of four begin at multiples of four of the whole vocabulary
     lead = call.first_token % 4
-    groups = F.pad(z, (lead, -(lead + z.shape[1]) % 4), value=-math.inf).unflatten(1, (-1, 4))
+    groups = F.pad(z, (lead, -(lead + z.shape[1]) % 4), value=-math.inf).reshape(len(z), -1, 4)
     largest = groups.amax(2)
     hopeful = largest >= largest.amax(1, keepdim=True) - (LARGEST_NOISE - LEAST_NOISE)
     first = call.first_token // 4

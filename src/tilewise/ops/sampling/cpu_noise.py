@@ -13,7 +13,7 @@ def words(seeds: torch.Tensor, positions: torch.Tensor, groups: torch.Tensor) ->
     `core.philox`, with fewer and wider operations. A product of 32 bits by 32 wraps into the 64 bits of its own.
     """
     k0, k1 = seeds & _MASK, (seeds >> 32) & _MASK
-    shape = torch.broadcast_shapes(seeds.shape, positions.shape, groups.shape)
+    shape = (seeds + positions + groups).shape
     c0, c1, c2, c3, low0, low1 = torch.empty((6, *shape), dtype=torch.int64)
     for counter, value in ((c0, groups), (c1, positions & _MASK)):
         counter.copy_(value)

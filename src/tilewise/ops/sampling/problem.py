@@ -269,10 +269,9 @@ def _set_draw(call: Call, given: dict[str, Any]) -> None:
     off = 1.0 if not isinstance(temperature, torch.Tensor) else None
     found = _by_row("temperature", temperature, call, low=0.0, off=off, low_hint="0 or above; 0 is greedy", closed=True)
     call.greedy = not isinstance(temperature, torch.Tensor) and temperature is not None and temperature < GREEDY_BELOW
-    share = {"low": 0.0, "high": 1.0, "closed": True}
     top_k = _by_row("top_k", given["top_k"], call, low=0, high=2**31 - 1, off=0, integer=True, closed=True)
-    top_p = _by_row("top_p", given["top_p"], call, off=1.0, **share)
-    min_p = _by_row("min_p", given["min_p"], call, off=0.0, **share)
+    top_p = _by_row("top_p", given["top_p"], call, low=0.0, high=1.0, off=1.0, closed=True)
+    min_p = _by_row("min_p", given["min_p"], call, low=0.0, high=1.0, off=0.0, closed=True)
     seeds, positions = (_integers(name, given[name], call) for name in ("seeds", "positions"))
     if call.greedy:
         return

@@ -100,6 +100,15 @@ def gumbel(SEEDS, POSITIONS, row, group, PART: tl.constexpr):
 
 
 @triton.jit
+def perturbed(z, draws, SEEDS, POSITIONS, row, column, first_token, PART: tl.constexpr):
+    """z, with noise where the row draws."""
+    if draws:
+        group = (first_token + tl.min(column, 0)) // 4 + tl.arange(0, PART // 4)
+        z += gumbel(SEEDS, POSITIONS, row, group, PART)
+    return z
+
+
+@triton.jit
 def heat(TEMPERATURE, row, GREEDY: tl.constexpr):
     """(What logits are divided by, whether the row draws)"""
     t = coefficient(TEMPERATURE, row, 1.0) + 0.0
@@ -136,9 +145,8 @@ def take_best(
     t, draws = heat(TEMPERATURE, row, GREEDY)
     z = tl.div_rn(y, t + tl.zeros_like(y))
     value = z
-    if draws:
-        group = (first_token + tl.min(column, 0)) // 4 + tl.arange(0, PART // 4)
-        value = z + gumbel(SEEDS, POSITIONS, row, group, PART)
+    if not GREEDY:
+        value = perturbed(z, draws, SEEDS, POSITIONS, row, column, first_token, PART)
     both = together(value, column)
     best = tl.max(both, 0)
     tl.store(BEST + at, best)

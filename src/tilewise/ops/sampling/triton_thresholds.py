@@ -43,11 +43,9 @@ def kept(y, column, TEMPERATURE, MIN_P, LEAST, LAST, TOP, row):
 
 
 @triton.jit
-def keys_at(Y, start, width, CHUNK: tl.constexpr):
-    """(Keys of some columns, 0 behind the last one; the columns)"""
-    column = start + tl.arange(0, CHUNK)
-    y = tl.load(Y + column, mask=column < width, other=0.0)
-    return tl.where(column < width, ordered(y), 0), column, y
+def key_of(y, column, width):
+    """Keys of logits, 0 behind the last column."""
+    return tl.where(column < width, ordered(y), 0)
 
 
 @triton.jit
@@ -61,7 +59,8 @@ def count_least(Y, width, k, CHUNK: tl.constexpr):
         shift -= 8
         counts = tl.zeros([256], tl.int32)
         for start in range(0, width, CHUNK):
-            key, column, _ = keys_at(Y, start, width, CHUNK)
+            column = start + tl.arange(0, CHUNK)
+            key = key_of(tl.load(Y + column, mask=column < width, other=0.0), column, width)
             digit = (key ^ last) >> shift  # below 256 where the bits before are alike, and `last` has none here yet
             counts += tl.histogram((digit & 255).to(tl.int32), 256, mask=(column < width) & (digit < 256))
         found = tl.sum((tl.cumsum(counts, 0, reverse=True) >= missing).to(tl.int32), 0) - 1
@@ -77,7 +76,9 @@ def masses(Y, width, top, inv_t, least, a, b, c, CHUNK: tl.constexpr):
     sum_b = tl.zeros([CHUNK], tl.float32)
     sum_c = tl.zeros([CHUNK], tl.float32)
     for start in range(0, width, CHUNK):
-        key, _, y = keys_at(Y, start, width, CHUNK)
+        column = start + tl.arange(0, CHUNK)
+        y = tl.load(Y + column, mask=column < width, other=0.0)
+        key = key_of(y, column, width)
         weight = tl.where(key > least, tl.math.exp2((y - top) * inv_t * LOG2E), 0.0)
         sum_a += tl.where(key >= a, weight, 0.0)
         sum_b += tl.where(key >= b, weight, 0.0)
@@ -109,7 +110,8 @@ def mass_least(Y, width, top, inv_t, p, least, ties, CHUNK: tl.constexpr):
     above, _, _ = masses(Y, width, top, inv_t, tl.maximum(least, last), none, none, none, CHUNK)
     equal = tl.zeros([CHUNK], tl.int32)
     for start in range(0, width, CHUNK):
-        key, _, _ = keys_at(Y, start, width, CHUNK)
+        column = start + tl.arange(0, CHUNK)
+        key = key_of(tl.load(Y + column, mask=column < width, other=0.0), column, width)
         equal += (key == last).to(tl.int32)
     most = tl.where(last == least, ties, tl.sum(equal, 0))
     weight = tl.math.exp2((number_at(last) - top) * inv_t * LOG2E)
@@ -123,7 +125,8 @@ def column_at(Y, width, least, ties, CHUNK: tl.constexpr):
     found = tl.full([], LARGEST, tl.int32)
     before = tl.full([], 0, tl.int32)
     for start in range(0, width, CHUNK):
-        key, column, _ = keys_at(Y, start, width, CHUNK)
+        column = start + tl.arange(0, CHUNK)
+        key = key_of(tl.load(Y + column, mask=column < width, other=0.0), column, width)
         equal = ((key == least) & (column < width)).to(tl.int32)
         here = tl.sum(equal, 0)
         if (before < ties) & (before + here >= ties):
