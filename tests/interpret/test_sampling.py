@@ -74,7 +74,7 @@ ALL = SamplingCase("mixed", "top_k top_p min_p", "repetition presence frequency"
 PLAIN = SamplingCase("mixed", "none", "repetition presence frequency", False, "rows", "raw 3", 6, rows=3)
 PENALISED = SamplingCase("mixed", "none", "repetition presence frequency", lists="processed 20", rows=3)
 BIAS = SamplingCase(bias=True, first_token=6)
-K = SamplingCase("number", "top_k", lists="processed 20")
+K = SamplingCase("number", "top_k", lists="processed 60")
 P = SamplingCase("mixed", "top_p", lists="processed 20")
 TWINS = [
     (triton_sampling, "process_parts", "tl.where(count != 0,", "tl.where(output > 0.0,", PENALISED),
