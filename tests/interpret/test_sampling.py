@@ -74,7 +74,6 @@ ALL = SamplingCase("mixed", "top_k top_p min_p", "repetition presence frequency"
 PLAIN = SamplingCase("mixed", "none", "repetition presence frequency", False, "rows", "raw 3", 6, rows=3)
 PENALISED = SamplingCase("mixed", "none", "repetition presence frequency", lists="processed 20", rows=3)
 BIAS = SamplingCase(bias=True, first_token=6)
-K = SamplingCase("number", "top_k", lists="processed 60")
 P = SamplingCase("mixed", "top_p", lists="processed 20")
 TWINS = [
     (triton_sampling, "process_parts", "tl.where(count != 0,", "tl.where(output > 0.0,", PENALISED),
@@ -90,7 +89,6 @@ TWINS = [
     (triton_sampling, "draw_parts", "if LEAST is not None:", "if False:", ALL),
     (triton_thresholds, "find_thresholds", "missing -= tl.sum", "missing -= 0 * tl.sum", ALL),
     (triton_thresholds, "find_thresholds", "p * (total + tied)", "p * 0.5 * total", P),
-    (triton_thresholds, "find_thresholds", "+ before == ties", "+ before == ties + 1", K),
     (triton_thresholds, "find_thresholds", "last | (step * 3)", "last | (step * 2)", P),
 ]  # fmt: skip
 
@@ -101,6 +99,13 @@ def test_a_broken_twin_is_caught(module, kernel, old, new, case, tmp_path: Path,
     monkeypatch.setattr(triton_sampling, kernel, getattr(copy, kernel))
     with pytest.raises(AssertionError):
         check_some(case)
+
+
+def test_one_tie_more_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = broken_copy(triton_thresholds, "+ before == ties", "+ before == ties + 1", tmp_path)
+    monkeypatch.setattr(triton_sampling, "find_thresholds", copy.find_thresholds)
+    with pytest.raises(AssertionError):
+        test_equal_logits_come_by_index()
 
 
 def check_some(case: SamplingCase) -> None:
