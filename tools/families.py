@@ -157,7 +157,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
         "src/tilewise/tiles/largest.py",
         _ATTENTION + "selected_pages.py",
     ),
-    "sampling": ("src/tilewise/core/philox.py",),
+    "sampling": ("src/tilewise/core/philox.py", "src/tilewise/ops/sampling/cpu_noise.py"),
     "token_choice": _OF_TOKENS,
     "token_rest": _OF_TOKENS,
     "token_scores": _OF_TOKENS,
