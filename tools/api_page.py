@@ -21,6 +21,7 @@ GROUPS = {  # modules and names in tilewise, in order of the page; the longest t
     "Attention": "ops.attention ops.merge",
     "Masks and scores": "formula.library formula.grids formula.scores formula",
     "Layouts": "layouts",
+    "Sampling": "ops.sampling",
     "KV cache": "kv.cache kv ops.kv_write layouts.PageSummaries ops.page_summaries",
     "Quantization": "quant.schemes ops.quantize quant",
     "Selections": "schedule ops.attention.selected ops.attention.choice",
