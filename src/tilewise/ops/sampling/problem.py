@@ -32,6 +32,10 @@ class Sampled(NamedTuple):
         logprobs: float32 (R,), the log probability of the token.
         top_tokens: int64 (R, n), the n most likely tokens, the lowest index first among equals.
         top_logprobs: float32 (R, n), their log probabilities.
+
+    Example:
+        >>> tw.sample(torch.tensor([[0.0, 2.0]]), temperature=0).tokens.tolist()
+        [1]
     """
 
     tokens: torch.Tensor
