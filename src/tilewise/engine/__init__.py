@@ -1,1 +1,8 @@
-"""Text generation with models in Hugging Face's folders."""
+"""A generation engine: continuous batching over pages, the same tokens whatever shares the batch."""
+
+from tilewise.engine.config import EngineConfig
+from tilewise.engine.engine import Engine
+from tilewise.engine.params import SamplingParams
+from tilewise.engine.request import Completion, Logprob, RequestOutput
+
+__all__ = ["Completion", "Engine", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams"]

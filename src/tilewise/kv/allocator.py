@@ -97,6 +97,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self.page_size = page_size
         self.on_evict: Callable[[int], None] | None = None
+        self.on_replace: Callable[[Sequence, int], None] | None = None  # a sequence, and the index of another page
         self._free = list(range(num_pages - 1, -1, -1))  # the next page is the last entry
         self._cached: OrderedDict[int, None] = OrderedDict()  # the next page to evict is the first entry
         self._kept: set[int] = set()
@@ -202,14 +203,12 @@ class PageAllocator:
             raise InputError("wanted", got=got, expected="pairs (sequence, tokens)", hint=hint) from None
         if not once:
             raise InputError("sequences", got="the same one twice", expected="each once", hint="add up its new tokens")
-        writers: Counter[int] = Counter()
-        for sequence, n in batch:
-            if self.needed(sequence, n) > self._growth(sequence, n):
-                writers[sequence.pages[-1]] += 1
-        # of those that hold a page and write it, the last one finds itself alone
-        copied = sum(n - (n == self._holders[page] and page not in self._kept) for page, n in writers.items())
-        self._check_available(copied + sum(self._growth(sequence, n) for sequence, n in batch))
+        self._check_available(self._needed_by_all(batch))
         return [self.append(sequence, n) for sequence, n in batch]
+
+    def shortfall(self, wanted: Iterable[tuple[Sequence, int]]) -> int:
+        """Pages that `append_all` would lack now; 0 where there are enough. Each sequence comes once."""
+        return max(0, self._needed_by_all(listed("wanted", wanted, "pairs (sequence, tokens)")) - self.num_available)
 
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
         """Start `n` sequences with the tokens and pages of `sequence`; what `append` gave must have been written."""
@@ -268,6 +267,8 @@ class PageAllocator:
                 self._hold(page)
                 self._release(replaced)
                 other.pages[index] = page
+                if self.on_replace is not None:
+                    self.on_replace(other, index)
 
     def check_live(self, sequence: Sequence) -> None:
         """Raise InputError unless the sequence is one of this allocator and has not been freed."""
@@ -302,6 +303,16 @@ class PageAllocator:
                 if before.setdefault(page, previous) != previous:
                     found.append(f"page {page} comes after page {previous} and after page {before[page]}")
         return found
+
+    def _needed_by_all(self, batch: list[tuple[Sequence, int]]) -> int:
+        """Pages that these sequences take together: each is given with how many tokens it grows by."""
+        writers: Counter[int] = Counter()
+        for sequence, n in batch:
+            if self.needed(sequence, n) > self._growth(sequence, n):
+                writers[sequence.pages[-1]] += 1
+        # of those that hold a page and write it, the last one finds itself alone
+        copied = sum(n - (n == self._holders[page] and page not in self._kept) for page, n in writers.items())
+        return copied + sum(self._growth(sequence, n) for sequence, n in batch)
 
     def _growth(self, sequence: Sequence, n: int) -> int:
         return _pages_for(sequence.length + n, self.page_size) - len(sequence.pages)

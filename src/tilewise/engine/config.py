@@ -1,0 +1,73 @@
+"""Sizes and choices of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError, shown
+
+ENCODINGS = (None, "int8", "fp8", "int4")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and choices of an engine.
+
+    Args:
+        max_model_len: tokens of a prompt and its answer at most; None is what the model was made for.
+        memory: share of the device's memory for weights, activations and pages; of a CPU for pages alone.
+        num_pages: pages of the KV cache, in place of what `memory` would give.
+        kv_encoding: None keeps keys and values as they are; "int8", "fp8" or "int4" quantizes them.
+        page_size: tokens of a page.
+        max_batch_tokens: tokens that a step computes at most.
+        max_running: requests that have pages at a time.
+        max_waiting: requests that may wait; `add` refuses more.
+        prefix_cache: whether prompts that begin alike share pages.
+        deterministic: whether tokens are the same bits whatever shares the batch, also on a GPU.
+        lag: steps that the host is behind the device; None is 1 on a GPU and 0 on a CPU.
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    max_model_len: int | None = None
+    memory: float = 0.9
+    num_pages: int | None = None
+    kv_encoding: str | None = None
+    page_size: int = 16
+    max_batch_tokens: int = 8192
+    max_running: int = 256
+    max_waiting: int = 16384
+    prefix_cache: bool = True
+    deterministic: bool = False
+    lag: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_batch_tokens", "max_running", "max_waiting"):
+            _check_count(name, getattr(self, name), 1)
+        for name, least in (("max_model_len", 2), ("num_pages", 1), ("lag", 0)):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), least)
+        if not isinstance(self.memory, (int, float)) or isinstance(self.memory, bool) or not 0 < self.memory <= 1:
+            hint = "a share of the device's memory"
+            raise InputError("memory", got=shown(self.memory), expected="a number above 0, up to 1", hint=hint)
+        if self.kv_encoding not in ENCODINGS:
+            expected = ", ".join(map(repr, ENCODINGS))
+            raise InputError(
+                "kv_encoding", got=shown(self.kv_encoding), expected=expected, hint="None keeps them exact"
+            )
+        for name in ("prefix_cache", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(name, got=shown(getattr(self, name)), expected="True or False", hint="a bool")
+
+    def lag_on(self, device: torch.device) -> int:
+        """Steps that may be under way while the host plans the next."""
+        return (1 if device.type == "cuda" else 0) if self.lag is None else self.lag
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise InputError(name, got=shown(value), expected=f"an integer of at least {least}", hint="give a count")

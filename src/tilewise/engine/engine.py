@@ -1,0 +1,228 @@
+"""The engine: requests come in at any time, each step computes what fits, and every answer is its request's alone."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError, shown
+from tilewise.engine.config import EngineConfig
+from tilewise.engine.models.decoder import Decoder
+from tilewise.engine.pages import Pages
+from tilewise.engine.params import SamplingParams
+from tilewise.engine.request import Request, RequestOutput, Sample, State, seed_of
+from tilewise.engine.runner import Runner, Step
+from tilewise.engine.scheduler import Scheduler
+from tilewise.kv.pool import PagePool
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    A step plans on the host, runs on the device, and takes what an earlier step gave: on a GPU the host is one step
+    behind, so that the device never waits for it.
+
+    Args:
+        decoder: the model, with its weights.
+        tokenizer: turns text into tokens and back; None for an engine of tokens alone.
+        config: sizes and choices.
+
+    Raises:
+        InputError: the pages hold less than one sequence of `max_model_len`.
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
+        self.config = EngineConfig() if config is None else config
+        self.decoder, self.tokenizer = decoder, tokenizer
+        model = decoder.config
+        self.max_model_len = self.config.max_model_len or model.max_length
+        pool = PagePool(
+            model.num_layers, self._num_pages(), self.config.page_size, model.num_heads_kv, model.head_dim,
+            dtype=decoder.dtype, device=decoder.device, encoding=self.config.kv_encoding,
+        )  # fmt: skip
+        slots, share = self.config.max_running, self.config.prefix_cache
+        self.pages = Pages(pool, slots, self.max_model_len, share=share)
+        self.runner = Runner(decoder, self.pages, self.config, self.max_model_len)
+        self.scheduler = Scheduler(self.config, self.pages, self._drain)
+        self._lag = self.config.lag_on(decoder.device)
+        self._under_way: deque[Step] = deque()
+        self._requests: dict[str, Request] = {}
+        self._changed: dict[Request, None] = {}
+        self._ends = frozenset(model.eos_token_ids)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request goes on."""
+        return bool(self._requests)
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Take a request; steps answer it.
+
+        Args:
+            prompt: text, or its tokens.
+            params: how tokens are chosen, and when the answer ends.
+            request_id: a name that no live request has; None makes one.
+            priority: lower ones go first.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            InputError: an empty prompt, one as long as the context, tokens outside the vocabulary, an id that lives, or
+                too many that wait.
+        """
+        params = SamplingParams() if params is None else params
+        tokens, text = self._prompt(prompt)
+        room = self.max_model_len - len(tokens)
+        if room < 1:
+            hint = "shorten it, or give the engine a larger max_model_len"
+            expected = f"fewer than max_model_len, {self.max_model_len}, tokens"
+            raise InputError("prompt", got=f"{len(tokens)} tokens", expected=expected, hint=hint)
+        params.check_tokens(self.decoder.config.vocab_size)
+        name = secrets.token_hex(8) if request_id is None else request_id
+        if name in self._requests:
+            raise InputError(
+                "request_id", got=shown(name), expected="one that no live request has", hint="None makes one"
+            )
+        if self.scheduler.num_waiting + params.n > self.config.max_waiting:
+            expected = f"at most {self.config.max_waiting}"
+            raise InputError("requests that wait", got="one more", expected=expected, hint="add it later")
+        most = len(tokens) + (room if params.max_tokens is None else min(room, params.max_tokens))
+        request = Request(name, text, tokens, params, most, priority)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        for index in range(params.n):
+            sample = Sample(request, index, seed_of(seed, index), list(tokens))
+            request.samples.append(sample)
+            self.scheduler.add(sample)
+        self._requests[name] = request
+        return name
+
+    def abort(self, request_id: str) -> None:
+        """End a request; what it has is given back at once, and the next step tells of it. Unknown ids do nothing."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            for sample in request.samples:
+                self._end(sample, "abort")
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; returns what requests have new."""
+        work = self.scheduler.plan()
+        if work:
+            self._launch(work)
+        while self._under_way and (len(self._under_way) > self._lag or not work):
+            self._take(self._under_way.popleft())
+        return self._told()
+
+    def _launch(self, work: list[Any]) -> None:
+        for each in work:
+            if each.sample.seated != each.turn:
+                each.sample.seated = each.turn
+                self.runner.seat(each.sample)
+        self._under_way.append(self.runner.launch(work, self.pages.grown()))
+        size = self.pages.page_size
+        for each in work:
+            end = each.start + each.count
+            if each.start // size < end // size:  # later launches find what this one writes
+                self._remember(each.sample, end)
+
+    def _remember(self, sample: Sample, length: int) -> None:
+        if sample.sequence is not None and sample.request.params.prompt_logprobs is None:
+            self.pages.remember(sample.sequence, sample.tokens[:length])
+
+    def _drain(self) -> None:
+        """Take what all steps under way give."""
+        while self._under_way:
+            self._take(self._under_way.popleft())
+
+    def _take(self, step: Step) -> None:
+        """Give samples the tokens of a step."""
+        sampled = [each for each in step.work if each.samples]
+        for each, token in zip(sampled, step.read(), strict=True):
+            if each.turn == each.sample.turn:  # else it has ended, or begins anew
+                self._give(each.sample, token)
+
+    def _give(self, sample: Sample, token: int) -> None:
+        params = sample.request.params
+        sample.tokens.append(token)
+        self._changed[sample.request] = None
+        count = len(sample.tokens) - sample.prompt_length
+        if count >= params.min_tokens:
+            if token in self._ends and not params.ignore_eos:
+                return self._end(sample, "stop")
+            if token in params.stop_token_ids:
+                return self._end(sample, "stop", token)
+        if len(sample.tokens) >= sample.most:
+            return self._end(sample, "length")
+        return None
+
+    def _end(self, sample: Sample, reason: str, why: str | int | None = None) -> None:
+        if sample.state is State.FINISHED:
+            return
+        sample.finish_reason, sample.stop_reason = reason, why
+        self.scheduler.end(sample)
+        self._changed[sample.request] = None
+
+    def _told(self) -> list[RequestOutput]:
+        """What changed since it was last told."""
+        changed, self._changed = list(self._changed), {}
+        for request in changed:
+            if request.finished:
+                self._requests.pop(request.request_id, None)
+        return [request.output() for request in changed]
+
+    def _prompt(self, prompt: Any) -> tuple[list[int], str | None]:
+        """(tokens, text)."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError("prompt", got="text", expected="tokens", hint="this engine has no tokenizer")
+            tokens, text = self.tokenizer.encode(prompt), prompt
+        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+            tokens, text = list(prompt), None
+        else:
+            got = type(prompt).__name__
+            raise InputError("prompt", got=got, expected="text or a list of tokens", hint="a tensor's are .tolist()")
+        if not tokens:
+            raise InputError("prompt", got="no token", expected="at least one", hint="begin with a first token")
+        size = self.decoder.config.vocab_size
+        outside = [token for token in tokens if not 0 <= token < size]
+        if outside:
+            raise InputError(
+                "prompt", got=f"token {outside[0]}", expected=f"0 to {size - 1}", hint="another tokenizer?"
+            )
+        return tokens, text
+
+    def _num_pages(self) -> int:
+        """How many pages there are."""
+        size = self.config.page_size
+        least = -(-self.max_model_len // size)
+        pages = self.config.num_pages
+        if pages is None:
+            pages = max(least, self._affordable())
+        if pages < least:
+            hint = f"set max_model_len to {pages * size} or less, or give more memory"
+            got = f"pages for {pages * size} tokens"
+            raise InputError("KV cache", got=got, expected=f"max_model_len, {self.max_model_len}", hint=hint)
+        return pages
+
+    def _affordable(self) -> int:
+        """Pages that fit into the memory that is left."""
+        model = self.decoder.config
+        numbers = 2 * model.num_layers * self.config.page_size * model.num_heads_kv * model.head_dim
+        size = numbers * torch.finfo(self.decoder.dtype).bits // 8
+        if self.decoder.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.decoder.device)
+            budget = int(total * self.config.memory) - (total - free)
+        else:
+            budget = 2**30
+        return max(0, budget) // size
