@@ -14,9 +14,10 @@ from tilewise.engine.config import EngineConfig
 from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.pages import Pages
 from tilewise.engine.params import SamplingParams
-from tilewise.engine.request import Request, RequestOutput, Sample, State, seed_of
-from tilewise.engine.runner import Runner, Step
-from tilewise.engine.scheduler import Scheduler
+from tilewise.engine.request import Logprob, Request, RequestOutput, Sample, State, seed_of
+from tilewise.engine.runner import Given, Prompted, Runner, Step
+from tilewise.engine.scheduler import Scheduler, Work
+from tilewise.engine.text import Text
 from tilewise.kv.pool import PagePool
 
 
@@ -103,6 +104,7 @@ class Engine:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         for index in range(params.n):
             sample = Sample(request, index, seed_of(seed, index), list(tokens))
+            sample.text = Text(self.tokenizer, params, tokens if text is None else text)
             request.samples.append(sample)
             self.scheduler.add(sample)
         self._requests[name] = request
@@ -117,14 +119,22 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns what requests have new."""
+        return [request.output() for request in self.advance()]
+
+    def advance(self) -> list[Request]:
+        """`step`, for callers that look at requests themselves: those that have something new."""
         work = self.scheduler.plan()
         if work:
             self._launch(work)
         while self._under_way and (len(self._under_way) > self._lag or not work):
             self._take(self._under_way.popleft())
-        return self._told()
+        changed, self._changed = list(self._changed), {}
+        for request in changed:
+            if request.finished:
+                self._requests.pop(request.request_id, None)
+        return changed
 
-    def _launch(self, work: list[Any]) -> None:
+    def _launch(self, work: list[Work]) -> None:
         for each in work:
             if each.sample.seated != each.turn:
                 each.sample.seated = each.turn
@@ -146,22 +156,38 @@ class Engine:
             self._take(self._under_way.popleft())
 
     def _take(self, step: Step) -> None:
-        """Give samples the tokens of a step."""
+        """Give samples what a step gave."""
+        step.wait()
+        for n, prompted in step.prompted.items():
+            each = step.work[n]
+            if each.turn == each.sample.turn:
+                each.sample.request.prompt_logprobs += _logprobs_of_prompt(prompted)
         sampled = [each for each in step.work if each.samples]
-        for each, token in zip(sampled, step.read(), strict=True):
+        if not sampled or step.given is None:
+            return
+        tokens = step.given.tokens.tolist()
+        for row, (each, token) in enumerate(zip(sampled, tokens, strict=True)):
             if each.turn == each.sample.turn:  # else it has ended, or begins anew
-                self._give(each.sample, token)
+                self._give(each.sample, token, step.given, row)
 
-    def _give(self, sample: Sample, token: int) -> None:
+    def _give(self, sample: Sample, token: int, given: Given, row: int) -> None:
+        """Add a token to an answer, which it may end."""
         params = sample.request.params
-        sample.tokens.append(token)
         self._changed[sample.request] = None
-        count = len(sample.tokens) - sample.prompt_length
-        if count >= params.min_tokens:
-            if token in self._ends and not params.ignore_eos:
-                return self._end(sample, "stop")
-            if token in params.stop_token_ids:
-                return self._end(sample, "stop", token)
+        if token < 0:
+            sample.error = "the model's logits are no numbers, or no token may come"
+            return self._end(sample, "error")
+        sample.tokens.append(token)
+        if params.logprobs is not None:
+            sample.logprobs.append(_logprob(given, row, token, params.logprobs))
+        may_stop = len(sample.tokens) - sample.prompt_length >= params.min_tokens
+        if may_stop and (token in params.stop_token_ids or (token in self._ends and not params.ignore_eos)):
+            if params.include_stop:
+                sample.text.push(token, may_stop=False)
+            return self._end(sample, "stop", token if token in params.stop_token_ids else None)
+        stopped = sample.text.push(token, may_stop=may_stop)
+        if stopped is not None:
+            return self._end(sample, "stop", stopped)
         if len(sample.tokens) >= sample.most:
             return self._end(sample, "length")
         return None
@@ -170,16 +196,9 @@ class Engine:
         if sample.state is State.FINISHED:
             return
         sample.finish_reason, sample.stop_reason = reason, why
+        sample.text.end()
         self.scheduler.end(sample)
         self._changed[sample.request] = None
-
-    def _told(self) -> list[RequestOutput]:
-        """What changed since it was last told."""
-        changed, self._changed = list(self._changed), {}
-        for request in changed:
-            if request.finished:
-                self._requests.pop(request.request_id, None)
-        return [request.output() for request in changed]
 
     def _prompt(self, prompt: Any) -> tuple[list[int], str | None]:
         """(tokens, text)."""
@@ -226,3 +245,16 @@ class Engine:
         else:
             budget = 2**30
         return max(0, budget) // size
+
+
+def _logprob(given: Given, row: int, token: int, count: int) -> Logprob:
+    assert given.logprobs is not None
+    assert given.top_tokens is not None
+    assert given.top_logprobs is not None
+    tokens, values = given.top_tokens[row, :count].tolist(), given.top_logprobs[row, :count].tolist()
+    return Logprob(token, float(given.logprobs[row]), dict(zip(tokens, values, strict=True)))
+
+
+def _logprobs_of_prompt(found: Prompted) -> list[Logprob]:
+    rows = zip(*(x.tolist() for x in found), strict=True)
+    return [Logprob(token, own, dict(zip(top, values, strict=True))) for token, own, top, values in rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,29 +13,50 @@ from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.pages import Growth, Pages
 from tilewise.engine.request import Sample
 from tilewise.engine.scheduler import Work
+from tilewise.engine.slot_params import SlotParams
 from tilewise.formula.library import causal, window
 from tilewise.layouts import Paged
 from tilewise.ops.attention import attention
 from tilewise.ops.kv_write import kv_write
 from tilewise.ops.rope import rope as rotate
+from tilewise.ops.sampling import sample as choose
 from tilewise.rotary import Rope
+
+
+_ROWS = 256  # of a prompt whose log-probabilities are made at a time
+
+
+class Given(NamedTuple):
+    """What a step gives, on the host once the device is that far; one row for each sample that gets a token."""
+
+    tokens: torch.Tensor  # int64 (rows,), -1 where logits are no numbers
+    logprobs: torch.Tensor | None  # float32 (rows,)
+    top_tokens: torch.Tensor | None  # int64 (rows, n)
+    top_logprobs: torch.Tensor | None
+
+
+class Prompted(NamedTuple):
+    """Log-probabilities of tokens of a prompt, of one sample's part of a step."""
+
+    tokens: torch.Tensor  # int64 (tokens,), those at the positions after the part's own
+    logprobs: torch.Tensor  # float32 (tokens,)
+    top_tokens: torch.Tensor  # int64 (tokens, n)
+    top_logprobs: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Step:
-    """One that is under way: `work` of which the ones that sample get `tokens`, in their order."""
+    """One that is under way: what it gives to the `work` that samples, in their order, and of prompts, by work."""
 
     work: list[Work]
-    tokens: torch.Tensor | None  # int64, on the host once `done`
+    given: Given | None
+    prompted: dict[int, Prompted]
     done: Any
 
-    def read(self) -> list[int]:
-        """The tokens, once the device has them."""
-        if self.tokens is None:
-            return []
+    def wait(self) -> None:
+        """Until the device is that far."""
         if self.done is not None:
             self.done.synchronize()
-        return [int(token) for token in self.tokens.tolist()]
 
 
 class Runner:
@@ -48,12 +69,16 @@ class Runner:
         self.decoder, self.pages = decoder, pages
         self._config, self._device = config, decoder.device
         self._tokens = torch.zeros(config.max_running, max_length + 1, dtype=torch.int32, device=self._device)
+        self._params = SlotParams(
+            config.max_running, decoder.config.vocab_size, self._tokens, decoder.config.eos_token_ids
+        )
         self._cos, self._sin = decoder.rope_tables(max_length)
         windows = set(decoder.config.windows)
         self._masks = {size: causal if size is None else window(size) for size in windows}
 
     def seat(self, sample: Sample) -> None:
-        """Send a sample's tokens to its slot."""
+        """Send a sample's tokens and parameters to its slot."""
+        self._params.seat(sample)
         row = torch.tensor(sample.tokens, dtype=torch.int32)
         self._tokens[sample.slot, : len(sample.tokens)] = row.to(self._device, non_blocking=True)
 
@@ -78,13 +103,36 @@ class Runner:
             return o
 
         hidden = self.decoder.hidden(self._tokens[slots, positions], attend)
-        if batch.ends is None:
-            return Step(work, None, None)
-        logits = self.decoder.logits(hidden[batch.cu[batch.ends + 1] - 1])
-        chosen = logits.argmax(-1)
-        at = batch.ends
-        self._tokens[batch.slots[at], batch.starts[at] + batch.counts[at]] = chosen.int()
-        return Step(work, *self._received(chosen))
+        prompted = {n: self._prompted(each, hidden, batch, n) for n, each in enumerate(work) if _asks_of_prompt(each)}
+        given = None if batch.ends is None else self._choose(work, hidden, batch, batch.ends)
+        return self._received(work, given, prompted)
+
+    def _choose(self, work: Sequence[Work], hidden: torch.Tensor, batch: _Batch, ends: torch.Tensor) -> Given:
+        """The next token of each sample whose last token was computed; it joins the sample's others on the device."""
+        sampled = [each for each in work if each.samples]
+        samples = [each.sample for each in sampled]
+        slots, lengths = batch.slots[ends].long(), batch.starts[ends] + batch.counts[ends]
+        counts = [each.start + each.count - each.sample.prompt_length for each in sampled]
+        arguments = self._params.of(samples, counts, slots, lengths)
+        found = choose(self.decoder.logits(hidden[batch.cu[ends + 1] - 1]), **arguments)
+        self._tokens[slots, lengths.long()] = found.tokens.clamp(min=0).int()  # the next step may have begun
+        asked = arguments["logprobs"] is not None
+        return Given(found.tokens, found.logprobs if asked else None, found.top_tokens, found.top_logprobs)
+
+    def _prompted(self, each: Work, hidden: torch.Tensor, batch: _Batch, n: int) -> Prompted:
+        """Log-probabilities of the prompt's tokens that come after those of a part."""
+        first = sum(before.count for before in batch.work[:n])
+        count = min(each.count, each.sample.prompt_length - 1 - each.start)
+        wanted = self._tokens[each.slot, each.start + 1 : each.start + 1 + count].long()
+        listed = each.sample.request.params.prompt_logprobs or 0
+        parts = []
+        for start in range(0, count, _ROWS):
+            rows = hidden[first + start : first + min(start + _ROWS, count)]
+            log = torch.log_softmax(self.decoder.logits(rows), -1)
+            own = log.gather(1, wanted[start : start + _ROWS, None])[:, 0]
+            parts.append((own, *log.topk(listed, -1)))
+        own, values, tokens = (torch.cat(part) for part in zip(*parts, strict=True))
+        return Prompted(wanted, own, tokens, values)
 
     def _sent(self, work: Sequence[Work], growth: Growth) -> _Batch:
         """Send what a step is about in one transfer, and bring the block table up to date."""
@@ -111,21 +159,36 @@ class Runner:
             self.pages.pool.copy(on_device[-1].view(-1, 2))
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         width = -(-longest // self.pages.page_size)
-        return _Batch(*on_device[:4], on_device[4] if ends else None, cu[-1], width)
+        return _Batch(work, *on_device[:4], on_device[4] if ends else None, cu[-1], width)
 
-    def _received(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tokens on their way to the host, and what says when they are there."""
+    def _received(self, work: list[Work], given: Given | None, prompted: dict[int, Prompted]) -> Step:
+        """A step whose results are on their way to the host."""
         if self._device.type != "cuda":
-            return tokens, None
-        host = tokens.to("cpu", non_blocking=True)
+            return Step(work, given, prompted, None)
+        if given is not None:
+            given = Given(*(None if x is None else x.to("cpu", non_blocking=True) for x in given))
+        prompted = {n: Prompted(*(x.to("cpu", non_blocking=True) for x in each)) for n, each in prompted.items()}
         done = torch.cuda.Event()
         done.record()
-        return host, done
+        return Step(work, given, prompted, done)
+
+
+def _asks_of_prompt(each: Work) -> bool:
+    """Whether log-probabilities of the prompt are wanted that follow from this part of it."""
+    sample = each.sample
+    return (
+        sample.request.params.prompt_logprobs is not None
+        and sample.index == 0
+        and each.start < sample.prompt_length - 1
+        and len(sample.request.prompt_logprobs) <= each.start  # of one that was preempted they are there
+    )
 
 
 @dataclass(frozen=True)
 class _Batch:
     """A step's entries, int32 on the device."""
+
+    work: Sequence[Work]
 
     cu: torch.Tensor  # (entries + 1,)
     slots: torch.Tensor

@@ -1,0 +1,174 @@
+"""A model that answers prompts: the engine behind one class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.engine.config import EngineConfig
+from tilewise.engine.engine import Engine
+from tilewise.engine.models.config import ModelConfig
+from tilewise.engine.models.decoder import Decoder
+from tilewise.engine.models.weights import load_weights
+from tilewise.engine.params import SamplingParams
+from tilewise.engine.request import RequestOutput
+from tilewise.engine.tokenizer import Tokenizer
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model of Hugging Face's format, which answers many prompts at a time.
+
+    Args:
+        model: its folder, with config.json, *.safetensors and tokenizer.json; or "smollm2", a small one that is fetched
+            on first use.
+        dtype: "float32", "float16" or "bfloat16"; "auto" is the checkpoint's on a GPU, and float32 on a CPU.
+        device: where it runs; None is a GPU if there is one.
+        options: fields of `EngineConfig`, such as max_model_len, memory, kv_encoding and prefix_cache.
+
+    Raises:
+        InputError: a folder without what is needed, or an option out of range.
+        UnsupportedError: an architecture, or a part of a config, that is not known.
+        MissingExtraError: packages of the extra `engine` are missing.
+
+    Example:
+        >>> from tilewise.engine import LLM, SamplingParams
+        >>> llm = LLM("smollm2", max_model_len=1024)  # doctest: +SKIP
+        >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0.0))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: str | Path, *, dtype: str = "auto", device: torch.device | str | None = None, **options: Any
+    ) -> None:
+        folder = _folder(model)
+        unknown = sorted(options.keys() - EngineConfig.__dataclass_fields__.keys())
+        if unknown:
+            expected = ", ".join(EngineConfig.__dataclass_fields__)
+            raise InputError("LLM", got=f"{unknown[0]}=", expected=expected, hint="see tilewise.engine.EngineConfig")
+        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        config = ModelConfig.read(folder)
+        decoder = Decoder(config, dtype=_dtype(dtype, config, where), device=where)
+        load_weights(decoder, folder)
+        self.engine = Engine(decoder, Tokenizer.read(folder), EngineConfig(**options))
+        self.name = Path(folder).name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        tokenizer: Tokenizer = self.engine.tokenizer
+        return tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answer prompts, all at a time; each answer is the same as if its prompt were alone.
+
+        Args:
+            prompts: texts or lists of tokens; one, or several.
+            params: for all prompts, or one for each.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            InputError: a prompt or parameters that cannot be; then nothing runs.
+        """
+        listed = _listed(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+        if len(each) != len(listed):
+            hint = "one for each prompt, or one for all"
+            raise InputError("params", got=f"{len(each)}", expected=f"{len(listed)}", hint=hint)
+        names: list[str] = []
+        try:
+            for prompt, own in zip(listed, each, strict=True):
+                names.append(self.engine.add(prompt, own))
+        except Exception:
+            for name in names:
+                self.engine.abort(name)
+            self.engine.advance()
+            raise
+        return self._answers(names)
+
+    def chat(
+        self, messages: Messages | Sequence[Messages], params: SamplingParams | None = None, **template: Any
+    ) -> list[RequestOutput]:
+        """Answer chats.
+
+        Args:
+            messages: dicts with `role` and `content`, in order; or several such lists.
+            params: how tokens are chosen.
+            template: what the model's chat template takes, such as `tools`.
+
+        Returns:
+            One output for each chat.
+
+        Raises:
+            InputError: no chat template, or messages that it refuses.
+        """
+        chats = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        return self.generate([self.tokenizer.encode_chat(chat, **template) for chat in chats], params)  # type: ignore[arg-type]
+
+    def why(self) -> str:
+        """What this engine runs on: the model, its dtype and device, pages and limits."""
+        engine = self.engine
+        config, pool = engine.decoder.config, engine.pages.pool
+        return "\n".join(
+            (
+                f"{config.architecture}, {engine.decoder.bytes / 2**20:,.0f} MiB of weights, {engine.decoder.dtype}".replace("torch.", "")
+                + f", on {engine.decoder.device}",
+                f"KV cache: {engine.pages.tokens:,} tokens in {pool.num_pages:,} pages of {pool.page_size}, "
+                f"{pool.nbytes / 2**20:,.0f} MiB, {engine.config.kv_encoding or 'not quantized'}",
+                f"up to {engine.max_model_len:,} tokens a request, {engine.config.max_running:,} requests at a time, "
+                f"{engine.config.max_batch_tokens:,} tokens a step",
+                f"prefix cache: {'on' if engine.config.prefix_cache else 'off'}; CUDA graphs: none",
+            )
+        )
+
+    def _answers(self, names: list[str]) -> list[RequestOutput]:
+        """Run until these requests have ended."""
+        left, found = set(names), {}
+        try:
+            while left:
+                for request in self.engine.advance():
+                    if request.finished and request.request_id in left:
+                        found[request.request_id] = request.output()
+                        left.discard(request.request_id)
+        except BaseException:  # Ctrl-C too: nothing of these requests stays
+            for name in left:
+                self.engine.abort(name)
+            self.engine.advance()
+            raise
+        return [found[name] for name in names]
+
+
+def _listed(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str) or (isinstance(prompts, Sequence) and prompts and type(prompts[0]) is int):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InputError("prompts", got=type(prompts).__name__, expected="a list of prompts", hint='["…", [1, 2, 3]]')
+    return list(prompts)
+
+
+def _folder(model: str | Path) -> Path:
+    if model == "smollm2":
+        from tilewise.engine.smollm2 import folder
+
+        return folder()
+    if not isinstance(model, (str, Path)):
+        raise InputError("model", got=shown(model), expected="a folder", hint="'smollm2' is a small model")
+    return Path(model)
+
+
+def _dtype(named: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if named == "auto":
+        return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
+    if named not in _DTYPES:
+        raise UnsupportedError("dtype", got=shown(named), expected=f"auto, {', '.join(_DTYPES)}", hint="names of dtypes")
+    return _DTYPES[named]

@@ -1,0 +1,106 @@
+"""How the next token of each slot is chosen: parameters on the device, by slot, and what a step needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilewise.engine.request import Sample
+from tilewise.ops.sampling import Penalties
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_OFF = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+class SlotParams:
+    """Sampling parameters of the samples in their slots.
+
+    Args:
+        slots: how many there are.
+        vocab_size: tokens of the model.
+        tokens: int32 (slots, length), each slot's tokens, prompt and answer.
+        ends: the model's end tokens.
+    """
+
+    def __init__(self, slots: int, vocab_size: int, tokens: torch.Tensor, ends: Sequence[int]) -> None:
+        self._device, self._vocab_size, self._tokens, self._ends = tokens.device, vocab_size, tokens, ends
+        self._numbers = torch.zeros(slots, len(_NUMBERS), device=self._device)
+        self._top_k = torch.zeros(slots, dtype=torch.int32, device=self._device)
+        self._seeds = torch.zeros(slots, dtype=torch.int64, device=self._device)
+        self._prompts = torch.zeros(slots, dtype=torch.int32, device=self._device)
+        self._masks: dict[int, torch.Tensor] = {}
+
+    def seat(self, sample: Sample) -> None:
+        """Send a sample's parameters to its slot."""
+        params, slot = sample.request.params, sample.slot
+        self._numbers[slot] = torch.tensor([float(getattr(params, name)) for name in _NUMBERS])
+        self._top_k[slot], self._seeds[slot], self._prompts[slot] = params.top_k, sample.seed, sample.prompt_length
+        self._masks.pop(slot, None)
+        if params.allowed_token_ids is not None:
+            self._masks[slot] = self._mask(params.allowed_token_ids)
+
+    def of(self, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
+        """Arguments of `tilewise.sample` for one row of logits of each sample.
+
+        Args:
+            samples: whose rows these are.
+            counts: tokens that each has of its answer.
+            slots: int64 (rows,), theirs, on the device.
+            lengths: int32 (rows,), tokens that each has, prompt included.
+        """
+        params = [sample.request.params for sample in samples]
+        numbers = self._numbers[slots]
+        columns = {name: numbers[:, n].contiguous() for n, name in enumerate(_NUMBERS)}
+        used = {name: any(getattr(each, name) != off for each in params) for name, off in _OFF.items()}
+        found: dict[str, Any] = {name: columns[name] if used[name] else None for name in ("top_p", "min_p")}
+        found["temperature"] = 0.0 if all(each.greedy for each in params) else columns["temperature"]
+        found["top_k"] = self._top_k[slots] if any(each.top_k for each in params) else None
+        if not all(each.greedy for each in params):
+            found |= {"seeds": self._seeds[slots], "positions": lengths}
+        kinds = {kind: f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")}
+        if any(used[name] for name in kinds.values()):
+            chosen = {kind: columns[name] if used[name] else None for kind, name in kinds.items()}
+            found["penalties"] = Penalties(self._tokens[slots], self._prompts[slots], lengths, **chosen)
+        found["bias"] = self._bias(samples, counts)
+        if any(sample.slot in self._masks for sample in samples):
+            found["allowed"] = self._allowed(samples)
+        listed = [each.logprobs for each in params if each.logprobs is not None]
+        found["logprobs"] = max(listed) if listed else None
+        return found
+
+    def _bias(self, samples: Sequence[Sample], counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Biases, bans, and end tokens of answers that are still too short, padded to one width."""
+        rows = []
+        for sample, count in zip(samples, counts, strict=True):
+            params = sample.request.params
+            row = dict(params.logit_bias) | dict.fromkeys(params.bad_token_ids, -torch.inf)
+            if count < params.min_tokens:
+                ends = () if params.ignore_eos else self._ends
+                row |= dict.fromkeys([*ends, *params.stop_token_ids], -torch.inf)
+            rows.append(row)
+        width = max(map(len, rows))
+        if not width:
+            return None
+        tokens = [[*row, *[-1] * (width - len(row))] for row in rows]
+        values = [[*row.values(), *[0.0] * (width - len(row))] for row in rows]
+        return (
+            torch.tensor(tokens, dtype=torch.int32).to(self._device, non_blocking=True),
+            torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True),
+        )
+
+    def _allowed(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(masks, mask of each row)."""
+        having = [sample.slot for sample in samples if sample.slot in self._masks]
+        at = {slot: n for n, slot in enumerate(having)}
+        of = [at.get(sample.slot, -1) for sample in samples]
+        of_rows = torch.tensor(of, dtype=torch.int32).to(self._device, non_blocking=True)
+        return torch.stack([self._masks[slot] for slot in having]), of_rows
+
+    def _mask(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Bit v % 32 of word v // 32 for each of these tokens v."""
+        bits = torch.zeros(-(-self._vocab_size // 32) * 32, dtype=torch.int64)
+        bits[torch.tensor(tokens)] = 1
+        words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
+        return torch.where(words >= 2**31, words - 2**32, words).int().to(self._device)
