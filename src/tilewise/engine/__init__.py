@@ -2,7 +2,8 @@
 
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.engine import Engine
+from tilewise.engine.llm import LLM
 from tilewise.engine.params import SamplingParams
 from tilewise.engine.request import Completion, Logprob, RequestOutput
 
-__all__ = ["Completion", "Engine", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Completion", "Engine", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams"]

@@ -127,19 +127,24 @@ class StopStrings:
                 raise InputError("stops", got=shown(stop), expected="strings that are not empty", hint="leave it out")
         self._include = include_stop
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; `found` is that string."""
+        return self.found is not None
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is known to come before any stop string, and whether one was found. After that, text is
         ignored.
         """
-        if self.stopped:
+        if self.found is not None:
             return "", True
         text, self._held = self._held + text, ""
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if found:
             start, stop = min(found, key=lambda place: (place[0] + len(place[1]), place[0]))
-            self.stopped = True
+            self.found = stop
             return text[: start + len(stop) if self._include else start], True
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]

@@ -197,6 +197,8 @@ class Engine:
             return
         sample.finish_reason, sample.stop_reason = reason, why
         sample.text.end()
+        if sample.sequence is not None and reason in ("stop", "length"):  # a later prompt may go on from here
+            self._remember(sample, sample.sequence.length)
         self.scheduler.end(sample)
         self._changed[sample.request] = None
 

@@ -118,14 +118,14 @@ class LLM:
     def why(self) -> str:
         """What this engine runs on: the model, its dtype and device, pages and limits."""
         engine = self.engine
-        config, pool = engine.decoder.config, engine.pages.pool
+        config, pool, weights = engine.decoder.config, engine.pages.pool, engine.decoder.bytes / 2**20
+        dtype = str(engine.decoder.dtype).removeprefix("torch.")
         return "\n".join(
             (
-                f"{config.architecture}, {engine.decoder.bytes / 2**20:,.0f} MiB of weights, {engine.decoder.dtype}".replace("torch.", "")
-                + f", on {engine.decoder.device}",
+                f"{config.architecture}: {weights:,.0f} MiB of {dtype} weights on {engine.decoder.device}",
                 f"KV cache: {engine.pages.tokens:,} tokens in {pool.num_pages:,} pages of {pool.page_size}, "
-                f"{pool.nbytes / 2**20:,.0f} MiB, {engine.config.kv_encoding or 'not quantized'}",
-                f"up to {engine.max_model_len:,} tokens a request, {engine.config.max_running:,} requests at a time, "
+                f"{pool.nbytes / 2**20:,.0f} MiB, {engine.config.kv_encoding or dtype}",
+                f"limits: {engine.max_model_len:,} tokens a request, {engine.config.max_running:,} requests at a time, "
                 f"{engine.config.max_batch_tokens:,} tokens a step",
                 f"prefix cache: {'on' if engine.config.prefix_cache else 'off'}; CUDA graphs: none",
             )
@@ -170,5 +170,7 @@ def _dtype(named: str, config: ModelConfig, device: torch.device) -> torch.dtype
     if named == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
     if named not in _DTYPES:
-        raise UnsupportedError("dtype", got=shown(named), expected=f"auto, {', '.join(_DTYPES)}", hint="names of dtypes")
+        raise UnsupportedError(
+            "dtype", got=shown(named), expected=f"auto, {', '.join(_DTYPES)}", hint="names of dtypes"
+        )
     return _DTYPES[named]

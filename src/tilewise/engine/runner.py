@@ -22,7 +22,6 @@ from tilewise.ops.rope import rope as rotate
 from tilewise.ops.sampling import sample as choose
 from tilewise.rotary import Rope
 
-
 _ROWS = 256  # of a prompt whose log-probabilities are made at a time
 
 

@@ -41,7 +41,9 @@ class SlotParams:
         if params.allowed_token_ids is not None:
             self._masks[slot] = self._mask(params.allowed_token_ids)
 
-    def of(self, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
+    def of(
+        self, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor, lengths: torch.Tensor
+    ) -> dict[str, Any]:
         """Arguments of `tilewise.sample` for one row of logits of each sample.
 
         Args:

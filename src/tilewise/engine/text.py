@@ -32,7 +32,7 @@ class Text:
 
     def end(self) -> None:
         """No token follows: show what was held back."""
-        if self._stream is not None and (self._stops is None or not self._stops.stopped):
+        if self._stream is not None and (self._stops is None or self._stops.found is None):
             self._add(self._stream.flush(), may_stop=True)
             self.shown += "" if self._stops is None else self._stops.flush()
 
@@ -40,9 +40,5 @@ class Text:
         if self._stops is None or not may_stop:
             self.shown += text
             return None
-        before = self._stops.held + text
-        found, stopped = self._stops.push(text)
-        self.shown += found
-        if not stopped:
-            return None
-        return min((stop for stop in self._params.stop if stop in before), key=lambda stop: before.find(stop) + len(stop))
+        self.shown += self._stops.push(text)[0]
+        return self._stops.found
