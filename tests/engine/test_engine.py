@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.tiny import greedy, pair, prompts
 from tilewise.core.errors import InputError
@@ -36,19 +38,19 @@ def answers(engine: Engine, ids: list[str]) -> list[RequestOutput]:
 
 
 def engine_of(name: str, **options: Any) -> Engine:
-    return Engine(pair(name)[1], config=EngineConfig(**{"max_model_len": 128} | options))
+    pages = 1024 // options.get("page_size", 16)  # few, since their bookkeeping is looked at after every step
+    return Engine(pair(name)[1], config=EngineConfig(**{"max_model_len": 128, "num_pages": pages} | options))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows", "qwen3"])
 def test_greedy_tokens_equal_those_of_transformers(name: str, options: str) -> None:
-    model = pair(name)[0]
     asked = prompts(5, 40, 1, 23, 40)
     asked[4][:20] = asked[1][:20]
     engine = engine_of(name, **OPTIONS[options])
     ids = [engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=COUNT)) for prompt in asked]
     for output, prompt in zip(answers(engine, ids), asked, strict=True):
-        assert output.outputs[0].token_ids == greedy(model, prompt, COUNT)
+        assert output.outputs[0].token_ids == greedy(name, prompt, COUNT)
         assert output.outputs[0].finish_reason == "length"
     assert (engine.scheduler.preemptions > 0) == options.startswith("few_pages")
 
@@ -69,14 +71,14 @@ def test_answers_of_one_request_share_its_prompt() -> None:
     engine = engine_of("llama", page_size=8, prefix_cache=False)
     (prompt,) = prompts(50)
     (output,) = answers(engine, [engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=COUNT, n=5))])
-    want = greedy(pair("llama")[0], prompt, COUNT)
+    want = greedy("llama", prompt, COUNT)
     assert [each.token_ids for each in output.outputs] == [want] * 5
     assert len({each.seed for each in output.outputs}) == 5
 
 
 def test_end_tokens_end_an_answer() -> None:
     (prompt,) = prompts(30)
-    want = greedy(pair("llama")[0], prompt, COUNT)
+    want = greedy("llama", prompt, COUNT)
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, stop_token_ids=[want[5]])
     engine = engine_of("llama", lag=1)
     (output,) = answers(engine, [engine.add(prompt, params)])
@@ -99,6 +101,130 @@ def test_an_abort_gives_back_everything() -> None:
     assert engine.pages.allocator.num_used == 0
     assert not engine.has_unfinished
     engine.abort("unknown")
+
+
+SAMPLED = (
+    SamplingParams(temperature=0.9, seed=3, max_tokens=COUNT, n=2, logprobs=3),
+    SamplingParams(temperature=1.0, seed=4, top_p=0.8, max_tokens=COUNT),
+    SamplingParams(temperature=0.7, seed=5, top_k=9, max_tokens=COUNT, repetition_penalty=1.3),
+    SamplingParams(temperature=1.5, seed=6, min_p=0.05, max_tokens=COUNT, presence_penalty=0.5, frequency_penalty=0.2,
+                   logit_bias={3: 5.0}, bad_token_ids=[4]),
+    SamplingParams(temperature=0.0, max_tokens=COUNT, prompt_logprobs=2, allowed_token_ids=list(range(50))),
+)  # fmt: skip
+
+
+def sampled(order: list[int], **options: Any) -> list[list[list[int]]]:
+    asked = prompts(5, 40, 1, 23, 40)
+    engine = engine_of("llama", **options)
+    ids = {n: engine.add(asked[n], SAMPLED[n]) for n in order}
+    found = answers(engine, [ids[n] for n in range(len(SAMPLED)) if n in ids])
+    return [[each.token_ids for each in output.outputs] for output in found]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[list[int]]]:
+    return [sampled([n])[0] for n in range(len(SAMPLED))]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_sampled_tokens_depend_on_their_request_alone(options: str, alone: list[list[list[int]]]) -> None:
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1]):
+        assert sampled(order, **OPTIONS[options]) == alone
+
+
+def test_n_answers_are_those_of_derived_seeds() -> None:
+    (prompt,) = prompts(20)
+    engine = engine_of("llama")
+    (output,) = answers(engine, [engine.add(prompt, SamplingParams(temperature=1.0, seed=11, n=3, max_tokens=8))])
+    for each in output.outputs:
+        params = SamplingParams(temperature=1.0, seed=each.seed, max_tokens=8)
+        (other,) = answers(engine, [engine.add(prompt, params)])
+        assert other.outputs[0].token_ids == each.token_ids
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    (prompt,) = prompts(40)
+    engine = engine_of("llama", page_size=4, max_batch_tokens=16, lag=1)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=6, logprobs=4, prompt_logprobs=3)
+    (output,) = answers(engine, [engine.add(prompt, params)])
+    tokens = prompt + output.outputs[0].token_ids
+    with torch.no_grad():
+        want = pair("llama")[0](torch.tensor([tokens])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs is not None
+    assert output.outputs[0].logprobs is not None
+    found = output.prompt_logprobs + output.outputs[0].logprobs
+    assert len(found) == len(tokens) - 1
+    for at, each in enumerate(found):
+        assert each.token == tokens[at + 1]
+        assert each.logprob == pytest.approx(float(want[at, each.token]), abs=1e-4)
+        top = want[at].topk(3 if at < len(prompt) - 1 else 4)
+        assert [*each.top] == top.indices.tolist()
+        assert [*each.top.values()] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_short_answers_do_not_end() -> None:
+    (prompt,) = prompts(30)
+    first = greedy("llama", prompt, 1)[0]
+    engine = engine_of("llama")
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, min_tokens=4, stop_token_ids=[first])
+    (output,) = answers(engine, [engine.add(prompt, params)])
+    assert first not in output.outputs[0].token_ids[:3]
+    assert len(output.outputs[0].token_ids) >= 4
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
+    good, bad = prompts(9, 9)
+    engine = engine_of("llama", lag=1)
+    logits = engine.decoder.logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        return found.index_fill(0, torch.tensor([found.shape[0] - 1]), torch.nan) if found.shape[0] == 2 else found
+
+    engine.runner.decoder = _With(engine.decoder, logits=broken)  # type: ignore[assignment]
+    ids = [engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=COUNT)) for prompt in (good, bad)]
+    first, second = answers(engine, ids)
+    assert first.outputs[0].token_ids == greedy("llama", good, COUNT)
+    assert second.outputs[0].finish_reason == "error"
+    assert "no numbers" in (second.outputs[0].error or "")
+
+
+class _With:
+    """An object with some attributes replaced."""
+
+    def __init__(self, of: Any, **replaced: Any) -> None:
+        self._of = of
+        self.__dict__ |= replaced
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+def test_streams_share_steps_and_leaving_one_aborts_it() -> None:
+    engine = engine_of("llama")
+    short, long = prompts(7, 30)
+
+    async def run() -> list[list[int]]:
+        async def whole(prompt: list[int]) -> list[int]:
+            seen: list[int] = []
+            async for output in engine.stream(prompt, SamplingParams(temperature=0.0, max_tokens=COUNT)):
+                assert output.outputs[0].token_ids[: len(seen)] == seen
+                seen = output.outputs[0].token_ids
+            return seen
+
+        async def part() -> None:
+            stream = engine.stream(short, SamplingParams(temperature=0.0, max_tokens=90))
+            async for _ in stream:
+                break
+            await stream.aclose()  # type: ignore[attr-defined]
+
+        found, _, other = await asyncio.gather(whole(short), part(), whole(long))
+        return [found, other]
+
+    assert asyncio.run(run()) == [greedy("llama", prompt, COUNT) for prompt in (short, long)]
+    engine.step()
+    assert not engine.has_unfinished
+    assert engine.pages.allocator.num_used == 0
 
 
 BAD_PROMPTS: dict[str, tuple[Any, str]] = {

@@ -75,8 +75,13 @@ def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+def greedy(name: str, prompt: list[int], count: int) -> list[int]:
     """What transformers' generate gives after a prompt."""
-    tokens = torch.tensor([prompt])
+    return list(_greedy(name, tuple(prompt), count))
+
+
+@functools.cache
+def _greedy(name: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    model, tokens = pair(name)[0], torch.tensor([prompt])
     found = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False)
     return found[0, len(prompt) :].tolist()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import tilewise
-from tilewise.cli import bench, demo, explain, roofline, tune_quant, tune_sparse, tune_windows, why
+from tilewise.cli import bench, demo, explain, generate, roofline, tune_quant, tune_sparse, tune_windows, why
 from tilewise.cli.output import say
 
 HELP = """Write attention as a formula; it runs at the speed of the machine.
@@ -23,6 +23,9 @@ def build(*, rich: bool) -> typer.Typer:
     made.callback()(version)
     made.command("demo", short_help="Train a small Llama through tilewise and PyTorch; compare.")(demo.demo)
     made.command("why", short_help="Which implementation runs a call, and why.")(why.why)
+    made.command("generate", short_help="Go on with a text by a language model.")(generate.generate)
+    made.command("chat", short_help="Talk to a language model.")(generate.chat)
+    made.command("convert", short_help="Convert a GGUF file to Hugging Face's format.")(generate.convert)
     group = typer.Typer(**options)  # type: ignore[arg-type]
     explain.register(group)
     made.add_typer(group, name="explain", short_help="Memory traffic of small programs; masks, plans as pictures.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from tilewise.engine.params import SamplingParams
 from tilewise.engine.request import Logprob, Request, RequestOutput, Sample, State, seed_of
 from tilewise.engine.runner import Given, Prompted, Runner, Step
 from tilewise.engine.scheduler import Scheduler, Work
+from tilewise.engine.streams import Streams
 from tilewise.engine.text import Text
 from tilewise.kv.pool import PagePool
 
@@ -54,6 +55,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._changed: dict[Request, None] = {}
         self._ends = frozenset(model.eos_token_ids)
+        self._streams = Streams(self)
 
     @property
     def has_unfinished(self) -> bool:
@@ -116,6 +118,27 @@ class Engine:
         if request is not None:
             for sample in request.samples:
                 self._end(sample, "abort")
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a prompt in a program of asyncio: `async for output in engine.stream(prompt)`.
+
+        Steps run in a thread, shared by all streams of one event loop. Leaving the loop early aborts the request. While
+        streams are open, call no other method of the engine.
+
+        Args:
+            prompt: text, or its tokens.
+            params: how tokens are chosen, and when the answer ends.
+            priority: lower ones go first.
+
+        Returns:
+            What each step gives for this prompt; the last one is `finished`.
+
+        Raises:
+            InputError: as `add` does, at the first output.
+        """
+        return self._streams.stream(prompt, params, priority)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns what requests have new."""
