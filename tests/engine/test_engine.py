@@ -12,7 +12,7 @@ from tests.engine.tiny import greedy, pair, prompts
 from tilewise.core.errors import InputError
 from tilewise.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 
-COUNT = 12
+COUNT = 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"page_size": 4, "max_batch_tokens": 16, "lag": 1},
@@ -45,8 +45,8 @@ def engine_of(name: str, **options: Any) -> Engine:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows", "qwen3"])
 def test_greedy_tokens_equal_those_of_transformers(name: str, options: str) -> None:
-    asked = prompts(5, 40, 1, 23, 40)
-    asked[4][:20] = asked[1][:20]
+    asked = prompts(5, 28, 1, 13, 28)
+    asked[4][:16] = asked[1][:16]
     engine = engine_of(name, **OPTIONS[options])
     ids = [engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=COUNT)) for prompt in asked]
     for output, prompt in zip(answers(engine, ids), asked, strict=True):
@@ -114,7 +114,7 @@ SAMPLED = (
 
 
 def sampled(order: list[int], **options: Any) -> list[list[list[int]]]:
-    asked = prompts(5, 40, 1, 23, 40)
+    asked = prompts(5, 28, 1, 13, 28)
     engine = engine_of("llama", **options)
     ids = {n: engine.add(asked[n], SAMPLED[n]) for n in order}
     found = answers(engine, [ids[n] for n in range(len(SAMPLED)) if n in ids])

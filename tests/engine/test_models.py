@@ -52,7 +52,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "missing_size": ({"num_hidden_layers": "absent"}, InputError, "num_hidden_layers"),
     "size": ({"vocab_size": -3}, InputError, "-3"),
     "heads": ({"num_key_value_heads": 3}, InputError, "divisor of 4"),
-    "layer_types": ({"layer_types": ["linear_attention"] * 3}, UnsupportedError, "linear_attention"),
+    "layer_types": ({"layer_types": ["linear_attention"] * 2}, UnsupportedError, "linear_attention"),
 }
 
 

@@ -16,7 +16,7 @@ from tilewise.engine.models.weights import load_weights
 
 VOCAB = 199
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 256, "head_dim": 24,
     "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
