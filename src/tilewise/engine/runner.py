@@ -158,16 +158,19 @@ class Runner:
             self.pages.pool.copy(on_device[-1].view(-1, 2))
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         width = -(-longest // self.pages.page_size)
-        return _Batch(work, *on_device[:4], on_device[4] if ends else None, cu[-1], width)
+        cu_, slots_, starts_, counts_, ends_ = on_device[:5]
+        return _Batch(work, cu_, slots_, starts_, counts_, ends_ if ends else None, cu[-1], width)
 
     def _received(self, work: list[Work], given: Given | None, prompted: dict[int, Prompted]) -> Step:
         """A step whose results are on their way to the host."""
         if self._device.type != "cuda":
             return Step(work, given, prompted, None)
         if given is not None:
-            given = Given(*(None if x is None else x.to("cpu", non_blocking=True) for x in given))
+            tokens, *others = (None if x is None else x.to("cpu", non_blocking=True) for x in given)
+            assert tokens is not None
+            given = Given(tokens, *others)
         prompted = {n: Prompted(*(x.to("cpu", non_blocking=True) for x in each)) for n, each in prompted.items()}
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return Step(work, given, prompted, done)
 
@@ -188,7 +191,6 @@ class _Batch:
     """A step's entries, int32 on the device."""
 
     work: Sequence[Work]
-
     cu: torch.Tensor  # (entries + 1,)
     slots: torch.Tensor
     starts: torch.Tensor

@@ -69,7 +69,7 @@ class Decoder:
             for names, weight, bias, rows in parts:
                 for kind, whole in (("weight", weight), ("bias", bias)):
                     if whole is not None:
-                        pieces = whole.split(rows) if rows else (whole,)
+                        pieces = torch.split(whole, rows) if rows else (whole,)
                         own |= {f"{name}.{kind}": piece for name, piece in zip(names, pieces, strict=True)}
             if layer.q_norm is not None and layer.k_norm is not None:
                 own |= {"self_attn.q_norm.weight": layer.q_norm, "self_attn.k_norm.weight": layer.k_norm}
@@ -97,15 +97,15 @@ class Decoder:
             (tokens, hidden_size).
         """
         config = self.config
-        eps, heads, heads_kv = config.norm_eps, config.num_heads, config.num_heads_kv
+        heads, heads_kv = config.num_heads, config.num_heads_kv
         x = F.embedding(tokens, self.embedding)
         residual: torch.Tensor | None = None
         for n, layer in enumerate(self.layers):
             x, residual = self._normed(x, layer.norm, residual)
             qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * heads_kv, config.head_dim)
-            q, k, v = qkv.split((heads, heads_kv, heads_kv), 1)
+            q, k, v = torch.split(qkv, [heads, heads_kv, heads_kv], 1)
             if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = rms_norm(q, layer.q_norm, eps=eps), rms_norm(k, layer.k_norm, eps=eps)
+                q, k = self._normed(q, layer.q_norm, None)[0], self._normed(k, layer.k_norm, None)[0]
             x = F.linear(attend(n, q, k, v).flatten(1), layer.o, layer.o_bias)
             x, residual = self._normed(x, layer.mlp_norm, residual)
             x = F.linear(swiglu(F.linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
@@ -119,9 +119,9 @@ class Decoder:
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the norm of x + residual, that sum)."""
-        if residual is None:
-            return rms_norm(x, weight, eps=self.config.norm_eps), x
-        return rms_norm(x, weight, residual=residual, eps=self.config.norm_eps)
+        found = rms_norm(x, weight, residual=residual, eps=self.config.norm_eps)
+        normed, total = (found, x) if isinstance(found, torch.Tensor) else found
+        return normed, total
 
     def _layer(self) -> Layer:
         config = self.config
