@@ -27,7 +27,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "fused layers": speed_table.fused,
     },
     ROOT / "docs" / "reference.md": {"names": api_page.page},
-    ROOT / "docs" / "support.md": {"matrix": support_matrix.matrix, "implementations": support_matrix.details},
+    ROOT / "docs" / "support.md": {
+        "gpu runs": support_matrix.gpu_runs,
+        "matrix": support_matrix.matrix,
+        "implementations": support_matrix.details,
+    },
 }
 
 

@@ -4,7 +4,7 @@ what quantized caches, shared prefixes, one call for prefill and decode, and sel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from benchmarks.records import RESULTS, Record
@@ -65,11 +65,11 @@ def gains(results: Path = RESULTS) -> str:
     return "\n".join([*head, *lines]) + f"\n\n{made(records)}." + of_earlier(records)
 
 
-def rates(tables: dict[str, Table], peer: str) -> Iterator[float]:
-    """Our bandwidth over that of one peer, in every batch of `table`."""
+def rates(tables: dict[str, Table], peer: str, lengths: Collection[str]) -> Iterator[float]:
+    """Our bandwidth over that of one peer, in every batch of `table` with one of these mixes of lengths."""
     for rows in _by_batch(tables["decode"]).values():
-        for row in rows.values():
-            found = rate(row, peer)
+        for mix in lengths:
+            found = rate(rows.get(mix, {}), peer)
             if found is not None:
                 yield found
 

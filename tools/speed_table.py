@@ -208,9 +208,13 @@ def sparse_rows(tables: dict[str, Table]) -> Iterator[tuple[str, str, Record, Re
 def made(records: Iterable[Record]) -> str:
     """The GPU, the dtype and the days of some records."""
     found = list(records)
-    days = sorted({record.date[:10] for record in found})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"{found[0].device}, {found[0].problem['dtype']}, {when}"
+    return f"{found[0].device}, {found[0].problem['dtype']}, {dates(found)}"
+
+
+def dates(records: Iterable[Record]) -> str:
+    """The first and the last day of some records."""
+    days = sorted({record.date[:10] for record in records})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
 def of_earlier(records: Iterable[Record]) -> str:

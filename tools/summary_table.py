@@ -41,8 +41,10 @@ def headline(results: Path = RESULTS) -> str:
     if not (dense and formulas and coded):
         return "* **Speed**: no records yet."
     (short, loss), (long, gain) = coded[0], coded[-1]
+    quoted = (*EXACT, *PASSES, *QUANTIZED)
+    when = speed_table.dates(r for question in quoted for _, row in tables[question] for r in row.values())
     text = (
-        f"* **Fast on Hopper**: {dense[0]} the fastest of cuDNN and FlashAttention-2 and -4 (backward "
+        f"* **Fast on Hopper**, measured {when}: {dense[0]} the fastest of cuDNN and FlashAttention-2 and -4 (backward "
         f"{dense[1]}), {formulas[0]} compiled FlexAttention, `Sage2()` {gain} exact at {long} but {loss} at "
         f"{short}."
     )
@@ -73,13 +75,11 @@ def _lines(tables: dict[str, Table]) -> Iterator[Line]:
         names = " and ".join(dict.fromkeys(row[4] for row in rows))
         shares = f"{what}, {_shares([row[1] for row in rows])}"
         yield shares, f"{names}, all pairs", [speed_table.times(row[5], row[2]) for row in rows], ()
-    yield "paged decode, planning included", "FlashInfer, planned before", serving_table.rates(tables, "flashinfer"), ()
-    yield (
-        "paged decode, planning included",
-        "cuDNN, contiguous keys",
-        serving_table.rates(tables, "cudnn.contiguous"),
-        (),
-    )
+    for what, lengths in (("equal and uniform", ("equal", "uniform")), ("Zipf", ("zipf",))):
+        rates = serving_table.rates(tables, "flashinfer", lengths)
+        yield f"paged decode, {what} lengths, planning included", "FlashInfer, planned before", rates, ()
+    equal = serving_table.rates(tables, "cudnn.contiguous", ("equal",))
+    yield "paged decode, equal lengths, planning included", "cuDNN, contiguous keys", equal, ()
     fused = [row for _, row in speed_table.first_shapes(tables)]
     yield (
         "fused norms, softmax, RoPE, SwiGLU, losses", "faster of eager and `torch.compile`",

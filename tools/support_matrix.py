@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.records import RESULTS
 from tools.families import NEIGHBOURS, ROOT, family_of
-from tools.receipts import verified
+from tools.receipts import read_all, verified
 
 OPERATIONS = ("attention", "merge", "kv_write", *NEIGHBOURS)
 KINDS = {"cpu": "on a CPU, PyTorch", "triton": "on a GPU, Triton", "hopper": "on Hopper, Gluon"}
@@ -33,6 +33,24 @@ KEEPS = {  # the layouts that a row with this need runs; a row without such a ne
     "the dense or the packed layout": ("dense", "packed"),
     "the dense or the paged layout": ("dense", "paged"),
 }
+_HOPPER_PAGES = (
+    "keys that are not paged, or strides in multiples of 16 elements and a mask of one run of keys per query"
+)
+_DECODE_DIMS = "head dimensions of 48 to 256, multiples of 16"
+_NO_CODES = "keys and values that are not encoded"
+_OVER_PAGES = "packed queries over pages"
+_STRIDES = "strides of q, k and v in multiples of 16 elements"
+IMPLIED = {  # a need, and others that together say as much or more; what is left of it then, if anything
+    "no gradients with paged keys": (("no gradients",), ""),
+    "deterministic=False, or no gradients of captured tensors (summed by atomics)": (("no gradients",), ""),
+    "head dimensions up to 256": ((f"{_DECODE_DIMS} (of int4: of 32)",), ""),
+    f"{_DECODE_DIMS} (of int4: of 32)": ((_NO_CODES,), _DECODE_DIMS),
+    "bfloat16 queries where keys and values are encoded": ((_NO_CODES,), ""),
+    "keys that are not encoded by channel": ((_NO_CODES,), ""),
+    "share_prefixes=False where keys and values are encoded": ((_NO_CODES,), ""),
+    "the dense or the paged layout": ((_OVER_PAGES,), ""),
+    _HOPPER_PAGES: ((_OVER_PAGES, _STRIDES), "a mask of one run of keys per query"),
+}
 NO_BACKWARD = {"no gradients": LAYOUTS, "no gradients with paged keys": ("paged",)}
 EMULATED = ("cpu",)
 LARGEST_HEAD = 512
@@ -45,9 +63,19 @@ def rows(operation: str) -> list[Any]:
 
 def needs(row: Any) -> str:
     """What a row needs, and the calls that it is the default for, in the words of the table."""
-    wanted = "; ".join(need.says for need in row.needs) or "nothing"
-    preferred = ", ".join(need.says for need in getattr(row, "prefers", ()))
-    return f"{wanted}; default only for {preferred}" if preferred else wanted
+    said = list(dict.fromkeys(need.says for need in row.needs))
+    wanted = "; ".join(left for says in said if (left := _beside(says, said))) or "nothing"
+    preferred = [need.says for need in getattr(row, "prefers", ())]
+    if len(preferred) > 1:
+        numbered = "; ".join(f"({n}) {says}" for n, says in enumerate(preferred, 1))
+        return f"{wanted}; default only for calls with all of: {numbered}"
+    return f"{wanted}; default only for {preferred[0]}" if preferred else wanted
+
+
+def _beside(says: str, said: list[str]) -> str:
+    """What a need says beyond the row's other needs."""
+    others, left = IMPLIED.get(says, ((says,), says))
+    return left if all(other in said for other in others) else says
 
 
 def proof(row: Any, results: Path = RESULTS, root: Path = ROOT, operation: str = "attention") -> str:
@@ -59,6 +87,23 @@ def proof(row: Any, results: Path = RESULTS, root: Path = ROOT, operation: str =
     for device, receipt in sorted(verified(family.name, results, root).items()):
         words.append(f"verified on {device}, {receipt.date[:10]} ({receipt.tests['passed']:,} tests)")
     return "; ".join(words)
+
+
+def gpu_runs(results: Path = RESULTS, root: Path = ROOT) -> str:
+    """How many implementations for GPUs passed all their tests there with today's sources, and what is known of the
+    others.
+    """
+    found = [(operation, row) for operation in OPERATIONS for row in rows(operation)]
+    families = [one for operation, row in found if (one := family_of(row.name, operation)) is not None and one.ci]
+    current = [bool(verified(family.name, results, root)) for family in families]
+    others = [family.name for family, now in zip(families, current, strict=True) if not now]
+    earlier = [receipt for receipt in read_all(results) if receipt.passed and receipt.family in others]
+    before = sum(name in {receipt.family for receipt in earlier} for name in others)
+    devices = " or ".join(sorted({receipt.device for receipt in earlier}))
+    text = f"GPU runs of the current sources: {sum(current)} of {len(families)} implementations."
+    said = [f"{before} passed on {devices} at an earlier commit"] if before else []
+    said += [f"{len(others) - before} have not passed on a GPU yet"] if len(others) > before else []
+    return f"{text} Of the others, {' and '.join(said)}." if said else text
 
 
 def matrix(results: Path = RESULTS, root: Path = ROOT) -> str:

@@ -272,7 +272,7 @@ def test_why_says_who_runs_and_why_not_the_others() -> None:
     assert found.chosen == "cpu_tiled"
     assert list(verdicts) == [row.name for row in ROWS]
     assert verdicts["cpu_tiled"].startswith("chosen: ")
-    assert verdicts["cpu_sdpa"].startswith("needs no score formula, and no mask but causal")
+    assert verdicts["cpu_sdpa"].startswith("takes no score formula, and no mask but causal")
     assert verdicts["cpu_sdpa"].endswith("got causal with seqlen_q 6, seqlen_k 9")
     assert verdicts["reference"] == "available only with impl='reference'"
     text = str(tw.why(**good(), mask=tw.causal, all=True))

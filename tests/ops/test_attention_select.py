@@ -309,7 +309,7 @@ def test_small_weights_of_codes_are_left_out(scheme: tw.Sage | tw.FP8) -> None:
 
 def test_who_leaves_nothing_out_says_so() -> None:
     q, k, v = (x.detach() for x in cases.make_inputs(BY_NAME["mass"], torch.float32))
-    with pytest.raises(TilewiseError, match="no PV skipping"):
+    with pytest.raises(TilewiseError, match=r"no Sparge\(lam=\)"):
         tw.attention(q, k, v, select=tw.Sparge(lam=5.0), impl="reference")
     assert tw.select_tiles(q, k, tw.Select(tw.Sparge(lam=5.0), tw.window(9))).skip == 5.0
     by_head = tw.Select(tw.Sparge(lam=(1.0, 6.0, 2.0, 9.0)), tw.Sparge(0.5, lam=4.0))

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.records import append
 from tests.tools.samples import sample
-from tools import readme, serving_table, speed_table, summary_table, support_matrix
-from tools.families import FAMILIES
+from tools import readme, receipts, serving_table, speed_table, summary_table, support_matrix
+from tools.families import FAMILIES, family_of
 
 PROBLEM = {"formula": "causal", "seqlen_q": 8192, "batch": 2, "num_heads_q": 16, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -225,6 +226,7 @@ def test_the_summary_has_the_lowest_and_the_highest_speedup(tmp_path: Path) -> N
     ]
     assert lines[-1] == "NVIDIA H200, bfloat16, 2026-02-01 to 2026-02-03."
     said = " ".join(summary_table.headline(tmp_path).split())
+    assert "measured 2026-02-01 to 2026-02-03: 0.50–1.50×" in said
     assert "0.50–1.50× the fastest of cuDNN" in said
     assert "`Sage2()` 1.50× exact at 4,096 tokens but 0.50× at 512 tokens" in said
 
@@ -251,6 +253,9 @@ def test_the_table_of_serving_has_rates_beside_peers_and_what_is_gained(tmp_path
     for page_size in (64, 256):
         times = {ours: 7.0, f"{ours}.pages": 1.0 if page_size == 256 else 0.5, "cudnn.contiguous": 6.0}
         fill("selected_pages", {"lengths": "equal", "page_size": page_size, "num_heads_kv": 8, "read": "1/8"}, times)
+    said = summary_table.table(tmp_path)
+    assert "| paged decode, equal and uniform lengths, planning included | FlashInfer, planned before | 0.75× |" in said
+    assert "| paged decode, Zipf lengths, planning included | FlashInfer, planned before | 1.50× |" in said
     lines = serving_table.table(tmp_path).splitlines()
     assert lines[0] == "| bandwidth over that of | 4 × 100 | 1 × 400 |"
     assert lines[2:6] == [
@@ -276,6 +281,44 @@ def test_without_records_the_tables_say_so(tmp_path: Path) -> None:
                   speed_table.quantized, speed_table.sparse, summary_table.table):  # fmt: skip
         assert table(tmp_path) == "No records yet."
     assert summary_table.headline(tmp_path) == "* **Speed**: no records yet."
+
+
+def test_needs_that_others_imply_are_left_out_and_several_preferences_are_numbered() -> None:
+    found = {row.name: row for row in support_matrix.rows("attention")}
+    mixed, hopper = (support_matrix.needs(found[name]) for name in ("hopper_mixed", "hopper"))
+    assert mixed.count("not encoded") == 1
+    assert "int4" not in mixed
+    assert "dense" not in mixed
+    assert "; a mask of one run of keys per query; " in mixed
+    assert "keys that are not paged, or strides" in hopper
+    assert re.findall(r"\((\d)\) ", hopper.partition("default only for calls with all of: ")[2]) == list("1234")
+    said = {need.says for row in found.values() for need in row.needs}
+    named = {*support_matrix.IMPLIED, *(other for others, _ in support_matrix.IMPLIED.values() for other in others)}
+    assert named <= said, "a need has other words now"
+
+
+def test_the_runs_on_gpus_are_counted(tmp_path: Path) -> None:
+    def run(family: str, sources: str, failed: int = 0) -> None:
+        receipt = receipts.Receipt(family, sources, "NVIDIA H200", None, "2", "3", "abc", "2026-02-01T00:00:00Z", "",
+                                   {"passed": 9, "failed": failed})  # fmt: skip
+        receipts.append(receipt, tmp_path)
+
+    total = sum(
+        (family := family_of(row.name, operation)) is not None and bool(family.ci)
+        for operation in support_matrix.OPERATIONS
+        for row in support_matrix.rows(operation)
+    )
+    assert support_matrix.gpu_runs(tmp_path) == (
+        f"GPU runs of the current sources: 0 of {total} implementations. Of the others, {total} have not passed on a "
+        "GPU yet."
+    )
+    run("norm_triton", FAMILIES["norm_triton"].hash())
+    run("softmax_triton", "f00")
+    run("glu_triton", "f00", failed=1)
+    assert support_matrix.gpu_runs(tmp_path) == (
+        f"GPU runs of the current sources: 1 of {total} implementations. Of the others, 1 passed on NVIDIA H200 at an "
+        f"earlier commit and {total - 2} have not passed on a GPU yet."
+    )
 
 
 def test_layouts_of_implementations_follow_from_what_they_need() -> None:

@@ -19,7 +19,7 @@ from tilewise.layouts import Dense, Packed, Paged
 from tilewise.ops.attention import composed
 from tilewise.ops.attention.choice import Selected
 from tilewise.ops.attention.explanation import Explanation as Explanation
-from tilewise.ops.attention.explanation import not_preferred, of_another_device
+from tilewise.ops.attention.explanation import not_preferred, of_another_device, refused
 from tilewise.ops.attention.lengths import reads
 from tilewise.ops.attention.paged_rows import PagedRows, rows_of_call
 from tilewise.ops.attention.paged_rows import reads as reads_of_pages
@@ -321,7 +321,7 @@ def why(
         if unmet is None and wanted and chosen is None:
             chosen, verdict = row.name, f"chosen: {row.summary}{remark(call, row.name)}"
         elif unmet is not None:
-            verdict = unmet
+            verdict = refused(unmet)
         elif deferred is not None:
             verdict = not_preferred(row, deferred)
         elif impl is not None:

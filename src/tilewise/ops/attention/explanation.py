@@ -10,7 +10,7 @@ from tilewise.ops.attention.rows.needs import CPU, GPU, HOPPER, SCHEME
 
 # how verdicts begin: on a row that can run the call and was not chosen, and on one for calls with or without quantize=
 CAN = ("can run this", "available ")
-OF_OTHER_CALLS = (f"needs {SCHEME.says};", f"needs no {SCHEME.says};")
+OF_OTHER_CALLS = (f"needs {SCHEME.says};", f"takes no {SCHEME.says};")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,11 @@ class Explanation:
 def of_another_device(row: Row[Call], call: Call) -> bool:
     """Whether the call's device is not one that the row runs on."""
     return any(need in (CPU, GPU, HOPPER) and need.unmet(call) is not None for need in row.needs)
+
+
+def refused(unmet: str) -> str:
+    """The verdict on a row that cannot run a call: "takes no dropout", as "needs no dropout" may mean that it can."""
+    return f"takes {unmet.removeprefix('needs ')}" if unmet.startswith("needs no ") else unmet
 
 
 def not_preferred(row: Row[Call], deferred: str) -> str:

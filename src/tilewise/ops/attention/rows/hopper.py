@@ -89,10 +89,10 @@ ROW: Row[Call] = Row(
     "warp-specialised kernels for Hopper, forward and backward",
     # where it was slower than the portable kernels (benchmarks/NOTES.md)
     prefers=(
-        Need(f"{_TILES} tiles of {_QUERIES} queries or more", _few_tiles),
-        Need("masks other than windows, or head dimensions above 64", _narrow_window),
-        Need("more than 64 query rows per KV head of a paged request", _few_rows),
-        Need("captured tensors that take no gradients", lambda c: "some wanted" if any(c.grad_captured) else None),
+        Need(f"at least {_TILES} tiles of {_QUERIES} queries", _few_tiles),
+        Need("a mask that is no window, or head dimensions above 64", _narrow_window),
+        Need("keys that are not paged, or on average more than 64 query rows per KV head and request", _few_rows),
+        Need("captured tensors without gradients", lambda c: "some wanted" if any(c.grad_captured) else None),
     ),
     backward="backward",
 )

@@ -28,7 +28,7 @@ ROW: Row[Call] = Row(
     "mixed batches on Hopper: the kernels for prefill and for decode run at the same time",
     prefers=(
         Need(
-            f"two or more requests, of over {_ROWS} query rows per KV head and at most {_MEAN} queries in the mean",
+            f"two or more requests, on average of more than {_ROWS} query rows per KV head and at most {_MEAN} queries",
             _not_both,
         ),
     ),

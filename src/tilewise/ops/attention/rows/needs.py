@@ -35,7 +35,7 @@ ATOMICS: Need[Call] = Need(
     "deterministic=False, or no gradients of captured tensors (summed by atomics)",
     lambda c: "deterministic=True and such gradients" if c.deterministic and any(c.grad_captured) else None,
 )
-ALL_VALUES: Need[Call] = Need("no PV skipping (Sparge without lam=)", lambda c: None if c.skip is None else "lam=")
+ALL_VALUES: Need[Call] = Need("no Sparge(lam=)", lambda c: None if c.skip is None else "lam=")
 NEAR_TOKENS: Need[Call] = Need(
     "pages whose first and last token are fewer than 2**31 elements apart", lambda c: _out_of_reach(c, 1)
 )
