@@ -51,6 +51,10 @@ def test_names_of_other_libraries_are_answered_with_ours(function: str, name: st
         ("sinks", "sink= takes logits (num_heads_q,)", {"sink": torch.zeros(2)}),
         ("softmax_scale", "scale=", {"scale": 0.5}),
         ("window_size", "mask=tilewise.window(left + 1, right)", {"mask": tw.window(3, 2)}),
+        ("window_left", "mask=tilewise.window(window_left + 1)", {"mask": tw.window(3 + 1)}),
+        ("num_splits", "leave it out: the implementation decides, and impl= asks", {"impl": "cpu_tiled"}),
+        ("kernel_options", "impl= asks for one by name", {"impl": "reference"}),
+        ("tensor_layout", "leave it out: q, k and v are (batch, seqlen, heads, head_dim)", {}),
         ("alibi_slopes", "score=tilewise.alibi(slopes)", {"score": tw.alibi(torch.ones(2))}),
         ("softcap", "score=tilewise.softcap(cap)", {"score": tw.softcap(30.0)}),
         ("block_mask", "mask= takes functions (b, h, q_idx, kv_idx) -> bool", {"mask": lambda b, h, i, j: i >= j}),
@@ -67,6 +71,31 @@ def test_what_a_hint_says_works(name: str, hint: str, arguments: dict[str, Any])
 def test_packed_lengths_are_answered_with_the_layout() -> None:
     assert "layout=tilewise.Packed(cu_seqlens_q" in refused(tw.attention, "cu_seqlens_q").hint
     assert tw.attention(Q[0], K[0], K[0], layout=tw.Packed(CU, CU, max_seqlen_q=5)).shape == Q.shape[1:]
+
+
+def test_indptr_of_flashinfer_is_answered_with_both_layouts() -> None:
+    hint = refused(tw.attention, "qo_indptr").hint
+    assert "layout=tilewise.Packed(qo_indptr, kv_indptr)" in hint
+    assert "tilewise.Paged(block_table, seqlens_k, qo_indptr)" in hint
+    assert tw.attention(Q[0], K[0], K[0], layout=tw.Packed(CU, CU)).shape == Q.shape[1:]
+    paged = tw.Paged(torch.zeros(2, 1, dtype=torch.int32), torch.tensor([4, 8], dtype=torch.int32), CU)
+    assert tw.attention(Q[0], K, K, layout=paged).shape == Q.shape[1:]
+
+
+def test_a_window_of_flashinfer_is_the_one_of_the_hint() -> None:
+    from tilewise.adapters import flashinfer
+
+    v = torch.arange(8.0).view(1, 8, 1, 1).expand(K.shape).contiguous()  # by position
+    theirs = flashinfer.single_prefill_with_kv_cache(Q[0], K[0], v[0], causal=True, window_left=3)
+    assert torch.allclose(theirs, tw.attention(Q, K, v, mask=tw.window(3 + 1))[0])
+
+
+def test_weights_are_where_a_hint_says() -> None:
+    from tilewise.adapters.flash_attn import flash_attn_func
+
+    assert "flash_attn_func(..., return_attn_probs=True)" in refused(tw.attention, "return_attn_probs").hint
+    *_, weights = flash_attn_func(Q, K, K, return_attn_probs=True)
+    assert torch.allclose(weights.sum(-1), torch.ones(1, 2, 8))
 
 
 def test_an_adapter_that_a_hint_names_exists() -> None:

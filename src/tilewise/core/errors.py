@@ -24,7 +24,7 @@ class TilewiseError(Exception):
         hint: the next step for the caller.
 
     Example:
-        >>> from tilewise.core.errors import TilewiseError
+        >>> from tilewise.errors import TilewiseError
 
         >>> try:
         ...     tw.window(0)

@@ -36,6 +36,10 @@ _WINDOW = _Ours(
     "mask=tilewise.window(left + 1, right) for FlashAttention's (left, right): left counts the query's own key here, "
     "and None is no limit",
 )
+_WINDOW_LEFT = _Ours(
+    "mask",
+    "mask=tilewise.window(window_left + 1): n counts the query's own key here, and None is no limit, FlashInfer's -1",
+)
 _SOFTCAP = _Ours("score", "score=tilewise.softcap(cap)")
 _ALIBI = _Ours("score", "score=tilewise.alibi(slopes)")
 _BIAS = _Ours("score", "score=tilewise.bias(values)")
@@ -47,8 +51,31 @@ _BLOCK_MASK = _Ours(
 _PACKED = _Ours("layout", "layout=tilewise.Packed(cu_seqlens_q, cu_seqlens_k)")
 _LONGEST = _Ours("layout", "layout=tilewise.Packed(cu_seqlens_q, max_seqlen_q=...)")
 _PAGED = _Ours("layout", "layout=tilewise.Paged(block_table, seqlens_k)")
+_INDPTR = _Ours(
+    "layout",
+    "layout=tilewise.Packed(qo_indptr, kv_indptr), or over pages tilewise.Paged(block_table, seqlens_k, qo_indptr)",
+)
+_PAGES = _Ours(
+    "layout", "layout=tilewise.Paged(block_table, seqlens_k): a row of pages for each request, and its number of keys"
+)
+_AXES = _Ours(
+    "q",
+    "leave it out: q, k and v are (batch, seqlen, heads, head_dim); transpose (batch, heads, seqlen, head_dim) by "
+    ".transpose(1, 2)",
+)
+_AXES_OF_PAGES = _Ours(
+    "k",
+    "leave it out: pages are (num_pages, page_size, num_heads_kv, head_dim), with any strides; transpose others by "
+    ".transpose(1, 2)",
+)
+_TUNING = _Ours("impl", "leave it out: the implementation decides, and impl= asks for one by name")
 _GROUPED = _Ours("k", "leave it out: num_heads_kv may be any divisor of num_heads_q")
 _LSE = _Ours("q", "tilewise.attention_with_lse returns (o, lse)")
+_WEIGHTS = _Ours(
+    "q",
+    "the weights are never stored; for debugging, tilewise.adapters.flash_attn.flash_attn_func(..., "
+    "return_attn_probs=True) returns them",
+)
 
 ELSEWHERE: dict[str, _Ours] = {
     "causal": _CAUSAL,
@@ -57,6 +84,7 @@ ELSEWHERE: dict[str, _Ours] = {
     "attention_mask": _MASK,
     "key_padding_mask": _PADDING,
     "window_size": _WINDOW,
+    "window_left": _WINDOW_LEFT,
     "sliding_window": _Ours("mask", "mask=tilewise.window(n), which counts the query's own key"),
     "block_mask": _BLOCK_MASK,
     "mask_mod": _BLOCK_MASK,
@@ -78,6 +106,11 @@ ELSEWHERE: dict[str, _Ours] = {
     "cu_seqlens_k": _PACKED,
     "max_seqlen_q": _LONGEST,
     "max_seqlen_k": _LONGEST,
+    "qo_indptr": _INDPTR,
+    "kv_indptr": _INDPTR,
+    "paged_kv_indptr": _PAGES,
+    "paged_kv_indices": _PAGES,
+    "paged_kv_last_page_len": _PAGES,
     "block_table": _PAGED,
     "page_table": _PAGED,
     "seqused_k": _PAGED,
@@ -85,7 +118,13 @@ ELSEWHERE: dict[str, _Ours] = {
     "cache_seqlens": _PAGED,
     "return_lse": _LSE,
     "return_softmax_lse": _LSE,
-    "return_attn_probs": _LSE,
+    "return_attn_probs": _WEIGHTS,
+    "need_weights": _WEIGHTS,
+    "tensor_layout": _AXES,
+    "kv_layout": _AXES_OF_PAGES,
+    "num_splits": _TUNING,
+    "pack_gqa": _TUNING,
+    "kernel_options": _TUNING,
 }
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {}

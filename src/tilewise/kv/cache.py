@@ -36,7 +36,7 @@ class Batch:
         pool: the pages.
 
     Example:
-        >>> cache = tw.kv.KVCache(1, 8, 16, 2, 16, dtype=torch.float32)
+        >>> cache = tw.KVCache(1, 8, 16, 2, 16, dtype=torch.float32)
         >>> batch = cache.extend([cache.new()], 5)
         >>> batch.positions
         tensor([0, 1, 2, 3, 4], dtype=torch.int32)
@@ -103,7 +103,7 @@ class KVCache:
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
 
     Example:
-        >>> cache = tw.kv.KVCache(1, 8, 16, num_heads_kv=2, head_dim=16, dtype=torch.float32)
+        >>> cache = tw.KVCache(1, 8, 16, num_heads_kv=2, head_dim=16, dtype=torch.float32)
         >>> request = cache.new()
         >>> for tokens in (40, 1):  # the prompt, then a step of decoding
         ...     batch = cache.extend([request], tokens)

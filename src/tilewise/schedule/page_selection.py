@@ -33,7 +33,7 @@ class TopPages:
     Source: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", 2024.
 
     Example:
-        >>> cache = tw.kv.KVCache(1, 8, 16, 2, 16, dtype=torch.float32, summaries=True)
+        >>> cache = tw.KVCache(1, 8, 16, 2, 16, dtype=torch.float32, summaries=True)
         >>> batch = cache.extend([cache.new()], 100)
         >>> batch.write(0, k[0], v[0])
         >>> last = tw.Paged(batch.layout.block_table, batch.layout.seqlens_k, summaries=batch.layout_of(0).summaries)
@@ -83,7 +83,7 @@ class SparQ:
     Source: Ribar et al., "SparQ Attention: Bandwidth-Efficient LLM Inference", 2023.
 
     Example:
-        >>> cache = tw.kv.KVCache(1, 8, 16, 2, 16, dtype=torch.float32, summaries=True, columns=8)
+        >>> cache = tw.KVCache(1, 8, 16, 2, 16, dtype=torch.float32, summaries=True, columns=8)
         >>> batch = cache.extend([cache.new()], 100)
         >>> batch.write(0, k[0], v[0])
         >>> last = tw.Paged(batch.layout.block_table, batch.layout.seqlens_k, summaries=batch.layout_of(0).summaries)

@@ -230,16 +230,17 @@ def plan(
     """Plan attention once for all layers of a model: `plan(q, k, v, ...).run(q, k, v)` is `attention(q, k, v, ...)`.
 
     For a `Paged` layout on a GPU, the division of work among programs follows from the batch's lengths: it is computed
-    once, and kept with the memory that it needs. A run then launches one kernel, or two where prefixes are shared, and
-    allocates only its results. Where there is nothing to plan, a run is a plain call. Plans are not differentiable. In
-    a region of `torch.compile` each run plans anew.
+    once, and kept with the memory that it needs. A run of `triton_paged` or `hopper_decode` then launches one kernel, or
+    two where prefixes may be shared, and allocates only its results. A run of any other implementation (`hopper_mixed`,
+    those of the CPU) is a plain call. Plans are not differentiable. In a region of `torch.compile` each run plans anew.
 
     Args:
         q, k, v, sink: examples: runs take tensors of the same shapes, strides, dtypes and device. The keys may be
             written after the plan is made.
-        mask, score, layout, scale, batch_invariant: as `attention` takes them, and fixed. The layout's tensors may
-            change in place, also in a CUDA graph: pages at any time, unless prefixes are shared; after a change of
-            lengths, or of pages of shared prefixes, call `update` or plan anew.
+        mask, score, layout, scale, batch_invariant: as `attention` takes them, and fixed. The layout's tensors are
+            int32 (int64 raises InputError), since runs and updates read them again. They may change in place, also in a
+            CUDA graph: pages at any time, unless prefixes are shared; after a change of lengths, or of pages of shared
+            prefixes, call `update` or plan anew.
         impl: name of an implementation; None takes the first one that can run the call.
 
     Returns:
