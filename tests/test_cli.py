@@ -58,6 +58,11 @@ def test_every_command_explains_itself(command: str) -> None:
     assert len(text) > 300
 
 
+def test_the_program_says_of_itself_what_the_readme_says() -> None:
+    first = (Path(__file__).parent.parent / "README.md").read_text().splitlines()[1].strip("*")
+    assert first in " ".join(call("--help").split())
+
+
 def test_rich_help_has_the_same_commands() -> None:
     result = RUNNER.invoke(build(rich=True), ["--help"])
     assert result.exit_code == 0
@@ -184,7 +189,7 @@ def test_why_names_the_implementation_and_the_unmet_needs() -> None:
     lines = text.splitlines()
     assert "q (1, 1024, 8, 128), k (1, 1024, 2, 128)" in lines[0]
     assert [line.split()[1] for line in lines if line.startswith(">")] == ["cpu_tiled"]
-    assert any("cpu_sdpa" in line and "needs" in line for line in lines)
+    assert any("cpu_sdpa" in line and "takes no score formula" in line for line in lines)
     assert "need a CUDA GPU" in lines[-1]
     assert ("triton" in text, "triton" in call("why", "--device", "cpu", "--all")) == (False, True)
 
@@ -197,6 +202,21 @@ def test_why_agrees_with_the_library() -> None:
     found = data("why", *shape, *rest)
     assert found["chosen"] == expected.chosen
     assert [(row["name"], row["summary"], row["verdict"]) for row in found["rows"]] == list(expected.rows)
+
+
+def test_why_says_which_call_it_is_about() -> None:
+    first = [call("why", *more).splitlines()[0] for more in ((), ("--device=cpu",), ("--device=cpu", "--mask=causal"))]
+    assert [line.startswith("example call: q (1, 1024, 8, 128)") for line in first] == [True, False, False]
+    assert [line.rpartition(", mask ")[2] for line in first] == ["none", "none", "causal"]
+
+
+def test_why_of_an_implementation_and_of_a_scheme() -> None:
+    assert "available only with --impl reference" in call("why", "--device=cpu")
+    assert data("why", "--device=cpu", "--impl=reference")["chosen"] == "reference"
+    assert data("why", "--device=cpu", "--impl=hopper", code=1)["chosen"] is None
+    assert "impl: got 'nope'" in refusal("why", "--device=cpu", "--impl=nope")
+    assert data("why", "--device=cpu", "--quantize=Sage2()")["chosen"] == "cpu_codes"
+    assert "scheme: got 'Sage9()'" in refusal("why", "--device=cpu", "--quantize=Sage9()")
 
 
 def test_why_packed_and_sink() -> None:
@@ -267,6 +287,7 @@ def test_explain_mask_takes_its_argument_for_one_release_more() -> None:
     assert done.exit_code == 0
     assert done.stdout == call("explain", "mask", "--mask", "causal", "--seqlen", "256")
     assert "deprecated: write --mask 'causal'" in done.stderr
+    assert "Deprecated: write --mask EXPRESSION" in call("explain", "mask", "--help")
     assert "--mask: got none" in refusal("explain", "mask")
     assert "--mask: got an argument and --mask" in refusal("explain", "mask", "causal", "--mask", "causal")
 

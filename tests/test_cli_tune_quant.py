@@ -131,6 +131,8 @@ def test_each_head_gets_its_own(layers: tuple[str, str]) -> None:
     text = call("tune-quant", layers[1], *asked)
     assert "within 0.12, head 0: FA3FP8()\nwithin 0.12, head 1: Sage2()\n" in text
     assert "No GPU, so nothing is timed" in text
+    assert "the cheapest scheme within 0.12, which need not be the fastest" in text
+    assert "synthetic" not in text
 
 
 def test_several_layers_and_none_that_fits(layers: tuple[str, str]) -> None:
@@ -169,6 +171,7 @@ def test_the_demo_s_layers_tell_schemes_apart() -> None:
         {trial["scheme"]: trial["relative_l1"] for trial in layer["trials"]} for layer in found["layers"]
     )
     assert [layer["name"] for layer in found["layers"]] == ["demo: topics", "demo: outliers"]
+    assert "synthetic layers" in call("tune-quant", "--demo", "--rows=8", f"--scheme={eight}", *QUICK)
     assert topics[four] < 0.05 < outliers[four], "4 bits do not bear outliers"
     assert outliers[rotated] < 0.9 * outliers[eight] < 0.2 * outliers[four]
     assert all(layer["chosen"] in (eight, rotated, four) for layer in found["layers"])

@@ -1,4 +1,4 @@
-"""tilewise: write attention as a formula; it runs at the speed of the machine."""
+"""tilewise: write attention as a formula; get a fused kernel for training, serving, quantized and sparse attention."""
 
 import importlib as _importlib
 import typing as _typing

@@ -11,7 +11,7 @@ import tilewise
 from tilewise.cli import bench, demo, explain, generate, roofline, tune_quant, tune_sparse, tune_windows, why
 from tilewise.cli.output import say
 
-HELP = """Write attention as a formula; it runs at the speed of the machine.
+HELP = """Write attention as a formula; get a fused kernel for training, serving, quantized and sparse attention.
 
 Exit codes: 0 done, 1 the check failed, 2 wrong usage or a missing extra."""
 
@@ -28,7 +28,9 @@ def build(*, rich: bool) -> typer.Typer:
     made.command("convert", short_help="Convert a GGUF file to Hugging Face's format.")(generate.convert)
     group = typer.Typer(**options)  # type: ignore[arg-type]
     explain.register(group)
-    made.add_typer(group, name="explain", short_help="Memory traffic of small programs; masks, plans as pictures.")
+    made.add_typer(
+        group, name="explain", short_help="Count the memory traffic of small programs; draw masks and plans."
+    )
     timed = typer.Typer(**options)  # type: ignore[arg-type]
     bench.register(timed)
     made.add_typer(timed, name="bench", short_help="Time tilewise against PyTorch on this machine.")

@@ -33,7 +33,7 @@ Files = Annotated[
     typer.Argument(help="A .pt or .safetensors file per layer: a dict or a tuple of q, k and v."),
 ]
 Demo = Annotated[
-    bool, typer.Option("--demo", help="Two made-up layers, one of topics and one with outliers; no files.")
+    bool, typer.Option("--demo", help="Two synthetic layers, one of topics and one with outliers; no files.")
 ]
 LayoutOf = Annotated[
     Layout, typer.Option("--layout", help="Of the tensors: (batch, seqlen, heads, dim), or heads before seqlen.")

@@ -116,14 +116,16 @@ def _data(report: Report) -> dict[str, Any]:
 
 @guarded
 def mask(
-    expression: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    expression: Annotated[
+        str | None, typer.Argument(metavar="EXPRESSION", help="Deprecated: write --mask EXPRESSION.")
+    ] = None,
     mask_text: shapes.MaskText = None,
     seqlen: Annotated[int, typer.Option("--seqlen", min=1, help="Number of keys, and of queries.")] = 1024,
     seqlen_q: Annotated[
         int | None, typer.Option("--seqlen-q", min=1, help="Number of queries. Default: as many as keys.")
     ] = None,
-    block_m: Annotated[int, typer.Option("--block-m", min=1, help="Queries of a tile.")] = 64,
-    block_n: Annotated[int, typer.Option("--block-n", min=1, help="Keys of a tile.")] = 64,
+    block_m: Annotated[int, typer.Option("--block-m", min=1, help="Queries of a tile (TileMap.build: 128).")] = 64,
+    block_n: Annotated[int, typer.Option("--block-n", min=1, help="Keys of a tile (TileMap.build: 128).")] = 64,
     query: Annotated[
         int | None, typer.Option("--query", min=0, help="With --out: draw the tiles that this query visits.")
     ] = None,

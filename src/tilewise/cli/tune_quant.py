@@ -18,9 +18,16 @@ from tilewise.quant.schemes import parse_scheme
 
 Chosen = dict[int | None, str | None]  # name of the chosen scheme (None: none fits) by head (None: all heads)
 DEMO_TOKENS = 512
-BY_BITS = (
-    "No GPU, so nothing is timed. Schemes are ranked by the bits of both products' operands, then by how many of q, k\n"
-    "and v are smoothed or rotated, then by the number of scales."
+OF_DEMO = "demo: topics and demo: outliers are synthetic layers: q, k and v of no model."
+LEGEND = (
+    '"as they are" is attention without quantize=. --max-error limits the relative L1. > is the choice for all heads:\n'
+    "{choice}."
+)
+BY_TIME = "the fastest scheme within {max_error:g}"
+BY_BITS = "the cheapest scheme within {max_error:g}, which need not be the fastest"
+RANKS = (
+    "No GPU, so nothing is timed. The cheapest has the fewest bits in the operands of both products, then the fewest\n"
+    "smoothed or rotated of q, k and v, then the fewest scales."
 )
 
 
@@ -92,8 +99,9 @@ def tune_quant(
     if as_json:
         about = {"device": machine(where), "torch": torch.__version__, "mask": None if seen is None else repr(seen)}
         say_json({**about, "ranked_by": "time" if gpu else "bits", "max_error": max_error, "layers": found})
-    elif not gpu:
-        say(BY_BITS)
+    else:
+        choice = (BY_TIME if gpu else BY_BITS).format(max_error=max_error)
+        say("\n".join([*([OF_DEMO] if demo else []), LEGEND.format(choice=choice), *([] if gpu else [RANKS])]))
     if lacking:
         raise typer.Exit(FAILED)
 

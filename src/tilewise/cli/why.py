@@ -11,6 +11,7 @@ import tilewise
 from tilewise.cli import shapes
 from tilewise.cli.expression import read_mask, read_score
 from tilewise.cli.output import FAILED, guarded, say, say_json, table
+from tilewise.quant.schemes import parse_scheme
 
 
 class Extra(str, Enum):
@@ -25,6 +26,7 @@ class Extra(str, Enum):
 
 @guarded
 def why(
+    context: typer.Context,
     batch: shapes.Batch = 1,
     seqlen_q: shapes.SeqlenQ = 1024,
     seqlen_k: shapes.SeqlenK = None,
@@ -43,8 +45,20 @@ def why(
     ] = None,
     mask: shapes.MaskText = None,
     score: shapes.ScoreText = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEME",
+            help='Quantized attention, such as "Sage2()" or "FP8(q_scale=block)".',
+            rich_help_panel=shapes.FORMULA,
+        ),
+    ] = None,
     dtype: Annotated[shapes.Dtype | None, typer.Option(help="Default: bf16 on a GPU, fp32 on a CPU.")] = None,
     device: shapes.Device = None,
+    impl: Annotated[
+        str | None,
+        typer.Option("--impl", help="Ask for this implementation, as impl= does.", rich_help_panel=shapes.MACHINE),
+    ] = None,
     extra: Annotated[
         list[Extra] | None,
         typer.Option(
@@ -59,8 +73,8 @@ def why(
 ) -> None:
     """Say which implementation runs a call, and why it is preferred to the others.
 
-    Nothing is computed: tensors are described by their shapes. Exit code 1 if no implementation can run the call.
-    --json lists every implementation.
+    The options describe the call; without any it is an example call without a mask. Nothing is computed: tensors are
+    described by their shapes. Exit code 1 if no implementation can run the call. --json lists every implementation.
 
     Example: tilewise why --seqlen-q 4096 --heads-q 32 --heads-kv 8 --mask "causal & window(1024)"
     """
@@ -89,6 +103,8 @@ def why(
         dropout=0.1 if Extra.dropout in wanted else 0.0,
         deterministic=Extra.deterministic in wanted,
         batch_invariant=Extra.batch_invariant in wanted,
+        quantize=None if quantize is None else parse_scheme(quantize),
+        impl=impl,
         all=every,
     )
     if as_json:
@@ -97,9 +113,15 @@ def why(
             {"chosen": explanation.chosen, "rows": [dict(zip(names, row, strict=True)) for row in explanation.rows]}
         )
     else:
-        rows = [(">" if name == explanation.chosen else "", name, verdict) for name, _, verdict in explanation.shown()]
+        rows = [
+            (">" if name == explanation.chosen else "", name, verdict.replace(f"impl={name!r}", f"--impl {name}"))
+            for name, _, verdict in explanation.shown()
+        ]
+        sources = map(context.get_parameter_source, context.params)
+        example = "" if any(source and source.name != "DEFAULT" for source in sources) else "example call: "
         title = (
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, {str(kind).removeprefix('torch.')} on {where}"
+            f"{example}q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, "
+            f"{str(kind).removeprefix('torch.')} on {where}, mask {mask or 'none'}"
         )
         table(title, ("", "implementation", "verdict"), rows, left=3)
         if explanation.chosen is None:

@@ -230,7 +230,7 @@ def plan(
     """Plan attention once for all layers of a model: `plan(q, k, v, ...).run(q, k, v)` is `attention(q, k, v, ...)`.
 
     For a `Paged` layout on a GPU, the division of work among programs follows from the batch's lengths: it is computed
-    once, and kept with the memory that it needs. A run of `triton_paged` or `hopper_decode` then launches one kernel, or
+    once, and kept with the memory that it needs. A run of `triton_paged` or `hopper_decode` launches one kernel, or
     two where prefixes may be shared, and allocates only its results. A run of any other implementation (`hopper_mixed`,
     those of the CPU) is a plain call. Plans are not differentiable. In a region of `torch.compile` each run plans anew.
 
