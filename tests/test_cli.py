@@ -206,7 +206,7 @@ def test_why_agrees_with_the_library() -> None:
 
 def test_why_says_which_call_it_is_about() -> None:
     first = [call("why", *more).splitlines()[0] for more in ((), ("--device=cpu",), ("--device=cpu", "--mask=causal"))]
-    assert [line.startswith("example call: q (1, 1024, 8, 128)") for line in first] == [True, False, False]
+    assert [line.startswith("example call: q (1, 1024, 8, 128)") for line in first] == [True, True, False]
     assert [line.rpartition(", mask ")[2] for line in first] == ["none", "none", "causal"]
 
 

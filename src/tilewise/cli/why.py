@@ -117,7 +117,8 @@ def why(
             (">" if name == explanation.chosen else "", name, verdict.replace(f"impl={name!r}", f"--impl {name}"))
             for name, _, verdict in explanation.shown()
         ]
-        sources = map(context.get_parameter_source, context.params)
+        of_the_call = context.params.keys() - {"device", "dtype", "impl", "every", "as_json"}
+        sources = map(context.get_parameter_source, of_the_call)
         example = "" if any(source and source.name != "DEFAULT" for source in sources) else "example call: "
         title = (
             f"{example}q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, "
