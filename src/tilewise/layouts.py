@@ -223,6 +223,13 @@ def index_tensors(layout: Packed | Paged) -> tuple[torch.Tensor | None, ...]:
     return (*(table if isinstance(table, tuple) else (table,)), layout.seqlens_k, layout.cu_seqlens_q)
 
 
+def copied(layout: Packed) -> Packed:
+    """The layout with index tensors of its own; the lengths of queries and keys stay one tensor where they are one."""
+    q, k = layout.cu_seqlens_q.clone(), layout.cu_seqlens_k
+    own = q if k is layout.cu_seqlens_q else None if k is None else k.clone()
+    return replace(layout, cu_seqlens_q=q, cu_seqlens_k=own)
+
+
 L = TypeVar("L", bound="Packed | Paged")
 
 

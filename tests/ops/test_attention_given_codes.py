@@ -103,3 +103,18 @@ def test_codes_of_other_sequences_are_refused() -> None:
         tw.attention(q, k, v, quantize=codes, layout=tw.Packed(moved, same.cu_seqlens_k))
     with pytest.raises(InputError, match=r"^quantize: got codes of other tensors"):
         tw.attention(q[None], k[None], v[None], quantize=codes)
+
+
+def test_lengths_that_changed_in_place_are_refused() -> None:
+    q, k, v = torch.randn(3, 30, 2, 16)
+    for keys in (None, torch.tensor([0, 20, 30], dtype=torch.int32)):
+        layout = tw.Packed(torch.tensor([0, 20, 30], dtype=torch.int32), keys, max_seqlen_q=20)
+        codes = tw.quantize_qkv(q, k, v, scheme=tw.Sage2(), layout=layout)
+        assert isinstance(codes.layout, tw.Packed)
+        assert codes.layout.bounds == layout.bounds
+        want = tw.attention(q, k, v, quantize=codes, layout=layout)
+        (layout.cu_seqlens_q if keys is None else keys)[1] = 10
+        with pytest.raises(InputError, match=r"^quantize: got codes of other tensors"):
+            tw.attention(q, k, v, quantize=codes, layout=layout)
+        (layout.cu_seqlens_q if keys is None else keys)[1] = 20
+        assert torch.equal(tw.attention(q, k, v, quantize=codes, layout=layout), want)

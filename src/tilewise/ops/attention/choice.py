@@ -17,7 +17,7 @@ from tilewise.formula.evaluate import evaluate
 from tilewise.formula.expr import Expr
 from tilewise.formula.formula import Mask, mask
 from tilewise.formula.structure import Bound
-from tilewise.layouts import Packed
+from tilewise.layouts import Packed, copied
 from tilewise.ops.attention.problem import Call, check_mask
 from tilewise.ops.quantize.problem import DTYPES, WIDEST, has_sums
 from tilewise.ops.select.problem import Call as Rows
@@ -109,9 +109,7 @@ class Selected:
 
     def kept_apart(self) -> Selected:
         """With tensors that nobody else writes: the lengths of packed sequences, and classes that calls share."""
-        layout = self.layout
-        if layout is not None:
-            layout = Packed(layout.cu_seqlens_q.clone(), layout.keys.clone(), max_seqlen_q=layout.bounds.rows_q)
+        layout = None if self.layout is None else copied(self.layout)
         return replace(self, classes=self.classes.clone(), layout=layout)
 
     def places(self) -> Places:

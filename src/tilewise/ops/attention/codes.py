@@ -14,7 +14,7 @@ from tilewise.ops.attention.gradient import Gradients
 from tilewise.ops.attention.problem import Call, signature_of
 from tilewise.ops.attention.table import choose
 from tilewise.ops.attention.torch_op import run_backward, run_forward
-from tilewise.ops.quantize import quantize_qkv
+from tilewise.ops.quantize import codes_of
 from tilewise.quant.blocks import Quantized
 
 
@@ -25,7 +25,7 @@ def encoded(call: Call, impl: str | None = None) -> Quantized:
     assert call.scheme is not None
     layout = Dense() if call.cu_seqlens_q is None else Packed(call.cu_seqlens_q, call.cu_seqlens_k)
     with torch.no_grad():
-        return quantize_qkv(call.q, call.k, call.v, scheme=call.scheme, layout=layout, impl=impl)
+        return codes_of(call.q, call.k, call.v, call.scheme, layout, impl=impl)
 
 
 def backward(call: Call, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 
@@ -10,7 +11,7 @@ from tilewise.core.errors import InputError
 from tilewise.core.flags import check_flags
 from tilewise.core.keywords import catches_unknown, refuse_unknown
 from tilewise.core.readback import being_traced
-from tilewise.layouts import Dense, Packed, Paged
+from tilewise.layouts import Dense, Packed, Paged, copied
 from tilewise.ops.attention.paged_rows import rows_of_call
 from tilewise.ops.quantize.problem import (
     NUMBERS,
@@ -88,6 +89,22 @@ def quantize_qkv(
     if isinstance(layout, Paged):
         rows = rows_of_call(q, k, v, layout)
         q, k, v, layout = rows.q, rows.k, rows.v, rows.layout
+    codes = codes_of(q, k, v, scheme, layout, rope, sums, impl)
+    # a caller may change its lengths in place, and the codes stay those of the lengths they were made for
+    return replace(codes, layout=copied(codes.layout)) if isinstance(codes.layout, Packed) else codes
+
+
+def codes_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scheme: Scheme,
+    layout: Dense | Packed | None,
+    rope: Any = None,
+    sums: bool = False,
+    impl: str | None = None,
+) -> Quantized:
+    """As `quantize_qkv`, for use in the same call: the layout's tensors are the caller's."""
     scheme, layout = check(q, k, v, scheme, layout)
     ropes = check_ropes(rope, q, k)
     turned = bool(ropes)
