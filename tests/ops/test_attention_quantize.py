@@ -151,6 +151,23 @@ def test_float64_and_wide_heads_are_refused() -> None:
             tw.attention(q, q, q, quantize=tw.Sage2())
 
 
+UNENCODABLE: dict[str, tuple[torch.Tensor, Any]] = {
+    "float64": (torch.zeros(1, 5, 2, 16, dtype=torch.float64), tw.Sage2()),
+    "wide": (torch.zeros(1, 5, 2, 300), tw.Sage2()),
+    "rotated": (torch.zeros(1, 5, 2, 24), tw.Sage(rotate="hadamard")),
+}
+
+
+@pytest.mark.parametrize("name", UNENCODABLE)
+def test_why_refuses_what_attention_refuses(name: str) -> None:
+    q, scheme = UNENCODABLE[name]
+    for function in (tw.why, tw.attention):
+        with pytest.raises(InputError, match=r"^q: "):
+            function(q, q, q, quantize=scheme)
+        with pytest.raises(InputError, match=r"^q: "):  # not by a hint to a row that cannot run it either
+            function(q, q, q, quantize=scheme, batch_invariant=True)
+
+
 def test_rows_in_few_bits_need_a_scheme() -> None:
     q = torch.zeros(1, 5, 2, 16)
     with pytest.raises(UnsupportedError, match="expected quantize="):

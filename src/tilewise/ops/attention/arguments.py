@@ -15,8 +15,11 @@ from tilewise.core.tensors import check_all_dense, check_dense, recorded, transf
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Dense, Packed, Paged, in_int32
 from tilewise.quant import ByChannel, Encoded, Quantized
+from tilewise.quant.schemes import Scheme
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ENCODABLE = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST_ENCODABLE = 256  # head dimension
 CAPTURED = (*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -101,6 +104,30 @@ def check_codes(codes: Quantized, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
             got="codes, and tensors that take a gradient",
             expected="no gradient",
             hint="pass a scheme, whose gradients go straight through the rounding",
+        )
+
+
+def check_encodable(scheme: Scheme, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise InputError unless a scheme can make codes of tensors of these dtypes and head dimensions."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in ENCODABLE:
+            raise InputError(
+                name, got=str(x.dtype), expected="float16, bfloat16 or float32", hint="codes need no float64"
+            )
+        if x.shape[-1] > WIDEST_ENCODABLE:
+            raise InputError(
+                name,
+                got=f"head_dim {x.shape[-1]}",
+                expected=f"1 to {WIDEST_ENCODABLE}",
+                hint="wider heads stay in 16 bits",
+            )
+    head_dim = q.shape[-1]
+    if scheme.rotate == "hadamard" and head_dim & (head_dim - 1):
+        raise InputError(
+            "q",
+            got=f"head_dim {head_dim}",
+            expected="a power of 2, to be rotated",
+            hint='leave such heads unrotated: rotate="none"',
         )
 
 

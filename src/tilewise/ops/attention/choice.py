@@ -18,8 +18,9 @@ from tilewise.formula.expr import Expr
 from tilewise.formula.formula import Mask, mask
 from tilewise.formula.structure import Bound
 from tilewise.layouts import Packed, copied
+from tilewise.ops.attention.arguments import ENCODABLE, WIDEST_ENCODABLE
 from tilewise.ops.attention.problem import Call, check_mask
-from tilewise.ops.quantize.problem import DTYPES, WIDEST, has_sums
+from tilewise.ops.quantize.problem import has_sums
 from tilewise.ops.select.problem import Call as Rows
 from tilewise.ops.select.table import TAKE
 from tilewise.ops.tile_means import tile_means
@@ -286,10 +287,10 @@ def choose_tiles(call: Call, select: Select, impl: str | None) -> Selected:
 
 def sums_serve(call: Call, select: Select, scheme: Any) -> bool:
     """Whether means of the tiles that a selection predicts can be made of sums of the blocks that become codes."""
-    if not isinstance(scheme, Scheme) or not select.predictions or call.packed or call.q.dtype not in DTYPES:
+    if not isinstance(scheme, Scheme) or not select.predictions or call.packed or call.q.dtype not in ENCODABLE:
         return False
     whole = all(n % rows_of_block(side) == 0 for n, side in zip(select.block, "qk", strict=True))
-    return whole and has_sums(scheme) and max(call.head_dim, call.head_dim_v) <= WIDEST
+    return whole and has_sums(scheme) and max(call.head_dim, call.head_dim_v) <= WIDEST_ENCODABLE
 
 
 def _means(x: torch.Tensor, cu_seqlens: torch.Tensor | None, rows: int, alike: bool) -> tuple[torch.Tensor, ...]:

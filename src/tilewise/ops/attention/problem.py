@@ -21,6 +21,7 @@ from tilewise.layouts import Dense, LengthBounds, Packed, Paged, Pages
 from tilewise.ops.attention.arguments import (
     check_captured,
     check_codes,
+    check_encodable,
     check_encoded,
     check_shapes,
     check_sink,
@@ -231,6 +232,8 @@ def make_call(
         check_pages(pages, cu_seqlens_q, q, k)
     if isinstance(layout, (Packed, Paged)):
         check_bounds(layout)
+    if scheme is not None and codes is None and scales is None:
+        check_encodable(scheme, q, k, v)
     if codes is not None:
         check_codes(codes, q, k, v, (cu_seqlens_q, cu_seqlens_k))
     if sink is not None:

@@ -11,14 +11,12 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.layout_checks import check_packing
 from tilewise.layouts import Dense, Packed, Paged
-from tilewise.ops.attention.arguments import check_shapes, check_tensors, layout_of
+from tilewise.ops.attention.arguments import check_encodable, check_shapes, check_tensors, layout_of
 from tilewise.quant.blocks import groups_of_block, num_slots, rows_of_block, sequences
 from tilewise.quant.schemes import LARGEST, Scheme, check_scheme
 from tilewise.rotary import Rope, check_angles, check_rope, rotated
 
 Tensors = dict[str, torch.Tensor]
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDEST = 256
 _OF_VALUES = "v_"  # before the names of their results, where they come along
 NUMBERS = {"fp16": torch.float16, "bf16": torch.bfloat16}  # kinds that are no codes
 
@@ -257,15 +255,8 @@ def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Den
     assert not isinstance(layout, Paged)
     check_tensors(q, k, v, layout)
     check_shapes(q, k, v, layout)
+    check_encodable(scheme, q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in DTYPES:
-            raise InputError(
-                name, got=str(x.dtype), expected="float16, bfloat16 or float32", hint="codes need no float64"
-            )
-        if x.shape[-1] > WIDEST:
-            raise InputError(
-                name, got=f"head_dim {x.shape[-1]}", expected=f"1 to {WIDEST}", hint="wider heads stay in 16 bits"
-            )
         if x.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 name,
@@ -273,14 +264,6 @@ def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Den
                 expected="tensors that take none: codes have none",
                 hint="call it inside torch.no_grad(), or pass .detach()ed tensors",
             )
-    head_dim = q.shape[-1]
-    if scheme.rotate == "hadamard" and head_dim & (head_dim - 1):
-        raise InputError(
-            "q",
-            got=f"head_dim {head_dim}",
-            expected="a power of 2, to be rotated",
-            hint='leave such heads unrotated: rotate="none"',
-        )
     if isinstance(layout, Packed):
         check_packing(layout.cu_seqlens_q, layout.keys, q, k)
     return scheme, layout
