@@ -87,6 +87,8 @@ BOTH: list[tuple[str, dict[str, Any]]] = [
     ("cache_seqlens", {"cache_seqlens": ints(1, 2, 3)}),
     ("cache_seqlens", {"cache_seqlens": torch.zeros(4)}),
     ("cache_seqlens", {"cache_seqlens": ints(5, 0, -1, 3)}),
+    ("cache_seqlens", {"cache_seqlens": ints(5, 0, 1, 3).long() + 2**32}),
+    ("table", {"table": torch.full((4, 8), 2**32, dtype=torch.int64)}),
     ("table", {"cache_seqlens": ints(5, 0, 30, 3)}),
     ("table", {"table": torch.zeros(3, 8, dtype=torch.int32)}),
     ("table", {"table": torch.zeros(4, 8)}),

@@ -150,6 +150,12 @@ def test_run_before_plan() -> None:
 
 first, indices, last = BATCH.pages
 WRONG: dict[str, tuple[dict[int, Any], dict[str, Any], str]] = {
+    "running sums of 33 bits": (
+        {0: BATCH.qo_indptr + torch.tensor([0, 0, 2**32])},
+        {},
+        f"qo_indptr: got {2**32 + int(BATCH.qo_indptr[-1])} in",
+    ),
+    "a length of 33 bits": ({3: last.long() + 2**32}, {}, "paged_kv_last_page_len: got "),
     "falling indptr": ({1: torch.tensor([0, 3, 2])}, {}, "paged_kv_indptr: got "),
     "indptr beyond the indices": ({1: first + torch.tensor([0, 0, 1])}, {}, "paged_kv_indptr: got last 4"),
     "a page too full": ({3: last + 5}, {}, "paged_kv_last_page_len: got "),
@@ -203,6 +209,22 @@ def test_what_was_not_planned() -> None:
         fi.append_paged_kv_cache(
             BATCH.k[:1], BATCH.v[:1], torch.tensor([0]), torch.tensor([10]), BATCH.cache.clone(), indices, first, last
         )
+
+
+def test_a_page_beyond_32_bits_is_none_of_the_cache() -> None:
+    wrapper = planned(BATCH._replace(pages=(first, indices.long() + 2**32, last)), 5)
+    with pytest.raises(InputError, match=r"^layout block_table: got page 2147483647"):
+        wrapper.run(BATCH.q, BATCH.cache)
+    with pytest.raises(InputError, match=r"^seq_lens: got "):
+        fi.get_batch_indices_positions(BATCH.qo_indptr, torch.tensor([7, 2**32 + 5]), 3)
+
+
+def test_a_plan_stays_what_it_was_planned_for() -> None:
+    pages = tuple(x.clone() for x in BATCH.pages)
+    wrapper = planned(BATCH._replace(pages=pages, qo_indptr=BATCH.qo_indptr.clone()), 5)
+    for x in pages:
+        x.zero_()
+    agree(wrapper.run(BATCH.q, BATCH.cache, return_lse=True), BATCH)
 
 
 def test_sizes_of_index_tensors_are_compared() -> None:

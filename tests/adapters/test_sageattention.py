@@ -218,6 +218,12 @@ def test_bad_input() -> None:
         (InputError, "^q: got list", lambda: sage.sageattn([1], k, v)),
         (InputError, "^q: got shape", lambda: sage.sageattn_varlen(q, k, v, cu, cu, 150, 150)),
         (InputError, "^cu_seqlens_k: got list", lambda: sage.sageattn_varlen(*packed, cu, [0, 150], 150, 150)),
+        (InputError, "^cu_seqlens_q: got 4294967446 in", lambda: sage.sageattn_varlen(
+            *packed, torch.tensor([0, 2**32 + 150]), cu, 150, 150)),
+        (InputError, "^cu_seqlens_k: got torch.float32", lambda: sage.sageattn_varlen(
+            *packed, cu, torch.tensor([0.0, 150.5]), 150, 150)),
+        (InputError, "^cu_seqlens_k: got torch.int16", lambda: sage.sageattn_varlen(
+            *packed, cu, cu.short(), 150, 150)),
         (InputError, "head_dim 300", lambda: sage.sageattn(*(torch.zeros(1, 1, 3, 300) for _ in range(3)))),
     ]  # fmt: skip
     for kind, name, call in bad:

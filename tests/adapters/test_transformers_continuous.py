@@ -17,7 +17,7 @@ from tests.adapters.dense import leaves
 from tests.adapters.test_transformers import MODELS, make
 from tilewise.adapters import transformers as adapter
 from tilewise.adapters import transformers_continuous as continuous
-from tilewise.core.errors import UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError
 
 adapter.register()
 NAMED_PAGE = "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
@@ -215,3 +215,13 @@ def test_what_is_not_served_is_named(name: str, given: dict[str, Any]) -> None:
     cache.sliding_windows = given.pop("windows", cache.sliding_windows)
     with pytest.raises(UnsupportedError, match=f"{name}.* Hint: "):
         adapter.attention_forward(layer(), q, k, v, **{**step(cache, [5], [5], [0, 1], [0, 1]), **given})
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k", "read_index"])
+def test_indices_beyond_32_bits_are_refused(name: str) -> None:
+    q, k, v = (x.detach() for x in leaves((1, 4, 1, 8), (1, 2, 1, 8), (1, 2, 1, 8)))
+    given = step(Full(), [5], [5], [0, 1], [0, 1])
+    wide = torch.tensor([2**32 + 5]) if name == "read_index" else torch.tensor([0, 2**32 + 1])
+    given[name] = [wide] if name == "read_index" else wide
+    with pytest.raises(InputError, match=f"^{name}: got {int(wide[-1])} in"):
+        adapter.attention_forward(layer(), q, k, v, **given)

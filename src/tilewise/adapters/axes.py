@@ -10,8 +10,9 @@ import torch
 import tilewise as tw
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
+from tilewise.core.readback import host_range, values_checked
 from tilewise.core.real import is_finite
-from tilewise.core.tensors import check_dense
+from tilewise.core.tensors import as_int32, check_dense
 from tilewise.formula.expr import Expr
 
 
@@ -29,6 +30,26 @@ def check_broadcast(name: str, table: torch.Tensor, full: Sequence[int]) -> None
     if any(n != 1 and n != size for n, size in zip(table.shape, full, strict=True)):
         hint = "(batch, heads, seqlen_q, seqlen_k), where a dimension of 1 is shared"
         raise InputError(name, got=f"shape {tuple(table.shape)}", expected=f"broadcastable to {tuple(full)}", hint=hint)
+
+
+def check_index(name: str, x: Any) -> None:
+    """Raise InputError unless x is an int32 or int64 tensor whose values, where they are checked, fit into 32 bits."""
+    check_dense(name, x, "an int32 or int64 tensor")
+    if x.dtype not in (torch.int32, torch.int64):
+        hint = "lengths, pages and their running sums are integers: .to(torch.int32)"
+        raise InputError(name, got=str(x.dtype), expected="torch.int32 or torch.int64", hint=hint)
+    if x.dtype is torch.int64 and values_checked(x.device):
+        low, high = host_range(x) or (0, 0)
+        if low < -(2**31) or high >= 2**31:
+            got = f"{low if low < -(2**31) else high} in an int64 tensor"
+            raise InputError(name, got=got, expected="values of 32 bits", hint="lengths, pages, or their running sums")
+
+
+def index(name: str, x: Any) -> torch.Tensor:
+    """The tensor in int32, if `check_index` finds it in order."""
+    check_index(name, x)
+    found: torch.Tensor = as_int32(x)
+    return found
 
 
 def seqlen_first(x: torch.Tensor) -> torch.Tensor:

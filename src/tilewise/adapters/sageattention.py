@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.adapters.axes import check_tensors, unit_stride
+from tilewise.adapters.axes import check_tensors, index, unit_stride
 from tilewise.adapters.sdpa import formula_of, top_left_causal
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.core.flags import check_flags
@@ -212,7 +212,7 @@ def sageattn_varlen(
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         got, expected = f"{cu_seqlens_k.shape[0]} entries", f"{cu_seqlens_q.shape[0]}, as cu_seqlens_q has"
         raise InputError("cu_seqlens_k", got=got, expected=expected, hint="both are of the same sequences")
-    cu = [x if x.dtype == torch.int32 else x.to(torch.int32) for x in (cu_seqlens_q, cu_seqlens_k)]
+    cu = [index("cu_seqlens_q", cu_seqlens_q), index("cu_seqlens_k", cu_seqlens_k)]
     mask = None
     if is_causal:
         shift = cu[1].diff() - cu[0].diff()

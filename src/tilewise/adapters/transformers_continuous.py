@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 import tilewise as tw
-from tilewise.adapters.axes import seqlen_first
+from tilewise.adapters.axes import index, seqlen_first
 from tilewise.core.errors import UnsupportedError
 
 _admitted: set[str] = set()
@@ -87,7 +87,7 @@ def attend(
     cu_q, cu_k = step["cu_seq_lens_q"], step["cu_seq_lens_k"]
     if isinstance(cu_k, Mapping):
         cu_k = cu_k["full_attention" if layer.ring is None else "sliding_attention"]
-    cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
+    cu_q, cu_k = index("cu_seq_lens_q", cu_q), index("cu_seq_lens_k", cu_k)
     update = functools.partial(_update, cache, key, value, module, step)
     mask = _visible(sliding_window if layer.ring is None else layer.ring)
     q = seqlen_first(query)[0]
@@ -178,4 +178,4 @@ def _one_token_pages(reads: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor
     """Each token is a page; one more request, without keys, has the rows that only pad, if there are any."""
     cu_q = torch.cat((cu_q, cu_q.new_full((1,), rows)))
     cu_k = torch.cat((cu_k, cu_k[-1:]))
-    return tw.Paged((cu_k, reads.to(torch.int32)), cu_k.diff(), cu_q)
+    return tw.Paged((cu_k, index("read_index", reads)), cu_k.diff(), cu_q)

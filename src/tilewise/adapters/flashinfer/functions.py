@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
+from tilewise.adapters.axes import check_index
 from tilewise.adapters.flashinfer.plan import (
     LOG2_E,
     Cache,
@@ -200,6 +201,8 @@ def get_batch_indices_positions(
     """
     batch = _batch_of("append_indptr", append_indptr)
     _check_index("seq_lens", seq_lens, batch)
+    check_index("append_indptr", append_indptr)
+    check_index("seq_lens", seq_lens)
     integer("nnz", nnz, 0, "how many new tokens there are: append_indptr[-1], or more")
     rows = torch.arange(nnz, device=append_indptr.device, dtype=append_indptr.dtype)
     if not batch:

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 import tilewise as tw
+from tilewise.adapters.axes import index
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.core.flags import check_flags
 from tilewise.core.readback import unreadable, values_checked
 from tilewise.core.real import is_finite
+from tilewise.core.tensors import as_int32
 from tilewise.layouts import Packed, Paged
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -238,7 +240,9 @@ def custom_mask_of(
 
 
 def indices_of(name: str, x: Any, device: torch.device, entries: int | None = None) -> torch.Tensor:
-    """An index tensor as int32 on the device; moved there without waiting."""
+    """A copy of an index tensor as int32 on the device, which the caller's later changes do not reach; moved there
+    without waiting.
+    """
     expected = f"an integer tensor {'of rank 1' if entries is None else (entries,)}"
     if not isinstance(x, torch.Tensor):
         raise InputError(name, got=type(x).__name__, expected=expected, hint="torch.tensor(..., dtype=torch.int32)")
@@ -246,7 +250,9 @@ def indices_of(name: str, x: Any, device: torch.device, entries: int | None = No
         raise InputError(
             name, got=f"{x.dtype} {tuple(x.shape)}", expected=expected, hint="int32, one request after another"
         )
-    return x.to(device, torch.int32, non_blocking=True).contiguous()
+    # indices behind the last page may be anything
+    found: torch.Tensor = as_int32(x) if name.endswith("indices") else index(name, x)
+    return found.to(device, non_blocking=True, copy=found is x).contiguous()
 
 
 def indptr_of(name: str, x: Any, device: torch.device, batch: int | None = None) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tilewise.core.tensors import as_int32
+
 Rows = tuple[torch.Tensor, torch.Tensor]  # of each row: its request, and which of its request's rows it is
 
 
@@ -120,7 +122,8 @@ class CacheCall:
 
 
 def int32(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.int32).contiguous()
+    found: torch.Tensor = as_int32(x)
+    return found.contiguous()
 
 
 def _rows(x: torch.Tensor, sums: torch.Tensor | None) -> Rows:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.adapters.axes import check_tensors, distance_score, window_mask
+from tilewise.adapters.axes import check_index, check_tensors, distance_score, window_mask
 from tilewise.adapters.kv_cache.call import CacheCall, step_of
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.core.overlap import check_apart
@@ -190,6 +190,8 @@ def _check_index(name: str, x: Any, shape: tuple[int | None, ...], device: torch
     if not fits or x.dtype not in INDEX or (name.startswith("cu_") and not x.shape[0]):
         raise InputError(name, got=f"{x.dtype} {tuple(x.shape)}", expected=expected, hint="one row for each request")
     _check_device(name, x, device)
+    if x.ndim == 1:  # pages of a table behind a request's last one may be anything
+        check_index(name, x)
 
 
 def _check_device(name: str, x: torch.Tensor, device: torch.device) -> None:
