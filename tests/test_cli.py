@@ -347,6 +347,3 @@ def test_roofline_lists_gpus_and_refuses_others() -> None:
     assert "abacus" in refusal("roofline", "--gpu", "abacus")
     assert refusal("roofline", "--gpu", "V100", "--dtype", "fp8")
     assert refusal("roofline", "--measured-ms", "0")
-
-
-# demo

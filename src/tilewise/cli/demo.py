@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tilewise.cli import shapes
-from tilewise.cli.output import FAILED, as_text, console, guarded, say, say_json, table
+from tilewise.cli.output import FAILED, as_text, check_writable, console, guarded, say, say_json, table
 from tilewise.demo import SIZES, Options, Result, run
 from tilewise.demo.options import PROMPT
 from tilewise.demo.view import Live, Plain
@@ -95,6 +95,8 @@ def demo(
         impl=impl,
         compare=compare,
     )
+    if folder is not None:
+        check_writable("--out", folder, make=True)
     result = run(options, Live(out) if out.is_terminal else Plain(out))
     written = [] if folder is None else _write(folder, result)
     if as_json:
@@ -131,7 +133,7 @@ def _show_code(prompt: str, generated: str) -> None:
 
 
 def _write(folder: Path, result: Result) -> list[Path]:
-    """Write result.json, losses.csv and generated.py into `folder`, which is made; returns their paths."""
+    """Write result.json, losses.csv and generated.py into `folder`; returns their paths."""
     losses = result.curves.losses
     lines = [",".join(["step", *losses])]
     for step in range(max(map(len, losses.values()))):
@@ -141,7 +143,6 @@ def _write(folder: Path, result: Result) -> list[Path]:
         "losses.csv": "\n".join(lines),
         "generated.py": result.options.prompt + result.generated,
     }
-    folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         (folder / name).write_text(content + "\n", encoding="utf-8")
     return [folder / name for name in contents]

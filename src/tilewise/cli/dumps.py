@@ -123,6 +123,9 @@ def load(path: Path, heads_first: bool) -> Tensors:
             got = f"{key} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"{key}, {type(x).__name__}"
             shape = "(batch, heads, seqlen, dim)" if heads_first else "(batch, seqlen, heads, dim)"
             raise InputError(name, got=got, expected=f"tensors {shape}", hint="x[None] adds a batch of one")
+        if not x.numel():
+            expected = "at least one token, head and dimension"
+            raise InputError(name, got=f"{key} of shape {tuple(x.shape)}", expected=expected, hint=SAVED)
     q, k, v = (x.detach().transpose(1, 2) if heads_first else x.detach() for x in held)
     return q, k, v
 

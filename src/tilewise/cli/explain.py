@@ -140,6 +140,9 @@ def mask(
     """
     formula, queries = read_mask(_one_mask(mask_text, expression)), seqlen_q or seqlen
     assert formula is not None
+    if query is not None and out is None:
+        hint = "--out mask.svg: text shows the tiles of all queries"
+        raise InputError("--query", got=f"{query} without --out", expected="--out with it", hint=hint)
     if out is not None:
         from tilewise.explain import draw
 
@@ -228,7 +231,7 @@ def plan(
     heads_q: shapes.HeadsQ = 32,
     heads_kv: shapes.HeadsKV = 8,
     programs: Annotated[
-        int, typer.Option(min=1, help="Programs that share the work; on a GPU two per multiprocessor.")
+        int, typer.Option(min=1, max=2**16, help="Programs that share the work; on a GPU two per multiprocessor.")
     ] = 16,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a tile: queries × query heads per KV head.")] = 16,
     block_n: Annotated[int, typer.Option("--block-n", min=1, help="Keys of a tile.")] = 64,
@@ -254,7 +257,7 @@ def plan(
     work = WorkList.build(
         [queries] * len(keys), keys, heads_q=heads_q, heads_kv=heads_kv, programs=programs, rows=rows, block_n=block_n,
         mask=None if mask_text is None else read_mask(mask_text), together=together,
-        groups=[Group(0, len(keys), tiles)] if tiles > 0 and together > 1 else (),
+        groups=[Group(0, len(keys), tiles)] if tiles > 0 and together > 1 and queries > 0 else (),
     )  # fmt: skip
     merges = work.merges()
     if out is not None:

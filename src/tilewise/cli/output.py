@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -13,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tilewise.core.errors import TilewiseError
+from tilewise.core.errors import InputError, TilewiseError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,6 +84,20 @@ def pairs(title: str, rows: Sequence[tuple[str, str]]) -> None:
 def _plain_pairs(title: str, rows: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     say("\n".join([title, *(f"{name:<{width}}  {value}" for name, value in rows)]))
+
+
+def check_writable(name: str, folder: Path, *, make: bool = False) -> None:
+    """Raise InputError unless a file can be written into `folder`, which is made if `make` and it is not there: before
+    the work whose result will be written.
+    """
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        expected = f"a folder that {'is there or can be made, and' if make else 'is there and'} can be written to"
+        raise InputError(name, got=f"{folder} ({error.strerror})", expected=expected, hint="name another") from error
 
 
 def guarded(function: Callable[P, R]) -> Callable[P, R]:

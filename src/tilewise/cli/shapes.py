@@ -8,12 +8,14 @@ from typing import Annotated
 import torch
 import typer
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.layouts import Packed
 
 SHAPE = "Shape"
 FORMULA = "Formula"
 MACHINE = "Machine"
+MOST_SEQUENCES, MOST_TOKENS = 2**16, 2**31  # of one call
+MOST_DIGITS = 20  # of a length; more is a mistake, and Python reads no number of thousands
 
 
 class Dtype(str, Enum):
@@ -112,24 +114,34 @@ def tensors(
     """Uninitialised q, k, v of (lead, heads, dim), for questions that look at shapes only."""
 
     def empty(lead: tuple[int, ...], heads: int, dim: int) -> torch.Tensor:
-        return torch.empty((*lead, heads, dim), dtype=dtype, device=device, requires_grad=grad)
+        shape = (*lead, heads, dim)
+        try:
+            return torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
+        except (RuntimeError, TypeError, OverflowError) as error:  # beyond memory, or beyond 64 bits
+            got, hint = f"{dtype} of {shown(shape)}", "the answer seldom depends on --batch: ask for fewer"
+            raise InputError("shape", got=got, expected=f"a tensor that fits into {device}", hint=hint) from error
 
     return empty(lead_q, heads[0], dims[0]), empty(lead_k, heads[1], dims[0]), empty(lead_k, heads[1], dims[1])
 
 
 def lengths(text: str, name: str) -> list[int]:
     """Lengths such as "1024,512,7", or "8*512,7" for eight of 512; InputError for anything else."""
-    found: list[int] = []
-    try:
-        for part in text.split(","):
-            times, star, length = part.rpartition("*")
-            found += [int(length)] * (int(times) if star else 1)
-    except ValueError:
-        found = [-1]
-    if min(found, default=-1) < 0:
-        hint = "one length >= 0 for each sequence, commas between; 8*512 is eight times 512"
-        raise InputError(name, got=repr(text), expected="lengths such as 1024,512,7", hint=hint)
-    return found
+    hint = "one length >= 0 for each sequence, commas between; 8*512 is eight times 512"
+    counted: list[tuple[int, int]] = []
+    for part in text.split(","):
+        times, star, length = part.strip().rpartition("*")
+        numbers = [length.strip(), times.strip() if star else "1"]
+        if not all(x.isascii() and x.isdecimal() and len(x) < MOST_DIGITS for x in numbers):
+            raise InputError(name, got=shown(text), expected="lengths such as 1024,512,7", hint=hint)
+        counted.append((int(numbers[0]), int(numbers[1])))
+    many, tokens = sum(n for _, n in counted), sum(length * n for length, n in counted)
+    if not many:
+        raise InputError(name, got=shown(text), expected="lengths such as 1024,512,7", hint=hint)
+    if many > MOST_SEQUENCES or tokens >= MOST_TOKENS:
+        got = f"{many} sequences of {tokens} tokens"
+        expected = f"at most {MOST_SEQUENCES} sequences, and fewer than 2**31 tokens in all"
+        raise InputError(name, got=got, expected=expected, hint="running sums of lengths are int32")
+    return [length for length, n in counted for _ in range(n)]
 
 
 def packed(text: str, device: torch.device) -> Packed:

@@ -15,7 +15,7 @@ import typer
 
 from tilewise import selections
 from tilewise.cli import dumps
-from tilewise.cli.output import machine, say, say_json, table
+from tilewise.cli.output import check_writable, machine, say, say_json, table
 from tilewise.cli.timing import quantiles, repeat
 from tilewise.core.errors import InputError, TilewiseError
 
@@ -31,12 +31,15 @@ class Document:
     """The file of `tilewise.selections`, as it grows.
 
     Raises:
-        InputError: the file is there, and other settings made it.
+        InputError: the file is there, and other settings made it; or it cannot be written.
     """
 
     def __init__(self, out: Path, settings: dict[str, Any], where: torch.device, seconds: float) -> None:
         self.out, self._where, self._seconds = out, where, seconds
         self._began = time.perf_counter()
+        if out.is_dir():
+            raise InputError("--out", got=f"{out}, a folder", expected="a file", hint="name a file in it")
+        check_writable("--out", out.parent)
         settings = json.loads(json.dumps(settings))  # as the file gives them back
         self.held: dict[str, Any] = {"format": selections.FORMAT, "settings": settings, "layers": []}
         if not out.exists():

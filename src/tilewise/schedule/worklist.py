@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, shown
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.formula import as_mask
 from tilewise.schedule.rule import tile_rule
@@ -99,10 +99,15 @@ class WorkList:
             InputError: a size is not positive, lengths differ in number, or requests that share have several tiles or
                 do not see the first keys.
         """
-        queries, keys = (np.asarray(x, dtype=np.int64).reshape(-1) for x in (seqlens_q, seqlens_k))
-        for name, size in {"programs": programs, "rows": rows, "block_n": block_n, "heads_kv": heads_kv}.items():
-            if size < 1:
-                raise InputError(name, got=size, expected="1 or more", hint="sizes of tiles, heads and programs")
+        try:
+            queries, keys = (np.asarray(x, dtype=np.int64).reshape(-1) for x in (seqlens_q, seqlens_k))
+        except OverflowError as error:
+            got, hint = "a length beyond 64 bits", "tokens of each request"
+            raise InputError("seqlens", got=got, expected="integers below 2**31", hint=hint) from error
+        sizes = {"programs": programs, "rows": rows, "block_n": block_n, "heads_q": heads_q, "heads_kv": heads_kv}
+        for name, size in sizes.items():
+            if not 1 <= size < 2**31:
+                raise InputError(name, got=shown(size), expected="1 to 2**31 - 1", hint="tiles, heads and programs")
         if queries.shape != keys.shape or heads_q % heads_kv:
             got = f"{queries.size} and {keys.size} lengths, {heads_q} heads on {heads_kv}"
             raise InputError("seqlens", got=got, expected="one of each for a request, whole groups", hint="see build")
@@ -127,8 +132,8 @@ class WorkList:
 
     def _sharing(self, groups: Sequence[Group], together: int, block_n: int, prefix_n: int) -> WorkList:
         """With the prefixes of `groups` in a line of their own."""
-        if self.tile.any() or self.tile.size != self.request.max() + 1:
-            got = f"{self.tile.max() + 1} tiles"
+        if not self.tile.size or self.tile.any() or self.tile.size != self.request.max() + 1:
+            got = f"{self.tile.max(initial=-1) + 1} tiles"
             raise InputError(
                 "groups", got=got, expected="one tile for each request", hint="fewer queries, or more rows"
             )
