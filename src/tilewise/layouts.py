@@ -193,6 +193,13 @@ class Paged:
     @property
     def pages(self) -> Pages:
         """The table and the lengths as implementations read them."""
+        if isinstance(self.block_table, tuple) and len(self.block_table) != 2:
+            raise InputError(
+                "layout block_table",
+                got=f"a tuple of {len(self.block_table)}",
+                expected="a matrix (batch, max_pages), or the pair (indptr, indices)",
+                hint="see `tilewise.Paged`",
+            )
         first, table = self.block_table if isinstance(self.block_table, tuple) else (None, self.block_table)
         return Pages(table, first, self.seqlens_k)
 

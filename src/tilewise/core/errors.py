@@ -88,7 +88,10 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, int):
         return repr(value) if -MOST_DIGITS < value < MOST_DIGITS else f"an integer of {value.bit_length()} bits"
-    return _SHORT.repr(value) if isinstance(value, (str, bytes, list, tuple, dict, set, frozenset)) else repr(value)
+    try:
+        return _SHORT.repr(value) if isinstance(value, (str, bytes, list, tuple, dict, set, frozenset)) else repr(value)
+    except Exception:  # of somebody's __repr__: the message is about the argument
+        return f"a {type(value).__name__}"
 
 
 def caller_line() -> str:

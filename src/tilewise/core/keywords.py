@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from tilewise.core.dispatch import untraced
 from tilewise.core.errors import InputError, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,6 +51,7 @@ _BLOCK_MASK = _Ours(
 )
 _PACKED = _Ours("layout", "layout=tilewise.Packed(cu_seqlens_q, cu_seqlens_k)")
 _LONGEST = _Ours("layout", "layout=tilewise.Packed(cu_seqlens_q, max_seqlen_q=...)")
+_LONGEST_KEYS = _Ours("layout", "layout=tilewise.Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_k=...)")
 _PAGED = _Ours("layout", "layout=tilewise.Paged(block_table, seqlens_k)")
 _INDPTR = _Ours(
     "layout",
@@ -105,7 +107,7 @@ ELSEWHERE: dict[str, _Ours] = {
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,
     "max_seqlen_q": _LONGEST,
-    "max_seqlen_k": _LONGEST,
+    "max_seqlen_k": _LONGEST_KEYS,
     "qo_indptr": _INDPTR,
     "kv_indptr": _INDPTR,
     "paged_kv_indptr": _PAGES,
@@ -161,5 +163,11 @@ def _hint(name: str, function: str, taken: tuple[str, ...]) -> str:
         return ours.write if ours.parameter in taken else f"tilewise.attention has it: {ours.write}"
     if name in _PARAMETERS["attention"]:
         return f"tilewise.attention has {name}="
+    near = _nearest(name, taken)
+    return f"did you mean {near}=?" if near else f"help(tilewise.{function}) describes each"
+
+
+@untraced  # torch.compile traces through the error, and not through difflib
+def _nearest(name: str, taken: tuple[str, ...]) -> str | None:
     near = difflib.get_close_matches(name, taken, 1)
-    return f"did you mean {near[0]}=?" if near else f"help(tilewise.{function}) describes each"
+    return near[0] if near else None

@@ -302,7 +302,7 @@ def why(
     check_flags(all=all)
     unknown = {name: x for name, x in arguments.items() if name not in _ARGUMENTS}
     if unknown:
-        refuse_unknown("why", unknown, ("q", "k", "v", *_ARGUMENTS))
+        refuse_unknown("why", unknown, ("q", "k", "v", *_ARGUMENTS, "all"))
     select = arguments.pop("select", None)
     in_rows, layout = _in_rows(q, k, v, select, arguments), arguments.get("layout")
     if in_rows is not None:

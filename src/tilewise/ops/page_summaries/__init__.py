@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tilewise.core.errors import InputError, shown
-from tilewise.core.tensors import check_all_dense, check_dense, refuse_transforms
+from tilewise.core.tensors import check_all_dense, check_dense, refuse_batched, refuse_transforms
 from tilewise.layout_checks import check_pages
-from tilewise.layouts import Paged, PageSummaries, in_int32
+from tilewise.layouts import Paged, PageSummaries, in_int32, index_tensors
 from tilewise.ops.kv_write import kv_write
 from tilewise.ops.kv_write.problem import DTYPES
 from tilewise.ops.page_summaries.problem import Call
@@ -59,6 +59,14 @@ def summarize_pages(
             "layout block_table", got="a pair", expected="a matrix (batch, max_pages)", hint="one row for each request"
         )
     check_dense("layout block_table", table, "a matrix (batch, max_pages)", "torch.tensor(...)")
+    refuse_batched("layout", index_tensors(layout))
+    if table.ndim != 2:
+        raise InputError(
+            "layout block_table",
+            got=f"shape {tuple(table.shape)}",
+            expected="a matrix (batch, max_pages)",
+            hint="one row for each request",
+        )
     batch = table.shape[0]
     starts = layout.cu_seqlens_q
     if starts is None:

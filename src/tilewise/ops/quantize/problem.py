@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError
+from tilewise.core.tensors import refuse_batched
 from tilewise.layout_checks import check_packing
-from tilewise.layouts import Dense, Packed, Paged
+from tilewise.layouts import Dense, Packed, Paged, index_tensors
 from tilewise.ops.attention.arguments import check_encodable, check_shapes, check_tensors, layout_of
 from tilewise.quant.blocks import groups_of_block, num_slots, rows_of_block, sequences
 from tilewise.quant.schemes import LARGEST, Scheme, check_scheme
@@ -265,6 +266,7 @@ def check(q: Any, k: Any, v: Any, scheme: Any, layout: Any) -> tuple[Scheme, Den
                 hint="call it inside torch.no_grad(), or pass .detach()ed tensors",
             )
     if isinstance(layout, Packed):
+        refuse_batched("layout", index_tensors(layout))
         check_packing(layout.cu_seqlens_q, layout.keys, q, k)
     return scheme, layout
 
