@@ -207,7 +207,7 @@ class PageAllocator:
         return [self.append(sequence, n) for sequence, n in batch]
 
     def shortfall(self, wanted: Iterable[tuple[Sequence, int]]) -> int:
-        """Pages that `append_all` would lack now; 0 where there are enough. Each sequence comes once."""
+        """Pages that `append_all` would lack now for `wanted`, pairs (sequence, tokens); 0 if there are enough."""
         return max(0, self._needed_by_all(listed("wanted", wanted, "pairs (sequence, tokens)")) - self.num_available)
 
     def fork(self, sequence: Sequence, n: int = 1) -> list[Sequence]:
