@@ -6,6 +6,8 @@ import torch
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
+from tilewise.core.readback import host_range, values_checked
+from tilewise.core.tensors import check_dense
 from tilewise.layouts import PageSummaries
 from tilewise.ops.kv_write import copy_pages
 from tilewise.ops.kv_write.problem import DTYPES
@@ -87,6 +89,7 @@ class PagePool:
             )
         if dtype not in DTYPES:
             raise InputError("dtype", got=dtype, expected="float16, bfloat16 or float32", hint="that of k and v")
+        device = _device(device)
         order = order or ("HND" if encoding else "NHD")
         if order not in ORDERS:
             raise InputError("order", got=shown(order), expected="'NHD' or 'HND'", hint="how a page lies in memory")
@@ -207,7 +210,8 @@ class PagePool:
             places: int32 (n, 2): a page, and its place from now on, as in `tilewise.quant.ByChannel`.
 
         Raises:
-            InputError: a pool without keys by channel.
+            InputError: a pool without keys by channel, no such tensors, or, where values are checked, pages or rows
+                that do not exist.
         """
         if not self._channels:
             raise InputError(
@@ -217,6 +221,9 @@ class PagePool:
                 hint="PagePool(..., keys_by_channel=4)",
             )
         scale, least, rows = self._channels
+        ends = (self.num_pages, rows.shape[1])
+        for name, x, most in (("opened", opened, ends), ("places", places, ends[:1])):
+            _check_pairs(name, x, self.device, most)
         keys, rows = self._ordered(self._views[0]), self._ordered(rows)
         if opened.shape[0]:
             found = keys_of_pages(keys, scale, least, rows, self._place, opened[:, 0])
@@ -242,6 +249,34 @@ class PagePool:
         """Bytes of all pages of all layers, scales, open pages and summaries included."""
         summaries = (x for layer in self._summaries for x in layer.tensors.values())
         return sum(x.nbytes for x in (*self._memory, *self._channels, *summaries))
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """The device, if it is there; raises InputError."""
+    try:
+        if not isinstance(device, (str, torch.device)):
+            raise TypeError
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        hint = "cpu is where pages lie without it"
+        raise InputError("device", got=shown(device), expected="a torch.device or its name", hint=hint) from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        expected = f"one of {torch.cuda.device_count()} CUDA devices, or cpu"
+        raise InputError("device", got=shown(device), expected=expected, hint="tilewise needs a CUDA build of PyTorch")
+    return found
+
+
+def _check_pairs(name: str, x: torch.Tensor, device: torch.device, ends: tuple[int, ...]) -> None:
+    """Raise InputError unless x is (n, 2) integers whose columns lie below `ends`, where values are checked."""
+    expected, hint = f"an int32 or int64 tensor (n, 2) on {device}", "KVCache.extend makes it"
+    check_dense(name, x, expected, hint)
+    if x.ndim != 2 or x.shape[1] != 2 or x.dtype not in (torch.int32, torch.int64) or x.device != device:
+        raise InputError(name, got=f"{x.dtype} {tuple(x.shape)} on {x.device}", expected=expected, hint=hint)
+    for column, end in enumerate(ends if values_checked(device) and x.shape[0] else ()):
+        low, high = host_range(x[:, column]) or (0, 0)
+        if not 0 <= low <= high < end:
+            got = f"{low if low < 0 else high} in column {column}"
+            raise InputError(name, got=got, expected=f"0 to {end - 1}", hint=hint)
 
 
 def check_by_channel(

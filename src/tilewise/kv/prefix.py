@@ -7,12 +7,14 @@ a content is worth keeping, never what it is, and so counts holders the same way
 from __future__ import annotations
 
 import collections.abc
+import numbers
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
 from tilewise.kv.allocator import PageAllocator, Sequence
+from tilewise.kv.arguments import listed
 
 Tokens = collections.abc.Sequence[int]
 
@@ -45,7 +47,7 @@ class PrefixCache:
         hash: a function of a hashable value.
 
     Raises:
-        InputError: the allocator serves another index.
+        InputError: no allocator, or one that serves another index.
 
     Example:
         >>> pages = tw.kv.PageAllocator(num_pages=8, page_size=4)
@@ -58,6 +60,9 @@ class PrefixCache:
     """
 
     def __init__(self, allocator: PageAllocator, *, hash: Callable[[Hashable], Hashable] = hash) -> None:
+        if not isinstance(allocator, PageAllocator):
+            hint = "PrefixCache(cache.allocator), or a new one"
+            raise InputError("allocator", got=type(allocator).__name__, expected="a PageAllocator", hint=hint)
         if allocator.on_evict is not None:
             raise InputError(
                 "allocator",
@@ -88,7 +93,7 @@ class PrefixCache:
             InputError: tokens are no sequence of integers, or extra is not hashable.
         """
         check_flags(whole=whole)
-        _check_tokens(tokens)
+        _check_tokens(tokens, extra)
         return sum(len(entry.tokens) for entry in self._walk(tokens, extra, whole))
 
     def start(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> Sequence:
@@ -107,7 +112,7 @@ class PrefixCache:
             InputError: tokens are no sequence of integers, or extra is not hashable.
         """
         check_flags(whole=whole)
-        _check_tokens(tokens)
+        _check_tokens(tokens, extra)
         return self.allocator.create(entry.page for entry in self._walk(tokens, extra, whole))
 
     def insert(self, sequence: Sequence, tokens: Tokens, extra: Hashable = None) -> int:
@@ -129,7 +134,7 @@ class PrefixCache:
         """
         allocator, size = self.allocator, self.allocator.page_size
         allocator.check_live(sequence)
-        _check_tokens(tokens)
+        _check_tokens(tokens[:0] if isinstance(tokens, collections.abc.Sequence) else tokens, extra)
         if len(tokens) > sequence.length:
             raise InputError(
                 "tokens",
@@ -141,6 +146,7 @@ class PrefixCache:
         known = full
         while known and sequence.pages[known - 1] not in self._by_page:
             known -= 1
+        _check_tokens(tokens[known * size :], extra)
         parent = self._by_page[sequence.pages[known - 1]] if known else None
         if parent is not None and not parent.holds(parent.parent, _page_tokens(tokens, known - 1, size), extra):
             raise InputError(
@@ -197,10 +203,20 @@ class PrefixCache:
         del self._by_key[self._by_page.pop(page).key]
 
 
-def _check_tokens(tokens: object) -> None:
+def _check_tokens(tokens: object, extra: object) -> None:
+    """Raise InputError unless tokens are a sequence of integers, and `extra` is hashable."""
     if not isinstance(tokens, collections.abc.Sequence) or isinstance(tokens, (str, bytes)):
         hint = "a tensor's are tensor.tolist()"
         raise InputError("tokens", got=type(tokens).__name__, expected="a sequence of integers", hint=hint)
+    for kind in set(map(type, tokens)):
+        if not issubclass(kind, numbers.Integral) or kind is bool:
+            got, hint = f"a {kind.__name__} among them", "a tensor's are tensor.tolist()"
+            raise InputError("tokens", got=got, expected="a sequence of integers", hint=hint)
+    try:
+        hash(extra)
+    except TypeError:
+        hint = "a tuple in place of a list, a name in place of a tensor"
+        raise InputError("extra", got=type(extra).__name__, expected="a hashable value", hint=hint) from None
 
 
 @dataclass(frozen=True)
@@ -236,7 +252,7 @@ def shared_prefixes(sequences: Iterable[Sequence]) -> list[SharedPrefix]:
         A list of `SharedPrefix`.
 
     Raises:
-        AttributeError: something that is no `Sequence`.
+        InputError: something that is no list of `Sequence`s.
 
     Example:
         >>> pages = tw.kv.PageAllocator(num_pages=8, page_size=4)
@@ -245,6 +261,11 @@ def shared_prefixes(sequences: Iterable[Sequence]) -> list[SharedPrefix]:
         >>> tw.kv.shared_prefixes([first, *pages.fork(first)])
         [SharedPrefix(members=(0, 1), start=0, stop=2)]
     """
+    sequences = listed("sequences", sequences, "sequences")
+    for sequence in sequences:
+        if not isinstance(sequence, Sequence):
+            hint = "KVCache.new makes one"
+            raise InputError("sequences", got=type(sequence).__name__, expected="sequences", hint=hint)
     tables = [sequence.pages[: sequence.full_pages] for sequence in sequences]
     found = []
     waiting = [(list(range(len(tables))), 0)]

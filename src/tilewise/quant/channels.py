@@ -123,12 +123,16 @@ class ByChannel:
             float32 (n, page_size, num_heads_kv, head_dim).
 
         Raises:
-            InputError: no such tensor.
+            InputError: no such tensor, or, where values are checked, a page that does not exist.
         """
         expected, hint = "a dense int32 or int64 tensor (n,)", "torch.tensor([...])"
         check_dense("pages", pages, expected, hint)
         if pages.ndim != 1 or pages.dtype not in (torch.int32, torch.int64):
             raise InputError("pages", got=f"{pages.dtype} {tuple(pages.shape)}", expected=expected, hint=hint)
+        found = host_range(pages) if values_checked(pages.device) and pages.numel() else None
+        if found is not None and not 0 <= found[0] <= found[1] < self.data.shape[0]:
+            got = f"page {found[0] if found[0] < 0 else found[1]}"
+            raise InputError("pages", got=got, expected=f"0 to {self.data.shape[0] - 1}", hint="pages count from 0")
         data, scale, least, opened = (x[None] for x in (self.data, self.scale, self.least, self.open))
         return keys_of_pages(data, scale, least, opened, self.place, pages)[0]
 

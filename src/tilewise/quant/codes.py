@@ -172,12 +172,15 @@ def decode(encoded: Encoded) -> torch.Tensor:
         float32 (*rows, head_dim).
 
     Raises:
-        AttributeError: something that is no `Encoded`.
+        InputError: something that is no `Encoded`.
 
     Example:
         >>> tw.quant.decode(tw.quant.encode(k, "fp8")).shape
         torch.Size([2, 100, 2, 16])
     """
+    if not isinstance(encoded, Encoded):
+        hint = "tilewise.quant.encode makes one"
+        raise InputError("encoded", got=type(encoded).__name__, expected="a tilewise.quant.Encoded", hint=hint)
     return decoded(encoded.data, encoded.scale)
 
 
