@@ -209,7 +209,7 @@ def _check_tokens(tokens: object, extra: object) -> None:
         hint = "a tensor's are tensor.tolist()"
         raise InputError("tokens", got=type(tokens).__name__, expected="a sequence of integers", hint=hint)
     for kind in set(map(type, tokens)):
-        if not issubclass(kind, numbers.Integral) or kind is bool:
+        if issubclass(kind, bool) or not issubclass(kind, numbers.Integral):
             got, hint = f"a {kind.__name__} among them", "a tensor's are tensor.tolist()"
             raise InputError("tokens", got=got, expected="a sequence of integers", hint=hint)
     try:
