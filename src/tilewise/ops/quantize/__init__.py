@@ -10,7 +10,7 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.core.flags import check_flags
 from tilewise.core.keywords import catches_unknown, refuse_unknown
-from tilewise.core.readback import being_traced
+from tilewise.core.readback import being_traced, values_checked
 from tilewise.layouts import Dense, Packed, Paged, copied
 from tilewise.ops.attention.paged_rows import rows_of_call
 from tilewise.ops.quantize.problem import (
@@ -90,8 +90,9 @@ def quantize_qkv(
         rows = rows_of_call(q, k, v, layout)
         q, k, v, layout = rows.q, rows.k, rows.v, rows.layout
     codes = codes_of(q, k, v, scheme, layout, rope, sums, impl)
-    # a caller may change its lengths in place, and the codes stay those of the lengths they were made for
-    return replace(codes, layout=copied(codes.layout)) if isinstance(codes.layout, Packed) else codes
+    if isinstance(codes.layout, Packed) and values_checked(codes.q.device):
+        codes = replace(codes, layout=copied(codes.layout))  # a caller may change its lengths in place
+    return codes
 
 
 def codes_of(
