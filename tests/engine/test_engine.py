@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -142,9 +143,12 @@ def test_n_answers_are_those_of_derived_seeds() -> None:
         assert other.outputs[0].token_ids == each.token_ids
 
 
-def test_log_probabilities_are_those_of_the_model() -> None:
+@pytest.mark.parametrize("preempted", [False, True])
+def test_log_probabilities_are_those_of_the_model(preempted: bool) -> None:
     (prompt,) = prompts(40)
     engine = engine_of("llama", page_size=4, max_batch_tokens=16, lag=1)
+    if preempted:  # once in the middle of the prompt, whose parts are others then, and once in the answer
+        engine.advance = _preempting(engine, engine.advance)  # type: ignore[method-assign]
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=6, logprobs=4, prompt_logprobs=3)
     (output,) = answers(engine, [engine.add(prompt, params)])
     tokens = prompt + output.outputs[0].token_ids
@@ -187,6 +191,23 @@ def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
     assert first.outputs[0].token_ids == greedy("llama", good, COUNT)
     assert second.outputs[0].finish_reason == "error"
     assert "no numbers" in (second.outputs[0].error or "")
+
+
+def _preempting(engine: Engine, advance: Any) -> Any:
+    """`advance` that takes all pages away after its second and sixth call; parts of prompts are longer then."""
+    calls = []
+
+    def advancing() -> Any:
+        found = advance()
+        calls.append(1)
+        if len(calls) in (2, 6):
+            engine._drain()
+            for sample in [*engine.scheduler.running]:
+                engine.scheduler.preempt(sample)
+            engine.scheduler._config = dataclasses.replace(engine.config, max_batch_tokens=24)
+        return found
+
+    return advancing
 
 
 class _With:

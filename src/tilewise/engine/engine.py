@@ -184,7 +184,8 @@ class Engine:
         for n, prompted in step.prompted.items():
             each = step.work[n]
             if each.turn == each.sample.turn:
-                each.sample.request.prompt_logprobs += _logprobs_of_prompt(prompted)
+                found = each.sample.request.prompt_logprobs
+                found += _logprobs_of_prompt(prompted)[len(found) - each.start :]  # one that was preempted has some
         sampled = [each for each in step.work if each.samples]
         if not sampled or step.given is None:
             return

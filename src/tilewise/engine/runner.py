@@ -182,7 +182,6 @@ def _asks_of_prompt(each: Work) -> bool:
         sample.request.params.prompt_logprobs is not None
         and sample.index == 0
         and each.start < sample.prompt_length - 1
-        and len(sample.request.prompt_logprobs) <= each.start  # of one that was preempted they are there
     )
 
 
