@@ -268,6 +268,20 @@ def test_a_bad_prompt_is_refused_and_the_engine_lives(name: str) -> None:
     assert len(output.outputs[0].token_ids) == 2
 
 
+def test_no_more_requests_wait_than_may() -> None:
+    engine = engine_of("llama", max_waiting=3, max_running=1)
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    ids = [engine.add([1, 2, 3], params), engine.add([4, 5], dataclasses.replace(params, n=2))]
+    with pytest.raises(InputError, match="requests that wait"):
+        engine.add([6], params)
+    engine.step()
+    ids.append(engine.add([6], params))
+    engine.abort(ids[1])
+    assert engine.scheduler.num_waiting == 1
+    assert [output.finished for output in answers(engine, [ids[0], ids[2]])] == [True, True]
+    assert engine.scheduler.num_waiting == 0
+
+
 def test_too_few_pages_for_one_sequence_are_refused() -> None:
     with pytest.raises(InputError, match="pages for 64 tokens; expected max_model_len, 128"):
         engine_of("llama", page_size=16, num_pages=4)

@@ -42,21 +42,19 @@ class Scheduler:
         self._slots = list(range(config.max_running))  # a heap
         self._fresh: set[Sample] = set()  # in the step that is planned: nobody can read what they write
         self.preemptions = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """Samples that have no pages."""
-        return sum(sample.state is State.WAITING for _, sample in self._waiting)
+        self.num_waiting = 0  # samples without pages
 
     def add(self, sample: Sample) -> None:
         """Let a sample wait its turn: by priority, then by arrival."""
         request = sample.request
+        self.num_waiting += 1
         heapq.heappush(self._waiting, ((request.priority, request.number, sample.index), sample))
 
     def end(self, sample: Sample) -> None:
         """Take back what a sample has, in whatever state it is."""
         if sample.state is State.RUNNING:
             self._unseat(sample)
+        self.num_waiting -= sample.state is State.WAITING
         sample.state = State.FINISHED
         sample.turn += 1
 
@@ -160,6 +158,7 @@ class Scheduler:
         if not self._pages.fits([*running, (sequence, count)]):
             self._pages.allocator.free(sequence)
             return None
+        self.num_waiting -= 1
         sample.sequence, sample.slot = sequence, heapq.heappop(self._slots)
         sample.state = State.RUNNING
         sample.computed, sample.launched = sequence.length, len(sample.tokens)
