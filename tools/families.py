@@ -106,7 +106,7 @@ _PAGED_TESTS = ("tests/gpu/test_kept.py", "tests/gpu/test_paged.py", "tests/gpu/
 _CI = "interpreted, compiled for sm_80, sm_90, sm_100"
 
 _MERGE = "src/tilewise/ops/merge/"
-_CPU = tuple(_ATTENTION + name for name in ("cpu.py", "cpu_bias.py", "cpu_fused.py", "cpu_parts.py"))
+_CPU = tuple(_ATTENTION + name for name in ("cpu.py", "cpu_bias.py", "cpu_fused.py", "cpu_parts.py", "variant.py"))
 
 _MERGE_SHARED = (
     "src/tilewise/core/[er]*.py",
@@ -291,7 +291,14 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="attention_codes_cpu",
-            sources=(*_FORMULA, *_SHARED, *_IN_FEW_BITS, _ATTENTION + "cpu*.py", _ATTENTION + "rows/cpu_codes.py"),
+            sources=(
+                *_FORMULA,
+                *_SHARED,
+                *_IN_FEW_BITS,
+                _ATTENTION + "cpu*.py",
+                _ATTENTION + "variant.py",
+                _ATTENTION + "rows/cpu_codes.py",
+            ),
             tests=("tests/ops/test_attention_quantize.py",),
             rows=("cpu_codes",),
         ),
