@@ -80,7 +80,7 @@ def test_lengths_that_cannot_be_read(way: str, flat: bool, monkeypatch: pytest.M
         want = tw.attention(inputs.q, pool.k, pool.v, layout=pool.layout, **WAYS[way])
         rows = paged_rows.rows_of_call(inputs.q, pool.k, pool.v, pool.layout)
         monkeypatch.setattr(paged_rows, "host_values", lambda lengths: None)  # as inside a CUDA graph
-        monkeypatch.setattr("tilewise.layouts.values_checked", lambda device: False)
+        monkeypatch.setattr("tilewise.layout_checks.values_checked", lambda device: False)
         assert len(paged_rows.rows_of_call(inputs.q, pool.k, pool.v, pool.layout).k) > len(rows.k)
         found = tw.attention(inputs.q, pool.k, pool.v, layout=pool.layout, **WAYS[way])
     torch.testing.assert_close(found, want)
