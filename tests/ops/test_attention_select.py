@@ -202,9 +202,9 @@ def test_codes_are_made_once_and_their_sums_predict(
     select = tw.Select(tw.Sparge(0.7, theta), block=(128, 128))
     want = tw.attention(q, k, v, quantize=tw.Sage2(), select=tw.select_tiles(q, k, select))
     made: list[Any] = []
-    encode, count = selected.quantize_qkv, codes.quantize_qkv
+    encode, count = selected.quantize_qkv, codes.codes_of
     monkeypatch.setattr(selected, "quantize_qkv", lambda *a, **b: made.append(encode(*a, **b)) or made[-1])
-    monkeypatch.setattr(codes, "quantize_qkv", lambda *a, **b: made.append(count(*a, **b)) or made[-1])
+    monkeypatch.setattr(codes, "codes_of", lambda *a, **b: made.append(count(*a, **b)) or made[-1])
     monkeypatch.setattr(choice, "tile_means", None)
     assert torch.equal(tw.attention(q, k, v, quantize=tw.Sage2(), select=select), want)
     assert len(made) == 1

@@ -38,7 +38,7 @@ def test_what_the_kernel_for_hopper_takes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(table, "_no_hopper", lambda call: None)
     assert rows["hopper"].first_unmet(call) is None
     others = {
-        "codes of 4 bits; got 8": replace(case, queries=1),
+        "4-bit codes; got 8": replace(case, queries=1),
         "pages of 256 tokens; got 128": replace(case, page_size=128),
         "one query for a head of keys; got 2": replace(case, heads=(4, 2)),
         "at most 32 dimensions; got 33": replace(case, select=tw.SparQ(33, 20)),
