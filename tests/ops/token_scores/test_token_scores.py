@@ -40,8 +40,8 @@ def test_what_the_kernel_for_hopper_takes(monkeypatch: pytest.MonkeyPatch) -> No
     others = {
         "4-bit codes; got 8": replace(case, queries=1),
         "pages of 256 tokens; got 128": replace(case, page_size=128),
-        "one query for a head of keys; got 2": replace(case, heads=(4, 2)),
-        "at most 32 dimensions; got 33": replace(case, select=tw.SparQ(33, 20)),
+        "one query head per KV head; got 2": replace(case, heads=(4, 2)),
+        "a rank of at most 32; got 33": replace(case, select=tw.SparQ(33, 20)),
     }
     for unmet, other in others.items():
         assert rows["hopper"].first_unmet(checks.make_call(other, torch.bfloat16)) == f"needs {unmet}"
