@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
+from tilewise.kv.arguments import check_count
 
 ENCODINGS = (None, "int8", "fp8", "int4")
 
@@ -18,7 +19,7 @@ class EngineConfig:
 
     Args:
         max_model_len: tokens of a prompt and its answer at most; None is what the model was made for.
-        memory: share of the device's memory for weights, activations and pages; of a CPU for pages alone.
+        memory: share of a GPU's memory for weights and pages. On a CPU pages take 1 GiB.
         num_pages: pages of the KV cache, in place of what `memory` would give.
         kv_encoding: None keeps keys and values as they are; "int8", "fp8" or "int4" quantizes them.
         page_size: tokens of a page.
@@ -26,7 +27,7 @@ class EngineConfig:
         max_running: requests that have pages at a time.
         max_waiting: requests that may wait; `add` refuses more.
         prefix_cache: whether prompts that begin alike share pages.
-        deterministic: whether tokens are the same bits whatever shares the batch, also on a GPU.
+        deterministic: whether tokens are the same bits whatever shares the batch; on a GPU not offered yet.
         lag: steps that the host is behind the device; None is 1 on a GPU and 0 on a CPU.
 
     Raises:
@@ -47,10 +48,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_tokens", "max_running", "max_waiting"):
-            _check_count(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name), 1)
         for name, least in (("max_model_len", 2), ("num_pages", 1), ("lag", 0)):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), least)
+                check_count(name, getattr(self, name), least)
         if not isinstance(self.memory, (int, float)) or isinstance(self.memory, bool) or not 0 < self.memory <= 1:
             hint = "a share of the device's memory"
             raise InputError("memory", got=shown(self.memory), expected="a number above 0, up to 1", hint=hint)
@@ -59,15 +60,8 @@ class EngineConfig:
             raise InputError(
                 "kv_encoding", got=shown(self.kv_encoding), expected=expected, hint="None keeps them exact"
             )
-        for name in ("prefix_cache", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(name, got=shown(getattr(self, name)), expected="True or False", hint="a bool")
+        check_flags(prefix_cache=self.prefix_cache, deterministic=self.deterministic)
 
     def lag_on(self, device: torch.device) -> int:
         """Steps that may be under way while the host plans the next."""
         return (1 if device.type == "cuda" else 0) if self.lag is None else self.lag
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise InputError(name, got=shown(value), expected=f"an integer of at least {least}", hint="give a count")

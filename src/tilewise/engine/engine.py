@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError, shown
+from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.pages import Pages
@@ -35,10 +35,14 @@ class Engine:
 
     Raises:
         InputError: the pages hold less than one sequence of `max_model_len`.
+        UnsupportedError: `deterministic=True` on a GPU.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
         self.config = EngineConfig() if config is None else config
+        if self.config.deterministic and decoder.device.type == "cuda":
+            hint = "on a CPU it holds in float32"
+            raise UnsupportedError("deterministic", got="True on a GPU", expected="False", hint=hint)
         self.decoder, self.tokenizer = decoder, tokenizer
         model = decoder.config
         self.max_model_len = self.config.max_model_len or model.max_length

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
 from tilewise.core.real import is_finite
 
 MOST_LOGPROBS = 20
@@ -103,9 +104,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), 0, MOST_LOGPROBS, "None gives none")
-        for name in ("include_stop", "ignore_eos", "echo", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(name, got=shown(getattr(self, name)), expected="True or False", hint="a bool")
+        flags = ("include_stop", "ignore_eos", "echo", "skip_special_tokens")
+        check_flags(**{name: getattr(self, name) for name in flags})
         if len(self.stop) > MOST_STOPS or "" in self.stop:
             expected = f"up to {MOST_STOPS} strings, none of them empty"
             raise InputError("stop", got=shown(self.stop), expected=expected, hint="tokens go to stop_token_ids")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from tilewise.engine.request import Sample
 from tilewise.engine.scheduler import Work
 from tilewise.engine.slot_params import SlotParams
 from tilewise.formula.library import causal, window
+from tilewise.kv.transfer import send_lists
 from tilewise.layouts import Paged
 from tilewise.ops.attention import attention
 from tilewise.ops.kv_write import kv_write
@@ -138,19 +140,10 @@ class Runner:
         slots = [each.slot for each in work]
         starts, counts = [each.start for each in work], [each.count for each in work]
         ends = [at for at, each in enumerate(work) if each.samples]
-        cu = [0]
-        for count in counts:
-            cu.append(cu[-1] + count)
+        cu = list(itertools.accumulate(counts, initial=0))
         parts = [cu, slots, starts, counts, ends, *map(list, zip(*growth.changes, strict=True))]
         parts += [[page for pair in growth.copies for page in pair]]
-        values: list[int] = []
-        places = []
-        for part in parts:
-            places.append(slice(len(values), len(values) + len(part)))
-            values += part + [0] * (-len(part) % 4)  # 16 bytes, as kernels like pointers
-        host = torch.tensor(values, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        sent = host.to(self._device, non_blocking=True)
-        on_device = [sent[place] for place in places]
+        on_device = send_lists(parts, self._device)
         if growth.changes:
             slot, index, page = on_device[5:8]
             self.pages.table[slot.long(), index.long()] = page

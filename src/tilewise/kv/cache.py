@@ -15,6 +15,7 @@ from tilewise.kv.arguments import check_count, listed
 from tilewise.kv.open import Opened, OpenPages
 from tilewise.kv.pool import PagePool
 from tilewise.kv.prefix import PrefixCache
+from tilewise.kv.transfer import send_lists
 from tilewise.layouts import Paged
 from tilewise.ops.kv_write import kv_write
 from tilewise.ops.page_summaries import summarize_pages
@@ -300,15 +301,7 @@ class KVCache:
             *([number for pair in pairs for number in pair] for pairs in opened),
             [page for sequence in sequences for page in (*sequence.pages, *[0] * (most - len(sequence.pages)))],
         ]
-        values: list[int] = []
-        places = []
-        for part in parts:
-            places.append(slice(len(values), len(values) + len(part)))
-            values += part
-            values += [0] * (-len(values) % 4)  # 16 bytes, as kernels like pointers
-        host = torch.tensor(values, dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
-        sent = host.to(self.pool.device, non_blocking=True)
-        cu_seqlens_q, seqlens_k, slots, positions, *pairs, table = (sent[place] for place in places)
+        cu_seqlens_q, seqlens_k, slots, positions, *pairs, table = send_lists(parts, self.pool.device)
         layout = Paged(table.view(len(sequences), most), seqlens_k, cu_seqlens_q)
         copied, rows, changed = (x.view(-1, 2) for x in pairs)
         return slots, positions, copied, rows, changed, layout
