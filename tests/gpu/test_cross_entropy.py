@@ -119,3 +119,9 @@ def test_inductor_compiles_it_whole(name: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_float16_holds_gradients_whose_sums_it_does_not(reduction: str) -> None:
     cases.check_large_sums(reduction, "triton", DEVICE)
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e6, 1e9, -1e30])
+@pytest.mark.parametrize("linear", [False, True])
+def test_what_all_logits_have_added_changes_nothing(offset: float, linear: bool) -> None:
+    cases.check_far_logits(offset, linear, "triton", DEVICE)

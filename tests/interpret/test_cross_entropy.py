@@ -97,11 +97,11 @@ def test_calls_of_other_kinds_do_not_share_a_plan(monkeypatch: pytest.MonkeyPatc
 TWINS = [
     ("token_losses", "- (1.0 - smoothing) * (own - top)", "- (own - top)", "smooth"),
     ("token_losses", "+ z_loss * lse * lse", "", "z_loss"),
-    ("token_losses", "tl.sum(sum_i, 0) / width - top", "tl.sum(sum_i, 0) / width", "smooth"),
+    ("token_losses", "tl.sum(sum_i, 0) / width + (base - top)", "tl.sum(sum_i, 0) / width", "smooth"),
     ("token_losses", "l_i * tl.math.exp2((m_i - top) * LOG2E)", "l_i", "vocabulary_1000"),
     ("token_losses", "tl.where(seen, loss, 0.0)", "loss", "none"),
     ("token_losses", 'tl.where(offs < width, s, float("-inf"))', "s", "linear_chunks"),
-    ("token_slopes", "(1.0 + 2.0 * z_loss * lse)", "1.0", "z_loss"),
+    ("token_slopes", "(1.0 + 2.0 * z_loss * (top + log_sum))", "1.0", "z_loss"),
     ("token_slopes", "- smoothing / width", "", "smooth"),
     ("token_slopes", "slope *= 1.0 - t * t", "slope *= 1.0", "linear_softcap"),
     ("token_slopes", "DLOSS + row * stride_dloss", "DLOSS", "linear_none"),
@@ -125,3 +125,9 @@ def test_a_broken_twin_is_caught(kernel, old, new, name, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_float16_holds_gradients_whose_sums_it_does_not(reduction: str) -> None:
     cases.check_large_sums(reduction, "triton")
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e6, 1e9, -1e30])
+@pytest.mark.parametrize("linear", [False, True])
+def test_what_all_logits_have_added_changes_nothing(offset: float, linear: bool) -> None:
+    cases.check_far_logits(offset, linear, "triton")

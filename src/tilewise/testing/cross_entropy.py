@@ -172,6 +172,30 @@ def check_large_sums(reduction: str, impl: str, device: str = "cpu") -> None:
     torch.testing.assert_close(found, (64.0 * slopes[:, None].expand(4, 8), slopes))
 
 
+def check_far_logits(offset: float, linear: bool, impl: str, device: str = "cpu") -> None:
+    """Loss and gradients of logits that all have a large number added, which no probability depends on."""
+    near = (
+        torch.randn(5, 300, generator=torch.Generator().manual_seed(1)) if abs(offset) < 2**20 else torch.zeros(5, 300)
+    )
+    logits = near + offset  # rounded: these are the logits, and float64 has what follows from them
+    target = torch.arange(5, device=device)
+    for reduction in ("mean", "none"):
+        if linear:
+            one = torch.ones(5, 1, device=device, requires_grad=True)
+            logits = logits[:1].expand(5, -1)
+            weight = logits[0, :, None].to(device).requires_grad_()
+            loss = tw.linear_cross_entropy(one, weight, target, reduction=reduction, impl=impl)
+        else:
+            weight = logits.to(device).requires_grad_()
+            loss = tw.cross_entropy(weight, target, label_smoothing=0.1, reduction=reduction, impl=impl)
+        wide = logits.double().requires_grad_()
+        want = F.cross_entropy(wide, target.cpu(), label_smoothing=0.0 if linear else 0.1, reduction=reduction)
+        (slopes,) = torch.autograd.grad(want.sum(), wide)
+        found = torch.autograd.grad(loss.sum(), weight)[0].cpu()
+        torch.testing.assert_close(loss.cpu(), want.float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, (slopes.sum(0)[:, None] if linear else slopes).float(), rtol=1e-5, atol=1e-6)
+
+
 def _terms(case: LossCase, inputs: Tensors, largest: float) -> dict[str, float]:
     """An error in a logit, of which there are `hidden` terms, multiplies a probability, and so a gradient."""
     found = operators.results(plain(case), inputs)

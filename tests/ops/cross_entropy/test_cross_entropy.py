@@ -242,8 +242,8 @@ def test_operators_pass_opcheck(reduction: str) -> None:
     logits, target = torch.randn(3, 5, requires_grad=True), torch.tensor([1, -100, 4])
     how = f"(['logits', 'target'], {{{TERMS}, 'reduction': '{reduction}'}})"
     torch.library.opcheck(torch.ops.tilewise.cross_entropy.default, ([logits, target], how, "cpu"))
-    loss, scale, lse = torch.ops.tilewise.cross_entropy([logits.detach(), target], how, "cpu")
-    arguments = ([logits.detach(), target, lse, scale], [torch.randn_like(loss)], how, "logits", "cpu")
+    loss, scale, *totals = torch.ops.tilewise.cross_entropy([logits.detach(), target], how, "cpu")
+    arguments = ([logits.detach(), target, *totals, scale], [torch.randn_like(loss)], how, "logits", "cpu")
     torch.library.opcheck(torch.ops.tilewise.cross_entropy_backward.default, arguments)
 
 
@@ -259,3 +259,10 @@ def test_operators_of_a_linear_layer_pass_opcheck(reduction: str) -> None:
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 def test_float16_holds_gradients_whose_sums_it_does_not(reduction: str, impl: str) -> None:
     cases.check_large_sums(reduction, impl)
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e6, 1e9, -1e30])
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_what_all_logits_have_added_changes_nothing(offset: float, linear: bool, impl: str) -> None:
+    cases.check_far_logits(offset, linear, impl)

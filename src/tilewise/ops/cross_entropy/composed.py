@@ -26,11 +26,12 @@ def linear_forward(call: LinearCall) -> tuple[torch.Tensor]:
 def _loss(call: Call | LinearCall, logits: torch.Tensor) -> torch.Tensor:
     seen = counted(call, call.target, logits.shape[-1])
     logits = logits.where(seen[..., None], 0.0)  # those of ignored tokens may be anything
-    lse = torch.logsumexp(logits, -1)
-    own = logits.gather(-1, call.target.where(seen, 0)[..., None])[..., 0]
-    losses = (1.0 - call.label_smoothing) * (lse - own) + call.z_loss * lse.square()
+    log_p = torch.log_softmax(logits, -1)
+    losses = (call.label_smoothing - 1.0) * log_p.gather(-1, call.target.where(seen, 0)[..., None])[..., 0]
+    if call.z_loss:
+        losses = losses + call.z_loss * torch.logsumexp(logits, -1).square()
     if call.label_smoothing:
-        losses = losses + call.label_smoothing * (lse - logits.mean(-1))
+        losses = losses - call.label_smoothing * log_p.mean(-1)
     losses = losses.where(seen, 0.0)
     if call.reduction == "none":
         return losses

@@ -10,33 +10,37 @@ from tilewise.ops.cross_entropy.problem import Call, LinearCall, Tensors, counte
 
 
 def forward(call: Call, results: Tensors) -> None:
-    """Fills loss, lse and scale."""
-    losses, lse = _losses(call, _wide_rows(call.logits), call.target.reshape(-1))
-    results["lse"].copy_(lse)
+    """Fills loss, top, log_sum and scale."""
+    losses, top, log_sum = _losses(call, _wide_rows(call.logits), call.target.reshape(-1))
+    results["top"].copy_(top)
+    results["log_sum"].copy_(log_sum)
     _reduce(call, losses, call.logits.shape[-1], results)
 
 
 def backward(call: Call, kept: Tensors, incoming: Sequence[torch.Tensor], gradients: Tensors) -> None:
     """Fills the gradient of the logits."""
-    slopes = _slopes(call, _wide_rows(call.logits), call.target.reshape(-1), kept["lse"])
+    logits, target = _wide_rows(call.logits), call.target.reshape(-1)
+    slopes = _slopes(call, logits, target, kept["top"], kept["log_sum"])
     slopes *= _factor(call, kept, incoming[0]).reshape(-1, 1)
     gradients["logits"].copy_(slopes.view(call.logits.shape))
 
 
 def linear_forward(call: LinearCall, results: Tensors) -> None:
-    """Fills loss, lse and scale, and the early gradients."""
+    """Fills loss, top, log_sum and scale, and the early gradients."""
     target = call.target.reshape(-1)
     losses = torch.empty(target.shape, dtype=results["loss"].dtype)
-    lse = torch.empty_like(losses)
+    top, log_sum = torch.empty_like(losses), torch.empty_like(losses)
     sums = _sums(call, call.early)
     for rows in call.chunks():
         z, logits = _logits(call, rows)
-        losses[rows], lse[rows] = _losses(call, logits, target[rows])
+        losses[rows], top[rows], log_sum[rows] = _losses(call, logits, target[rows])
         if call.early:
-            _add(call, sums, rows, _uncapped(call, z, _slopes(call, logits, target[rows], lse[rows])))
+            slopes = _slopes(call, logits, target[rows], top[rows], log_sum[rows])
+            _add(call, sums, rows, _uncapped(call, z, slopes))
     for name, total in sums.items():
         results[f"d{name}"].copy_(total.view(results[f"d{name}"].shape))
-    results["lse"].copy_(lse[: results["lse"].numel()])
+    results["top"].copy_(top[: results["top"].numel()])
+    results["log_sum"].copy_(log_sum[: results["log_sum"].numel()])
     _reduce(call, losses, call.weight.shape[0], results)
 
 
@@ -51,7 +55,7 @@ def linear_backward(call: LinearCall, kept: Tensors, incoming: Sequence[torch.Te
     sums = _sums(call, tuple(gradients))
     for rows in call.chunks():
         z, logits = _logits(call, rows)
-        slopes = factor[rows] * _slopes(call, logits, target[rows], kept["lse"][rows])
+        slopes = factor[rows] * _slopes(call, logits, target[rows], kept["top"][rows], kept["log_sum"][rows])
         _add(call, sums, rows, _uncapped(call, z, slopes))
     for name, total in sums.items():
         gradients[name].copy_(total.view(gradients[name].shape))
@@ -61,26 +65,33 @@ def _wide_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).to(wide_of(x.dtype))
 
 
-def _losses(call: Call | LinearCall, logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, lse) of each token."""
+def _losses(call: Call | LinearCall, logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(loss, largest logit, log of the sum of exponentials relative to it) of each token."""
     seen = counted(call, target, logits.shape[1])
-    lse = torch.logsumexp(logits, 1)
-    own = logits.gather(1, target.where(seen, 0)[:, None])[:, 0]
-    loss = (1.0 - call.label_smoothing) * (lse - own) + call.z_loss * lse * lse
-    if call.label_smoothing:
-        loss += call.label_smoothing * (lse - logits.mean(1))
-    return loss.where(seen, 0.0), lse
+    top = logits.amax(1)
+    top = top.where(top != -torch.inf, 0.0)
+    below = logits - top[:, None]
+    own = below.gather(1, target.where(seen, 0)[:, None])[:, 0]
+    mean = below.mean(1) if call.label_smoothing else None
+    log_sum = below.exp_().sum(1).log_()
+    lse = top + log_sum
+    loss = (1.0 - call.label_smoothing) * (log_sum - own) + call.z_loss * lse * lse
+    if mean is not None:
+        loss += call.label_smoothing * (log_sum - mean)
+    return loss.where(seen, 0.0), top, log_sum
 
 
-def _slopes(call: Call | LinearCall, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def _slopes(
+    call: Call | LinearCall, logits: torch.Tensor, target: torch.Tensor, top: torch.Tensor, log_sum: torch.Tensor
+) -> torch.Tensor:
     """The gradient of the sum of all losses in the logits."""
     seen = counted(call, target, logits.shape[1])
-    slopes = torch.sub(logits, lse[:, None]).exp_()
+    slopes = torch.sub(logits, top[:, None]).sub_(log_sum[:, None]).exp_()
     if call.z_loss:
-        slopes *= (1.0 + 2.0 * call.z_loss * lse)[:, None]
+        slopes *= (1.0 + 2.0 * call.z_loss * (top + log_sum))[:, None]
     if call.label_smoothing:
         slopes -= call.label_smoothing / logits.shape[1]
-    own = torch.full_like(lse, call.label_smoothing - 1.0)[:, None]
+    own = torch.full_like(top, call.label_smoothing - 1.0)[:, None]
     slopes.scatter_add_(1, target.where(seen, 0)[:, None], own)
     return slopes if seen.all() else slopes.masked_fill_(~seen[:, None], 0.0)
 

@@ -72,10 +72,11 @@ def counted(call: Call | LinearCall, target: torch.Tensor, vocabulary: int) -> t
 
 
 def results(call: Call) -> Tensors:
-    """Empty loss, lse of each token, and for "mean" 1 / the number of tokens in it."""
+    """Empty loss, maximum and log of the sum of exponentials below it of each token, and for "mean" 1 / the number of
+    tokens in it. One number for both, the log-sum-exp, would lose the sum beside logits of large magnitude.
+    """
     found = _loss(call.reduction, call.target, call.logits.dtype)
-    lse = torch.empty(call.target.numel(), dtype=found["loss"].dtype, device=call.logits.device)
-    return found | {"lse": lse}
+    return found | _sums_of(call.target.numel(), found["loss"])
 
 
 def gradients(call: Call | LinearCall, kept: Tensors, wanted: Sequence[str]) -> Tensors:
@@ -84,16 +85,20 @@ def gradients(call: Call | LinearCall, kept: Tensors, wanted: Sequence[str]) -> 
 
 
 def linear_results(call: LinearCall) -> Tensors:
-    """As `results`, lse only where the backward needs it; empty gradients of what `early` names."""
+    """As `results`, those of each token only where the backward needs them; empty gradients of what `early` names."""
     found = _loss(call.reduction, call.target, call.x.dtype)
     number = call.target.numel() if call.reduction == "none" else 0
-    found["lse"] = torch.empty(number, dtype=found["loss"].dtype, device=call.x.device)
+    found |= _sums_of(number, found["loss"])
     for name, x in (("x", call.x), ("weight", call.weight), ("bias", call.bias)):
         shape = x.shape if x is not None and name in call.early else (0,)
         # sums over tokens, not divided by their number yet, may leave float16
         wide = call.x.dtype == torch.float16 and name != "x"
         found[f"d{name}"] = torch.empty(shape, dtype=torch.float32 if wide else call.x.dtype, device=call.x.device)
     return found
+
+
+def _sums_of(tokens: int, loss: torch.Tensor) -> Tensors:
+    return {name: torch.empty(tokens, dtype=loss.dtype, device=loss.device) for name in ("top", "log_sum")}
 
 
 def _loss(reduction: str, target: torch.Tensor, dtype: torch.dtype) -> Tensors:

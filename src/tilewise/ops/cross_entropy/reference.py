@@ -33,13 +33,13 @@ def _factors(call: Call | LinearCall, kept: Tensors, incoming: torch.Tensor) -> 
 
 
 def forward(call: Call, results: Tensors) -> None:
-    """Fills loss, lse and scale."""
+    """Fills loss, top, log_sum and scale."""
     logits = call.logits.reshape(-1, call.logits.shape[-1])
     target = call.target.reshape(-1)
     losses = torch.zeros(len(logits), dtype=torch.float64)
     for n, seen in enumerate(counted(call, target, logits.shape[1])):
         s = logits[n].double()
-        results["lse"][n] = torch.logsumexp(s, 0)
+        results["top"][n], results["log_sum"][n] = _sum_of(s)
         if seen:
             losses[n], _ = _token(call, s, int(target[n]))
     _mean_of(call, losses, logits.shape[1], results)
@@ -56,9 +56,10 @@ def backward(call: Call, kept: Tensors, incoming: Sequence[torch.Tensor], gradie
 
 
 def linear_forward(call: LinearCall, results: Tensors) -> None:
-    """Fills loss, lse and scale, and the early gradients."""
-    losses, lse = _visit(call, torch.ones(call.target.numel()), {name: results[f"d{name}"] for name in call.early})
-    results["lse"].copy_(lse[: results["lse"].numel()])
+    """Fills loss, top, log_sum and scale, and the early gradients."""
+    losses, sums = _visit(call, torch.ones(call.target.numel()), {name: results[f"d{name}"] for name in call.early})
+    for name, values in zip(("top", "log_sum"), sums, strict=True):
+        results[name].copy_(values[: results[name].numel()])
     _mean_of(call, losses, call.weight.shape[0], results)
 
 
@@ -72,16 +73,22 @@ def linear_backward(call: LinearCall, kept: Tensors, incoming: Sequence[torch.Te
         gradient.copy_(kept[f"d{name}"].double() * factors)
 
 
+def _sum_of(s: torch.Tensor) -> torch.Tensor:
+    """The largest logit of a token, and the log of the sum of exponentials relative to it."""
+    top = s.max().clamp(min=torch.finfo(s.dtype).min)
+    return torch.stack((top, torch.logsumexp(s - top, 0)))
+
+
 def _visit(call: LinearCall, factors: torch.Tensor, gradients: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses, lse), with the gradients filled, every token's multiplied by its factor."""
+    """(losses, (top, log_sum)), with the gradients filled, every token's multiplied by its factor."""
     x, weight, target = call.x.reshape(-1, call.x.shape[-1]).double(), call.weight.double(), call.target.reshape(-1)
     sums = {"x": torch.zeros_like(x), "weight": torch.zeros_like(weight), "bias": torch.zeros_like(weight[:, 0])}
-    losses, lse = torch.zeros(len(x), dtype=torch.float64), torch.zeros(len(x), dtype=torch.float64)
+    losses, found = torch.zeros(len(x), dtype=torch.float64), torch.zeros(2, len(x), dtype=torch.float64)
     for n, seen in enumerate(counted(call, target, len(weight))):
         z = weight @ x[n] if call.bias is None else weight @ x[n] + call.bias.double()
         t = z if call.softcap is None else torch.tanh(z / call.softcap)
         s = z if call.softcap is None else call.softcap * t
-        lse[n] = torch.logsumexp(s, 0)
+        found[:, n] = _sum_of(s)
         if not seen:
             continue
         losses[n], slope = _token(call, s, int(target[n]))
@@ -91,4 +98,4 @@ def _visit(call: LinearCall, factors: torch.Tensor, gradients: Tensors) -> tuple
         sums["bias"] += slope
     for name, gradient in gradients.items():
         gradient.copy_(sums[name].view(gradient.shape))
-    return losses, lse
+    return losses, found

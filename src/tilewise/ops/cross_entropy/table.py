@@ -28,7 +28,7 @@ CROSS_ENTROPY = Operation(
     ROWS,
     results,
     gradients,
-    keeps=("logits", "target", "lse", "scale"),
+    keeps=("logits", "target", "top", "log_sum", "scale"),
     composed=composed.forward,
 )
 LINEAR_CROSS_ENTROPY = Operation(
@@ -37,6 +37,6 @@ LINEAR_CROSS_ENTROPY = Operation(
     _LINEAR_ROWS,
     linear_results,
     gradients,
-    keeps=("x", "weight", "bias", "target", "lse", "scale", "dx", "dweight", "dbias"),
+    keeps=("x", "weight", "bias", "target", "top", "log_sum", "scale", "dx", "dweight", "dbias"),
     composed=composed.linear_forward,
 )

@@ -42,7 +42,7 @@ def capped(z, softcap, CAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def token_losses(
-    LOGITS, TARGET, LOSS, LSE, stride_t, width, reach, ignore_index, smoothing, z_loss, softcap,
+    LOGITS, TARGET, LOSS, TOP, LOG_SUM, stride_t, width, reach, ignore_index, smoothing, z_loss, softcap,
     SMOOTH: tl.constexpr, CAP: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     # who am I
@@ -53,6 +53,9 @@ def token_losses(
     logits = LOGITS + row * stride_t
     end = reach * seen.to(tl.int32)
 
+    own = capped(tl.load(logits + label, mask=seen, other=0.0).to(tl.float32), softcap, CAP)
+    base = tl.where(own == float("-inf"), 0.0, own)  # of what is summed: no large numbers that cancel in the mean
+
     # main loop
     m_i = tl.full([LANES], float("-inf"), tl.float32)
     l_i = tl.zeros([LANES], tl.float32)
@@ -62,26 +65,26 @@ def token_losses(
         z = tl.load(logits + offs, mask=offs < reach, other=0.0).to(tl.float32)  # [LANES, VECTOR]
         s = capped(z, softcap, CAP)
         if SMOOTH:
-            sum_i += tl.sum(tl.where(offs < width, s, 0.0), 1)
+            sum_i += tl.sum(tl.where(offs < width, s - base, 0.0), 1)
         m_i, l_i, _, _ = softmax_step(tl.where(offs < width, s, float("-inf")), m_i, l_i)
 
     # epilogue
     top = tl.max(m_i, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    log_total = tl.math.log2(tl.sum(l_i * tl.math.exp2((m_i - top) * LOG2E), 0)) * LN2
-    own = capped(tl.load(logits + label, mask=seen, other=0.0).to(tl.float32), softcap, CAP)
-    lse = top + log_total
-    loss = log_total - (1.0 - smoothing) * (own - top) + z_loss * lse * lse
+    log_sum = tl.math.log2(tl.sum(l_i * tl.math.exp2((m_i - top) * LOG2E), 0)) * LN2
+    lse = top + log_sum
+    loss = log_sum - (1.0 - smoothing) * (own - top) + z_loss * lse * lse
     if SMOOTH:
-        loss -= smoothing * (tl.sum(sum_i, 0) / width - top)
+        loss -= smoothing * (tl.sum(sum_i, 0) / width + (base - top))
     tl.store(LOSS + row, tl.where(seen, loss, 0.0))
-    tl.store(LSE + row, lse)
+    tl.store(TOP + row, top)
+    tl.store(LOG_SUM + row, log_sum)
 
 
 @triton.jit(do_not_specialize=["ignore_index", "blocks"])
 def token_slopes(
-    LOGITS, TARGET, LSE, DLOSS, SCALE, DLOGITS, stride_t, stride_dt, stride_dloss, width, reach, blocks, ignore_index,
-    smoothing, z_loss, softcap, CAP: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    LOGITS, TARGET, TOP, LOG_SUM, DLOSS, SCALE, DLOGITS, stride_t, stride_dt, stride_dloss, width, reach, blocks,
+    ignore_index, smoothing, z_loss, softcap, CAP: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # who am I
     row = tl.program_id(0).to(tl.int64) // blocks
@@ -89,7 +92,8 @@ def token_slopes(
     stride_dt = known_multiple(stride_dt, ALIGN)
     offs = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     label, seen = class_of(TARGET, row, True, width, ignore_index)
-    lse = tl.load(LSE + row)
+    top = tl.load(TOP + row)
+    log_sum = tl.load(LOG_SUM + row)
     factor = 1.0
     if DLOSS is not None:
         factor = tl.load(DLOSS + row * stride_dloss).to(tl.float32)
@@ -99,7 +103,8 @@ def token_slopes(
     z = tl.load(LOGITS + row * stride_t + offs, mask=offs < reach * seen.to(tl.int32), other=0.0).to(tl.float32)
     t = tanh(z / softcap) if CAP else z
     s = softcap * t if CAP else z
-    slope = tl.math.exp2((s - lse) * LOG2E) * (1.0 + 2.0 * z_loss * lse) - smoothing / width
+    # not relative to top + log_sum, which beside logits of large magnitude is top alone
+    slope = tl.math.exp2((s - top - log_sum) * LOG2E) * (1.0 + 2.0 * z_loss * (top + log_sum)) - smoothing / width
     slope -= tl.where(offs == label, 1.0 - smoothing, 0.0)
     if CAP:
         slope *= 1.0 - t * t
@@ -139,11 +144,11 @@ def scale_gradient(X, DLOSS, SCALE, O, size, BLOCK: tl.constexpr):
 
 
 def forward(call: Call, results: Tensors) -> None:
-    """Fills loss, lse and scale."""
+    """Fills loss, top, log_sum and scale."""
     logits, target = as_rows(call.logits), _classes(call.target)
     with on_device(logits):
         losses = _losses_of(call, results, target)
-        _launch_losses(call, logits, target, losses, results["lse"], logits.shape[1])
+        _launch_losses(call, logits, target, losses, _totals(results), logits.shape[1])
         _launch_sum(call, losses, target, logits.shape[1], results)
 
 
@@ -154,20 +159,22 @@ def backward(call: Call, kept: Tensors, incoming, gradients: Tensors) -> None:
     with on_device(logits):
         dloss = incoming[0].expand(call.target.shape).reshape(-1)
         scale = kept["scale"] if call.reduction == "mean" else None
-        _launch_slopes(call, logits, target, kept["lse"], dloss, scale, into, logits.shape[1])
+        _launch_slopes(call, logits, target, _totals(kept), dloss, scale, into, logits.shape[1])
 
 
 def linear_forward(call: LinearCall, results: Tensors) -> None:
-    """Fills loss, lse and scale, and the early gradients."""
+    """Fills loss, top, log_sum and scale, and the early gradients."""
     x, target, vocabulary = as_rows(call.x), _classes(call.target), call.weight.shape[0]
     with on_device(x):
         losses = _losses_of(call, results, target)
-        lse = results["lse"] if call.reduction == "none" else torch.empty_like(losses)
+        kept = call.reduction == "none"
+        totals = _totals(results) if kept else (torch.empty_like(losses), torch.empty_like(losses))
         sums = _Sums(call, {name: results[f"d{name}"] for name in call.early})
         for rows, logits in _chunks_of_logits(call, x):
-            _launch_losses(call, logits, target[rows], losses[rows], lse[rows], vocabulary)
+            own = tuple(x[rows] for x in totals)
+            _launch_losses(call, logits, target[rows], losses[rows], own, vocabulary)
             if call.early:
-                _launch_slopes(call, logits, target[rows], lse[rows], None, None, logits, vocabulary)
+                _launch_slopes(call, logits, target[rows], own, None, None, logits, vocabulary)
                 sums.add(rows, logits[:, :vocabulary], x[rows])
         sums.finish()
         _launch_sum(call, losses, target, vocabulary, results)
@@ -185,8 +192,8 @@ def linear_backward(call: LinearCall, kept: Tensors, incoming, gradients: Tensor
         target, dloss = _classes(call.target), incoming[0].reshape(-1)
         sums = _Sums(call, gradients)
         for rows, logits in _chunks_of_logits(call, x):
-            lse = kept["lse"][rows]
-            _launch_slopes(call, logits, target[rows], lse, dloss[rows], None, logits, vocabulary)
+            own = tuple(x[rows] for x in _totals(kept))
+            _launch_slopes(call, logits, target[rows], own, dloss[rows], None, logits, vocabulary)
             sums.add(rows, logits[:, :vocabulary], x[rows])
         sums.finish()
 
@@ -247,9 +254,9 @@ def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch
 # plans ---------------------------------------------------------------------------------------------------------------
 
 
-def _launch_losses(call, logits: torch.Tensor, target, losses, lse, vocabulary: int) -> None:
+def _launch_losses(call, logits: torch.Tensor, target, losses, totals, vocabulary: int) -> None:
     softcap = _softcap(call)
-    key = _key(logits, target, losses, lse)
+    key = _key(logits, target, losses, *totals)
     key = None if key is None else (key, vocabulary, call.ignore_index, call.label_smoothing > 0.0, softcap is None)
     plan = _PLANS.get(key)
     if plan is None:
@@ -260,12 +267,14 @@ def _launch_losses(call, logits: torch.Tensor, target, losses, lse, vocabulary: 
         constants = (call.label_smoothing > 0.0, softcap is not None, align, step // vector, vector)
         plan = Plan(token_losses, len(logits), (logits.stride(0),), sizes, constants, _warps(step), 1)
         _PLANS.put(key, plan)
-    plan.launch((logits, target, losses, lse), (), (call.label_smoothing, call.z_loss, softcap or 1.0))
+    plan.launch((logits, target, losses, *totals), (), (call.label_smoothing, call.z_loss, softcap or 1.0))
 
 
-def _launch_slopes(call, logits: torch.Tensor, target, lse, dloss, scale, into: torch.Tensor, vocabulary: int) -> None:
+def _launch_slopes(
+    call, logits: torch.Tensor, target, totals, dloss, scale, into: torch.Tensor, vocabulary: int
+) -> None:
     softcap = _softcap(call)
-    key = _key(logits, target, lse, dloss, scale, into)
+    key = _key(logits, target, *totals, dloss, scale, into)
     key = None if key is None else (key, vocabulary, call.ignore_index, softcap is None)
     plan = _PLANS.get(key)
     if plan is None:
@@ -277,7 +286,7 @@ def _launch_slopes(call, logits: torch.Tensor, target, lse, dloss, scale, into: 
         plan = Plan(token_slopes, len(logits) * blocks, strides, sizes, constants, _warps(block), 1)
         _PLANS.put(key, plan)
     scalars = (call.label_smoothing, call.z_loss, softcap or 1.0)
-    plan.launch((logits, target, lse, dloss, scale, into), (), scalars)
+    plan.launch((logits, target, *totals, dloss, scale, into), (), scalars)
 
 
 def _launch_sum(call, losses, target, vocabulary: int, results: Tensors) -> None:
@@ -316,6 +325,11 @@ def _warps(elements: int) -> int:
 
 def _softcap(call) -> float | None:
     return call.softcap if isinstance(call, LinearCall) else None
+
+
+def _totals(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each token, and the log of the sum of exponentials relative to it."""
+    return tensors["top"], tensors["log_sum"]
 
 
 def _losses_of(call, results: Tensors, target: torch.Tensor) -> torch.Tensor:
