@@ -96,3 +96,8 @@ def test_inductor_compiles_it_whole() -> None:
 
     x, seeds = torch.randn(3, 4000, device=DEVICE), torch.arange(3, device=DEVICE)
     assert torch.equal(torch.compile(model, fullgraph=True)(x, seeds), model(x, seeds))
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e9, -1e30])
+def test_what_all_logits_have_added_changes_nothing(offset: float) -> None:
+    cases.check_far_logits(offset, "triton", DEVICE)

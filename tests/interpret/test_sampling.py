@@ -112,3 +112,8 @@ def check_some(case: SamplingCase) -> None:
     """Of several draws, one shows a wrong kernel."""
     for seed in range(3):
         cases.check(cases.make_arguments(case, torch.float32, seed=seed), "triton")
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e9, -1e30])
+def test_what_all_logits_have_added_changes_nothing(offset: float) -> None:
+    cases.check_far_logits(offset, "triton")

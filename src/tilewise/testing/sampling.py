@@ -148,6 +148,16 @@ def check(arguments: dict[str, Any], impl: str) -> None:
         torch.testing.assert_close(found.top_logprobs, wanted.top_logprobs, rtol=1e-5, atol=2e-5, equal_nan=True)
 
 
+def check_far_logits(offset: float, impl: str, device: str = "cpu") -> None:
+    """Log-probabilities of logits that all have a large number added, which none depends on."""
+    logits = torch.zeros(3, 700)
+    logits[:, 5] = 1e-3 * abs(offset)
+    arguments = {"logits": (logits + offset).to(device), "temperature": 0.0, "logprobs": 3}
+    check(arguments, impl)
+    arguments["logits"] = torch.full((3, 700), offset, device=device)
+    check(arguments, impl)
+
+
 def _variant(case: SamplingCase) -> Callable[[int, torch.dtype], tuple[Operation[Any], Any]]:
     def make(width: int, dtype: torch.dtype) -> tuple[Operation[Any], Any]:
         sized = SamplingCase(**{**vars(case), "width": width, "rows": 8})

@@ -255,3 +255,8 @@ def test_compiles_whole() -> None:
     x, temperature = torch.randn(3, 40), torch.tensor([0.0, 0.5, 1.0])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x, temperature), model(x, temperature))
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e9, -1e30])
+def test_what_all_logits_have_added_changes_nothing(offset: float) -> None:
+    cases.check_far_logits(offset, "cpu")

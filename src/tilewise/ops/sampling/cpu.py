@@ -53,11 +53,13 @@ def _rows(call: Call, some: slice, results: Tensors) -> None:
     values.copy_(torch.where(drawn, values, z.gather(1, best[:, None])[:, 0]).masked_fill_(failed, math.nan))
     none = failed | (top == -math.inf)
     logs = z if call.processed else x
-    total = logs.logsumexp(1, keepdim=True)
+    largest = logs.amax(1, keepdim=True)
+    largest = largest.where(largest != -math.inf, 0.0)
+    total = (logs - largest).exp_().sum(1, keepdim=True).log_()  # added to the largest logit it could be lost
     results["tokens"].copy_((best + call.first_token).masked_fill_(none, -1))
-    results["logprobs"].copy_((logs.gather(1, best[:, None]) - total)[:, 0].masked_fill_(none, math.nan))
+    results["logprobs"].copy_((logs.gather(1, best[:, None]) - largest - total)[:, 0].masked_fill_(none, math.nan))
     if call.top >= 0:
-        _list(call, logs, total, none, results)
+        _list(call, logs, (largest, total), none, results)
 
 
 # processed logits ----------------------------------------------------------------------------------------------------
@@ -247,7 +249,9 @@ def _draw(
     best[row] = (place - lead).clamp(0, z.shape[1] - 1)
 
 
-def _list(call: Call, logs: torch.Tensor, total: torch.Tensor, none: torch.Tensor, results: Tensors) -> None:
+def _list(
+    call: Call, logs: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor], none: torch.Tensor, results: Tensors
+) -> None:
     """Writes the most likely tokens, the lowest index first among equals."""
     tokens, found = results["top_tokens"], results["top_logprobs"]
     if not call.top:
@@ -259,7 +263,7 @@ def _list(call: Call, logs: torch.Tensor, total: torch.Tensor, none: torch.Tenso
         column[row] = torch.cat([above, equal[: call.top - len(above)]]).sort().values
     order = logs.gather(1, column).argsort(dim=1, descending=True, stable=True)
     column = column.gather(1, order)
-    found.copy_(logs.gather(1, column) - total)
+    found.copy_(logs.gather(1, column) - sums[0] - sums[1])
     tokens.copy_(torch.where(found == -math.inf, -1, column + call.first_token))
     tokens.masked_fill_(none[:, None], -1)
     found.masked_fill_(none[:, None], math.nan)

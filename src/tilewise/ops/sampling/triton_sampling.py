@@ -126,14 +126,14 @@ def sum_part(MAXIMA, SUMS, at, x):
 
 
 @triton.jit
-def log_total(MAXIMA, SUMS, row, parts, BLOCK: tl.constexpr):
-    """The log-sum-exp of a row from those of its parts."""
+def log_probability(x, MAXIMA, SUMS, row, parts, BLOCK: tl.constexpr):
+    """Of a row's logit x, from the largest logits and the sums of its parts."""
     n = tl.arange(0, BLOCK)
     top = tl.load(MAXIMA + row * parts + n, mask=n < parts, other=float("-inf"))
     total = tl.load(SUMS + row * parts + n, mask=n < parts, other=0.0)
     largest = tl.max(top, 0)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    return shift + tl.math.log2(tl.sum(total * tl.math.exp2((top - shift) * LOG2E), 0)) * LN2
+    return x - shift - tl.math.log2(tl.sum(total * tl.math.exp2((top - shift) * LOG2E), 0)) * LN2
 
 
 @triton.jit
@@ -262,10 +262,10 @@ def join_parts(
     none = failed | (value == float("-inf"))
     if Z_BEST is not None:
         chosen = tl.load(Z_BEST + row * parts + n, mask=(n < parts) & (both == best), other=float("-inf"))
-        logprob = tl.max(chosen, 0) - log_total(Z_MAXIMA, Z_SUMS, row, parts, BLOCK)
+        logprob = log_probability(tl.max(chosen, 0), Z_MAXIMA, Z_SUMS, row, parts, BLOCK)
     else:
         chosen = tl.load(X + row * stride_x + column, mask=none == 0, other=0.0).to(tl.float32)
-        logprob = chosen - log_total(MAXIMA, SUMS, row, parts, BLOCK)
+        logprob = log_probability(chosen, MAXIMA, SUMS, row, parts, BLOCK)
     tl.store(TOKENS + row, tl.where(none, -1, column + first_token))
     tl.store(VALUES + row, tl.where(failed, float("nan"), value))
     tl.store(LOGPROBS + row, tl.where(none, float("nan"), logprob))
@@ -301,7 +301,6 @@ def join_lists(
 ):  # fmt: skip
     """The `top` largest of a row, of `count` numbers that its parts have found."""
     row = tl.program_id(0).to(tl.int64)
-    total = log_total(MAXIMA, SUMS, row, parts, PARTS)
     none = tl.load(TOKENS + row) < 0
     before = tl.full([], 2**63 - 1, tl.int64)
     for n in range(top):
@@ -314,7 +313,8 @@ def join_lists(
         number = number_of(best)
         missing = none | (number == float("-inf"))
         tl.store(TOP_TOKENS + row * top + n, tl.where(missing, -1, column_of(best) + first_token))
-        tl.store(TOP_LOGPROBS + row * top + n, tl.where(none, float("nan"), number - total))
+        logprob = log_probability(number, MAXIMA, SUMS, row, parts, PARTS)
+        tl.store(TOP_LOGPROBS + row * top + n, tl.where(none, float("nan"), logprob))
 
 
 # launches ------------------------------------------------------------------------------------------------------------
