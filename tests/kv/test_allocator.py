@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tilewise.core.errors import InputError, OutOfPagesError
-from tilewise.kv import PageAllocator, Sequence, Write
+from tilewise.kv import PageAllocator, Sequence, Write, shared_prefixes
 
 
 def _of_length(allocator: PageAllocator, length: int) -> Sequence:
@@ -249,3 +249,39 @@ def test_damaged_bookkeeping_is_found(damage: Callable[[PageAllocator], object],
     assert allocator.violations() == []
     damage(allocator)
     assert words in "\n".join(allocator.violations())
+
+
+def test_front_pages_are_handed_back() -> None:
+    allocator = PageAllocator(8, 4)
+    sequence = _of_length(allocator, 10)
+    fork = allocator.fork(sequence)[0]
+    allocator.drop_front(sequence, 2)
+    assert (sequence.pages, sequence.length, sequence.dropped) == ([-1, -1, 2], 10, 2)
+    assert _counts(allocator) == (5, 0, 3)  # the fork holds them
+    allocator.free(fork)
+    assert _counts(allocator) == (7, 0, 1)
+    again = allocator.fork(sequence)[0]
+    allocator.drop_front(again, 1)  # has them no more
+    assert again.pages == sequence.pages
+    assert allocator.append(again, 3).copies == ((2, 0),)
+    assert (again.slot(8), again.slot(12)) == (0, 4)
+    with pytest.raises(InputError, match="token: got 7; expected 8 or later"):
+        again.slot(7)
+    with pytest.raises(InputError, match="length: got 7; expected 8 or more"):
+        allocator.truncate(again, 7)
+    with pytest.raises(InputError, match="pages: got 4; expected 0 to 3"):
+        allocator.drop_front(again, 4)
+    allocator.truncate(again, 8)
+    assert again.pages == [-1, -1]
+    assert allocator.append(again, 1).copies == ()
+    allocator.free(again)
+    allocator.free(sequence)
+    assert _counts(allocator) == (8, 0, 0)
+    assert sequence.pages == []
+
+
+def test_sequences_without_their_front_share_nothing_there() -> None:
+    allocator = PageAllocator(8, 4)
+    sequence = _of_length(allocator, 8)
+    allocator.drop_front(sequence, 1)
+    assert shared_prefixes([sequence, *allocator.fork(sequence)]) == []

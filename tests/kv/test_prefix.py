@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Hashable
 
 import pytest
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, OutOfPagesError
 from tilewise.kv import PageAllocator, PrefixCache, Sequence, SharedPrefix, shared_prefixes
+from tilewise.kv.prefix import unseen_pages
 
 TOKENS = list(range(100, 111))
 
@@ -179,9 +181,11 @@ def test_what_is_not_the_sequences_is_refused() -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda c: c._by_key.clear(), "pages and keys differ in number"),
+        (lambda c: c._by_key.clear(), "page 0 and its key disagree"),
         (lambda c: c._by_page.update({0: c._by_page[1]}), "page 0 and its key disagree"),
-        (lambda c: c._forget(0), "page 1 has outlived its predecessor"),
+        (lambda c: c._by_key.pop(c._by_page[0].key), "has outlived its predecessor"),
+        (lambda c: setattr(c._by_page[0], "children", 0), "has 1 successors, not 0"),
+        (lambda c: setattr(c._by_page[1], "page", None), "has neither a page nor a successor"),
         (lambda c: c._forget(1), "the allocator keeps other pages"),
     ],
 )
@@ -225,3 +229,67 @@ def test_only_pages_that_are_full_for_all_count_as_shared() -> None:
     assert shared_prefixes([sequence, fork]) == []
     assert shared_prefixes([sequence, allocator.create()]) == []
     assert shared_prefixes([]) == []
+
+
+def test_a_window_needs_the_last_pages_alone() -> None:
+    allocator, cache = _cache()
+    sequence = _computed(cache, TOKENS[:8])  # two full pages of 4
+    assert cache.match(TOKENS, window=4) == 8
+    started = cache.start(TOKENS, window=4)
+    assert (started.pages, started.length, started.dropped) == ([-1, 1], 8, 1)
+    allocator.free(started)
+    allocator.drop_front(sequence, 1)
+    while allocator.num_free:
+        allocator.append(allocator.create(), 4)
+    allocator.append(allocator.create(), 4)  # evicts the page that was handed back
+    assert cache.violations() == allocator.violations() == []
+    assert (cache.match(TOKENS), cache.match(TOKENS, window=6), cache.match(TOKENS, window=5)) == (0, 0, 8)
+    assert cache.start(TOKENS, window=1).pages == [-1, -1]
+
+
+def test_pages_handed_back_before_they_were_known_stay_unknown() -> None:
+    allocator, cache = _cache()
+    sequence = allocator.create()
+    allocator.append(sequence, 8)
+    allocator.drop_front(sequence, 1)
+    assert cache.insert(sequence, TOKENS[:8]) == 0
+    assert len(cache) == 0
+
+
+@pytest.mark.parametrize("window", [2, 3, 4, 9, None])
+def test_prefixes_under_windows_are_those_of_a_search(window: int | None) -> None:
+    """Random sequences that hand pages back, against a search over what each page holds."""
+    generator, size = random.Random(f"{window}"), 4
+    allocator = PageAllocator(24, size)
+    cache = PrefixCache(allocator)
+    content: dict[int, tuple[int, ...]] = {}
+    live: list[tuple[Sequence, list[int]]] = []
+    found = 0
+    for _ in range(600):
+        if live and (generator.random() < 0.4 or allocator.num_available < 8):
+            allocator.free(live.pop(generator.randrange(len(live)))[0])
+        tokens = [generator.randrange(2) for _ in range(generator.randint(1, 26))]
+        known = {content[page] for page in cache._by_page}
+        right = 0
+        for count in range(1, (len(tokens) - 1) // size + 1):
+            first = 0 if window is None else max(0, count * size - window + 1) // size
+            if all(tuple(tokens[: (n + 1) * size]) in known for n in range(first, count)):
+                right = count * size
+        assert cache.match(tokens, window=window) == right
+        found += right
+        sequence = cache.start(tokens, window=window)
+        assert sequence.length == right
+        for n, page in enumerate(sequence.pages):
+            assert page == -1 if n < sequence.dropped else content[page] == tuple(tokens[: (n + 1) * size])
+        try:
+            allocator.append(sequence, len(tokens) - right)
+        except OutOfPagesError:
+            allocator.free(sequence)
+            continue
+        if cache.insert(sequence, tokens):
+            full = range(sequence.dropped, sequence.full_pages)
+            content |= {sequence.pages[n]: tuple(tokens[: (n + 1) * size]) for n in full}
+        allocator.drop_front(sequence, max(0, min(unseen_pages(len(tokens), window, size), sequence.full_pages - 1)))
+        live.append((sequence, tokens))
+        assert cache.violations() == allocator.violations() == []
+    assert found > 100

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from tilewise.kv.allocator import PageAllocator
-from tilewise.kv.allocator import Sequence as Held
 from tilewise.kv.pool import PagePool
 from tilewise.kv.prefix import PrefixCache
+from tilewise.kv.sequence import Sequence as Held
 
 
 class Growth(NamedTuple):

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from tilewise.engine.params import SamplingParams
-from tilewise.kv.allocator import Sequence
+from tilewise.kv.sequence import Sequence
 
 
 class State(Enum):

@@ -5,65 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tilewise.core.errors import InputError, OutOfPagesError, shown
 from tilewise.kv.arguments import check_count, check_index, described, listed
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """A sequence's length in tokens and its pages. `KVCache` and `PageAllocator` change both; all others only read.
-
-    Token t lies in slot `pages[t // page_size] * page_size + t % page_size`. Two sequences are equal if they are one.
-
-    Attributes:
-        page_size: slots of a page.
-        pages: numbers of its pages, in the order of its tokens.
-        length: number of its tokens.
-
-    Example:
-        >>> tw.kv.Sequence(page_size=16, pages=[3, 1], length=20).slot(0)
-        48
-    """
-
-    page_size: int
-    pages: list[int] = field(default_factory=list)
-    length: int = 0
-
-    @property
-    def full_pages(self) -> int:
-        """How many of the pages have every slot taken."""
-        return self.length // self.page_size
-
-    def slot(self, token: int) -> int:
-        """The slot of a `token`, counted from 0. Raises InputError for a token that is not there."""
-        check_index("token", token, self.length, "tokens of the sequence")
-        return self.pages[token // self.page_size] * self.page_size + token % self.page_size
-
-
-class Write(NamedTuple):
-    """What the caller of `PageAllocator.append` has to do: first copy pages, then write new tokens into slots.
-
-    Attributes:
-        runs: ranges of slots in the order of the tokens, one for each page.
-        copies: pairs (source page, destination page), at most one; those of several appends are done in the order of
-            the appends, all before any write.
-
-    Example:
-        >>> pages = tw.kv.PageAllocator(num_pages=8, page_size=4)
-        >>> pages.append(pages.create(), 6).runs
-        (range(0, 4), range(4, 6))
-    """
-
-    runs: tuple[range, ...]
-    copies: tuple[tuple[int, int], ...]
-
-    @property
-    def slots(self) -> list[int]:
-        """One slot for each new token."""
-        return list(itertools.chain.from_iterable(self.runs))
+from tilewise.kv.sequence import NO_PAGE, Sequence, Write, pages_for, runs_of
 
 
 class PageAllocator:
@@ -143,19 +88,23 @@ class PageAllocator:
         """Slots of used pages in which no sequence has a token; walks every block table."""
         filled: dict[int, int] = {}
         for sequence in self._live:
-            for index, page in enumerate(sequence.pages):
+            for index, page in enumerate(sequence.pages[sequence.dropped :], sequence.dropped):
                 tokens = min(self.page_size, sequence.length - index * self.page_size)
                 filled[page] = max(filled.get(page, 0), tokens)
         return sum(self.page_size - tokens for tokens in filled.values())
 
-    def create(self, shared: Iterable[int] = ()) -> Sequence:
-        """Start a sequence: empty, or with full pages `shared` whose content is kept, of which it becomes a holder."""
+    def create(self, shared: Iterable[int] = (), *, dropped: int = 0) -> Sequence:
+        """Start a sequence: empty, or with full pages `shared` whose content is kept, of which it becomes a holder.
+        They come after `dropped` pages that it does not have, as if `drop_front` had handed those back.
+        """
+        check_count("dropped", dropped, 0)
         pages = listed("shared", shared, "pages that are kept")
         for page in pages:
             self._check_known(page)
         for page in pages:
             self._hold(page)
-        sequence = Sequence(self.page_size, pages, len(pages) * self.page_size)
+        pages = [NO_PAGE] * dropped + pages
+        sequence = Sequence(self.page_size, pages, len(pages) * self.page_size, dropped)
         self._live[sequence] = None
         return sequence
 
@@ -184,7 +133,7 @@ class PageAllocator:
             self._release(source)
         pages.extend(taken[copied:])
         start, sequence.length = sequence.length, sequence.length + n
-        return Write(_runs(pages, start, sequence.length, self.page_size), copies)
+        return Write(runs_of(pages, start, sequence.length, self.page_size), copies)
 
     def append_all(self, wanted: Iterable[tuple[Sequence, int]]) -> list[Write]:
         """Append to each of `wanted`, pairs (sequence, n), in their order, or to none of them.
@@ -214,9 +163,9 @@ class PageAllocator:
         """Start `n` sequences with the tokens and pages of `sequence`; what `append` gave must have been written."""
         self.check_live(sequence)
         check_count("n", n, 0)
-        for page in sequence.pages:
+        for page in sequence.pages[sequence.dropped :]:
             self._holders[page] += n
-        forks = [Sequence(self.page_size, list(sequence.pages), sequence.length) for _ in range(n)]
+        forks = [Sequence(self.page_size, list(sequence.pages), sequence.length, sequence.dropped) for _ in range(n)]
         self._live.update(dict.fromkeys(forks))
         return forks
 
@@ -231,8 +180,37 @@ class PageAllocator:
                 expected=f"0 to {sequence.length}, the sequence's length",
                 hint="KVCache.extend (PageAllocator.append) adds tokens",
             )
-        self._drop(sequence, _pages_for(length, self.page_size))
+        if length < sequence.dropped * self.page_size:
+            expected = f"{sequence.dropped * self.page_size} or more"
+            raise InputError("length", got=length, expected=expected, hint="drop_front has handed back those before")
+        self._drop(sequence, pages_for(length, self.page_size))
         sequence.length = length
+
+    def drop_front(self, sequence: Sequence, pages: int) -> None:
+        """Hand back the first `pages` pages of `sequence`, whose tokens no later query sees; its length stays.
+
+        Layers with a sliding window need only the last tokens. Where a page was, `sequence.pages` has `NO_PAGE`.
+
+        Raises:
+            InputError: the sequence was freed, or has not so many full pages.
+
+        Example:
+            >>> pages = tw.kv.PageAllocator(num_pages=8, page_size=4)
+            >>> sequence = pages.create()
+            >>> _ = pages.append(sequence, 10)
+            >>> pages.drop_front(sequence, 2)
+            >>> sequence.pages, sequence.length, pages.num_free
+            ([-1, -1, 2], 10, 7)
+        """
+        self.check_live(sequence)
+        check_count("pages", pages, 0)
+        if pages > sequence.full_pages:
+            expected = f"0 to {sequence.full_pages}, its full pages"
+            raise InputError("pages", got=pages, expected=expected, hint="the last tokens' page is still written")
+        for index in range(sequence.dropped, pages):
+            self._release(sequence.pages[index])
+            sequence.pages[index] = NO_PAGE
+        sequence.dropped = max(sequence.dropped, pages)
 
     def free(self, sequence: Sequence) -> None:
         """End the `sequence` and hand back its pages, last first, so that of kept ones the first is evicted last."""
@@ -284,7 +262,7 @@ class PageAllocator:
     def violations(self) -> list[str]:
         """What of the bookkeeping contradicts itself, in words; empty unless there is a mistake in this file."""
         found = []
-        held = Counter(page for sequence in self._live for page in sequence.pages)
+        held = Counter(page for sequence in self._live for page in sequence.pages[sequence.dropped :])
         places = Counter([*self._free, *self._cached, *set(held)])
         for page in range(self.num_pages):
             if places[page] != 1:
@@ -297,9 +275,12 @@ class PageAllocator:
             found.append(f"{len(held)} pages are used, not {self.num_used}")
         before: dict[int, int] = {}
         for sequence in self._live:
-            if len(sequence.pages) != _pages_for(sequence.length, self.page_size):
+            if len(sequence.pages) != pages_for(sequence.length, self.page_size):
                 found.append(f"{sequence} has {len(sequence.pages)} pages")
-            for previous, page in itertools.pairwise([-1, *sequence.pages]):
+            if sequence.pages[: sequence.dropped] != [NO_PAGE] * sequence.dropped:
+                found.append(f"{sequence} still names pages that it has handed back")
+            own = sequence.pages[sequence.dropped :]
+            for previous, page in itertools.pairwise(own if sequence.dropped else [NO_PAGE, *own]):
                 if before.setdefault(page, previous) != previous:
                     found.append(f"page {page} comes after page {previous} and after page {before[page]}")
         return found
@@ -315,7 +296,7 @@ class PageAllocator:
         return copied + sum(self._growth(sequence, n) for sequence, n in batch)
 
     def _growth(self, sequence: Sequence, n: int) -> int:
-        return _pages_for(sequence.length + n, self.page_size) - len(sequence.pages)
+        return pages_for(sequence.length + n, self.page_size) - len(sequence.pages)
 
     def _copies(self, sequence: Sequence, n: int) -> int:
         """1 where the last page would be written and may not be."""
@@ -363,8 +344,10 @@ class PageAllocator:
 
     def _drop(self, sequence: Sequence, keep: int) -> None:
         """Release all pages but the first `keep`, from the last on."""
-        while len(sequence.pages) > keep:
+        while len(sequence.pages) > max(keep, sequence.dropped):
             self._release(sequence.pages.pop())
+        del sequence.pages[keep:]
+        sequence.dropped = min(sequence.dropped, keep)
 
     def _check_known(self, page: int) -> None:
         if not isinstance(page, int) or page not in self._kept:
@@ -375,19 +358,3 @@ class PageAllocator:
                 expected="one that is kept",
                 hint="PageAllocator.keep marks a page while a sequence holds it",
             )
-
-
-def _pages_for(length: int, page_size: int) -> int:
-    return -(-length // page_size)
-
-
-def _runs(pages: list[int], start: int, stop: int, page_size: int) -> tuple[range, ...]:
-    """The slots of tokens start..stop-1, a range for each page."""
-    runs = []
-    while start < stop:
-        index, offset = divmod(start, page_size)
-        count = min(page_size - offset, stop - start)
-        first = pages[index] * page_size + offset
-        runs.append(range(first, first + count))
-        start += count
-    return tuple(runs)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewise.core.errors import InputError
-from tilewise.kv.allocator import PageAllocator, Sequence, Write
+from tilewise.kv.allocator import PageAllocator
 from tilewise.kv.arguments import check_count, listed
 from tilewise.kv.open import Opened, OpenPages
 from tilewise.kv.pool import PagePool
 from tilewise.kv.prefix import PrefixCache
+from tilewise.kv.sequence import Sequence, Write
 from tilewise.kv.transfer import send_lists
 from tilewise.layouts import Paged
 from tilewise.ops.kv_write import kv_write

@@ -6,7 +6,8 @@ import collections.abc
 from typing import NamedTuple
 
 from tilewise.core.errors import OutOfPagesError
-from tilewise.kv.allocator import PageAllocator, Sequence
+from tilewise.kv.allocator import PageAllocator
+from tilewise.kv.sequence import Sequence
 
 
 class Opened(NamedTuple):

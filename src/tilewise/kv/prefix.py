@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import collections.abc
 import numbers
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
-from tilewise.kv.allocator import PageAllocator, Sequence
-from tilewise.kv.arguments import listed
+from tilewise.kv.allocator import PageAllocator
+from tilewise.kv.arguments import check_count, listed
+from tilewise.kv.sequence import Sequence
 
 Tokens = collections.abc.Sequence[int]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _Entry:
-    """A page whose content is known: its own tokens, after those of `parent` (None: at the start), under `extra`."""
+    """A page whose content is known: its own tokens, after those of `parent` (None: at the start), under `extra`. The
+    page may have been evicted (None) while pages after it are known.
+    """
 
     parent: _Entry | None = field(repr=False)
     tokens: tuple[int, ...]
     extra: Hashable
     key: Hashable
-    page: int
+    page: int | None
+    children: int = 0
 
     def holds(self, parent: _Entry | None, tokens: tuple[int, ...], extra: Hashable) -> bool:
         return self.parent is parent and self.tokens == tokens and self.extra == extra
@@ -40,7 +45,9 @@ class PrefixCache:
     its predecessor are the wanted ones: a bad hash costs hits, never gives a wrong page. Known pages stay until the
     allocator needs them; the one that has waited longest goes first, and of a prefix the last page.
 
-    Every sequence that holds a known page holds those before it, too, so no page outlives its predecessor here.
+    Every sequence that holds a known page holds those before it, too, so no page outlives its predecessor, unless
+    `PageAllocator.drop_front` has handed predecessors back. Layers with a sliding window need none of those: `window=`
+    finds prefixes whose last pages are known.
 
     Args:
         allocator: the pages; it serves one index at a time.
@@ -80,11 +87,11 @@ class PrefixCache:
         """Pages whose content is known, used or cached."""
         return len(self._by_page)
 
-    def match(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> int:
+    def match(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False, window: int | None = None) -> int:
         """How many tokens `start` would find now. It takes nothing, and leaves the order of eviction alone.
 
         Args:
-            tokens, extra, whole: as `start` takes them.
+            tokens, extra, whole, window: as `start` takes them.
 
         Returns:
             A number of tokens, a multiple of the page size.
@@ -92,11 +99,12 @@ class PrefixCache:
         Raises:
             InputError: tokens are no sequence of integers, or extra is not hashable.
         """
-        check_flags(whole=whole)
-        _check_tokens(tokens, extra)
-        return sum(len(entry.tokens) for entry in self._walk(tokens, extra, whole))
+        _check_start(tokens, extra, whole, window)
+        return len(self._found(tokens, extra, whole, window)) * self.allocator.page_size
 
-    def start(self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False) -> Sequence:
+    def start(
+        self, tokens: Tokens, extra: Hashable = None, *, whole: bool = False, window: int | None = None
+    ) -> Sequence:
         """Start a sequence with the known pages of a prompt.
 
         Args:
@@ -104,16 +112,20 @@ class PrefixCache:
             extra: what else keys and values depend on (an adapter of the weights, an image): any hashable value.
                 Sequences with different values share nothing.
             whole: also take a page that ends the prompt. Otherwise at least one token is left, to compute logits from.
+            window: keys that a query sees at most, its own included; None is all. The sequence begins without the pages
+                that no later query sees (`PageAllocator.drop_front`), and these need not be known.
 
         Returns:
-            The sequence; its `length` is the number of tokens that the known pages hold.
+            The sequence; its `length` is the number of tokens of the prefix that was found.
 
         Raises:
-            InputError: tokens are no sequence of integers, or extra is not hashable.
+            InputError: tokens are no sequence of integers, extra is not hashable, or window is no positive integer.
         """
-        check_flags(whole=whole)
-        _check_tokens(tokens, extra)
-        return self.allocator.create(entry.page for entry in self._walk(tokens, extra, whole))
+        _check_start(tokens, extra, whole, window)
+        found = self._found(tokens, extra, whole, window)
+        dropped = unseen_pages(len(found) * self.allocator.page_size, window, self.allocator.page_size)
+        pages = [entry.page for entry in found[dropped:] if entry.page is not None]
+        return self.allocator.create(pages, dropped=dropped)
 
     def insert(self, sequence: Sequence, tokens: Tokens, extra: Hashable = None) -> int:
         """Make the full pages of a sequence known.
@@ -127,7 +139,7 @@ class PrefixCache:
             extra: as given to `start`.
 
         Returns:
-            How many of its tokens lie in known pages.
+            How many of its tokens lie in known pages. 0 for a sequence that handed back pages which were never known.
 
         Raises:
             InputError: more tokens than the sequence has, or others than those its known pages were inserted with.
@@ -147,6 +159,8 @@ class PrefixCache:
         while known and sequence.pages[known - 1] not in self._by_page:
             known -= 1
         _check_tokens(tokens[known * size :], extra)
+        if known < sequence.dropped:
+            return 0
         parent = self._by_page[sequence.pages[known - 1]] if known else None
         if parent is not None and not parent.holds(parent.parent, _page_tokens(tokens, known - 1, size), extra):
             raise InputError(
@@ -158,30 +172,52 @@ class PrefixCache:
             key = self._key(parent, own, extra)
             entry = self._by_key.get(key)
             if entry is None:
-                entry = _Entry(parent, own, extra, key, sequence.pages[index])
-                allocator.keep(entry.page)
-                self._by_key[key] = self._by_page[entry.page] = entry
-            elif entry.holds(parent, own, extra):
+                entry = self._by_key[key] = _Entry(parent, own, extra, key, None)
+                if parent is not None:
+                    parent.children += 1
+            if not entry.holds(parent, own, extra):
+                return index * size
+            if entry.page is not None:
                 allocator.merge(sequence, index, entry.page)
             else:
-                return index * size
+                entry.page = sequence.pages[index]
+                allocator.keep(entry.page)
+                self._by_page[entry.page] = entry
             parent = entry
         return full * size
 
     def violations(self) -> list[str]:
         """What of the index contradicts itself or the allocator, in words; empty unless there is a mistake here."""
-        found = [] if len(self._by_key) == len(self._by_page) else ["pages and keys differ in number"]
+        found = []
         for page, entry in self._by_page.items():
             if entry.page != page or self._by_key.get(entry.key) is not entry:
                 found.append(f"page {page} and its key disagree")
-            if entry.parent is not None and self._by_page.get(entry.parent.page) is not entry.parent:
-                found.append(f"page {page} has outlived its predecessor")
+        children = Counter(entry.parent for entry in self._by_key.values() if entry.parent is not None)
+        for entry in self._by_key.values():
+            if entry.page is None and not entry.children:
+                found.append(f"{entry} has neither a page nor a successor")
+            if entry.page is not None and self._by_page.get(entry.page) is not entry:
+                found.append(f"{entry} has a page that is not known")
+            if entry.children != children[entry]:
+                found.append(f"{entry} has {children[entry]} successors, not {entry.children}")
+            if entry.parent is not None and self._by_key.get(entry.parent.key) is not entry.parent:
+                found.append(f"{entry} has outlived its predecessor")
         if set(self._by_page) != self.allocator.kept:
             found.append("the allocator keeps other pages than are known")
         return found
 
+    def _found(self, tokens: Tokens, extra: Hashable, whole: bool, window: int | None) -> list[_Entry]:
+        """The longest prefix of which all pages are known that a later query sees."""
+        entries = list(self._walk(tokens, extra, whole))
+        longest = known = 0  # known: pages without a gap, up to here
+        for count, entry in enumerate(entries, 1):
+            known = 0 if entry.page is None else known + 1
+            if count - known <= unseen_pages(count * self.allocator.page_size, window, self.allocator.page_size):
+                longest = count
+        return entries[:longest]
+
     def _walk(self, tokens: Tokens, extra: Hashable, whole: bool) -> Iterator[_Entry]:
-        """Known pages of `tokens`, from the first on."""
+        """Entries of `tokens`, from the first on."""
         size = self.allocator.page_size
         parent = None
         for index in range((len(tokens) - (not whole)) // size if tokens else 0):
@@ -200,7 +236,26 @@ class PrefixCache:
             raise InputError("tokens", got=shown(tokens), expected="integers, and an extra", hint=hint) from None
 
     def _forget(self, page: int) -> None:
-        del self._by_key[self._by_page.pop(page).key]
+        entry: _Entry | None = self._by_page.pop(page)
+        assert entry is not None
+        entry.page = None
+        while entry is not None and entry.page is None and not entry.children:
+            del self._by_key[entry.key]
+            entry = entry.parent
+            if entry is not None:
+                entry.children -= 1
+
+
+def unseen_pages(length: int, window: int | None, page_size: int) -> int:
+    """Leading pages of a sequence of `length` tokens that no later query sees under a `window` of keys."""
+    return 0 if window is None else max(0, length - window + 1) // page_size
+
+
+def _check_start(tokens: object, extra: object, whole: bool, window: int | None) -> None:
+    check_flags(whole=whole)
+    if window is not None:
+        check_count("window", window, 1)
+    _check_tokens(tokens, extra)
 
 
 def _check_tokens(tokens: object, extra: object) -> None:
@@ -266,7 +321,7 @@ def shared_prefixes(sequences: Iterable[Sequence]) -> list[SharedPrefix]:
         if not isinstance(sequence, Sequence):
             hint = "KVCache.new makes one"
             raise InputError("sequences", got=type(sequence).__name__, expected="sequences", hint=hint)
-    tables = [sequence.pages[: sequence.full_pages] for sequence in sequences]
+    tables = [[] if sequence.dropped else sequence.pages[: sequence.full_pages] for sequence in sequences]
     found = []
     waiting = [(list(range(len(tables))), 0)]
     while waiting:

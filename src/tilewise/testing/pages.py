@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewise.core.errors import OutOfPagesError
-from tilewise.kv.allocator import PageAllocator, Sequence, Write
+from tilewise.kv.allocator import PageAllocator
 from tilewise.kv.prefix import PrefixCache
+from tilewise.kv.sequence import Sequence, Write
 
 
 @dataclass
