@@ -20,7 +20,8 @@ class EngineConfig:
     Args:
         max_model_len: tokens of a prompt and its answer at most; None is what the model was made for.
         memory: share of a GPU's memory for weights and pages. On a CPU pages take 1 GiB.
-        num_pages: pages of the KV cache, in place of what `memory` would give.
+        num_pages: pages of the KV cache, in place of what `memory` would give. Layers of different windows have pages
+            of their own.
         kv_encoding: None keeps keys and values as they are; "int8", "fp8" or "int4" quantizes them.
         page_size: tokens of a page.
         max_batch_tokens: tokens that a step computes at most.

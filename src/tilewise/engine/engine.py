@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import torch
-
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.engine.config import EngineConfig
+from tilewise.engine.groups import groups_of
+from tilewise.engine.memory import make_pool
 from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.pages import Pages
 from tilewise.engine.params import SamplingParams
@@ -19,7 +19,6 @@ from tilewise.engine.runner import Given, Prompted, Runner, Step
 from tilewise.engine.scheduler import Scheduler, Work
 from tilewise.engine.streams import Streams
 from tilewise.engine.text import Text
-from tilewise.kv.pool import PagePool
 
 
 class Engine:
@@ -46,12 +45,10 @@ class Engine:
         self.decoder, self.tokenizer = decoder, tokenizer
         model = decoder.config
         self.max_model_len = self.config.max_model_len or model.max_length
-        pool = PagePool(
-            model.num_layers, self._num_pages(), self.config.page_size, model.num_heads_kv, model.head_dim,
-            dtype=decoder.dtype, device=decoder.device, encoding=self.config.kv_encoding,
-        )  # fmt: skip
+        groups = groups_of(model.windows)
+        pool = make_pool(decoder, groups, self.config, self.max_model_len)
         slots, share = self.config.max_running, self.config.prefix_cache
-        self.pages = Pages(pool, slots, self.max_model_len, share=share)
+        self.pages = Pages(pool, groups, slots, self.max_model_len, share=share)
         self.runner = Runner(decoder, self.pages, self.config, self.max_model_len)
         self.scheduler = Scheduler(self.config, self.pages, self._drain)
         self._lag = self.config.lag_on(decoder.device)
@@ -172,6 +169,7 @@ class Engine:
             end = each.start + each.count
             if each.start // size < end // size:  # later launches find what this one writes
                 self._remember(each.sample, end)
+                self.pages.drop_unseen(each.slot)
 
     def _remember(self, sample: Sample, length: int) -> None:
         if sample.sequence is not None and sample.request.params.prompt_logprobs is None:
@@ -250,31 +248,6 @@ class Engine:
                 "prompt", got=f"token {outside[0]}", expected=f"0 to {size - 1}", hint="another tokenizer?"
             )
         return tokens, text
-
-    def _num_pages(self) -> int:
-        """How many pages there are."""
-        size = self.config.page_size
-        least = -(-self.max_model_len // size)
-        pages = self.config.num_pages
-        if pages is None:
-            pages = max(least, self._affordable())
-        if pages < least:
-            hint = f"set max_model_len to {pages * size} or less, or give more memory"
-            got = f"pages for {pages * size} tokens"
-            raise InputError("KV cache", got=got, expected=f"max_model_len, {self.max_model_len}", hint=hint)
-        return pages
-
-    def _affordable(self) -> int:
-        """Pages that fit into the memory that is left."""
-        model = self.decoder.config
-        numbers = 2 * model.num_layers * self.config.page_size * model.num_heads_kv * model.head_dim
-        size = numbers * torch.finfo(self.decoder.dtype).bits // 8
-        if self.decoder.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.decoder.device)
-            budget = int(total * self.config.memory) - (total - free)
-        else:
-            budget = 2**30
-        return max(0, budget) // size
 
 
 def _logprob(given: Given, row: int, token: int, count: int) -> Logprob:

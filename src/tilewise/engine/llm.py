@@ -119,12 +119,16 @@ class LLM:
         """What this engine runs on: the model, its dtype and device, pages and limits."""
         engine = self.engine
         config, pool, weights = engine.decoder.config, engine.pages.pool, engine.decoder.bytes / 2**20
+        groups = ", ".join(
+            f"{len(group.layers)} layers of {'all keys' if group.window is None else f'a window of {group.window:,}'}"
+            for group in engine.pages.groups
+        )
         dtype = str(engine.decoder.dtype).removeprefix("torch.")
         return "\n".join(
             (
                 f"{config.architecture}: {weights:,.0f} MiB of {dtype} weights on {engine.decoder.device}",
-                f"KV cache: {engine.pages.tokens:,} tokens in {pool.num_pages:,} pages of {pool.page_size}, "
-                f"{pool.nbytes / 2**20:,.0f} MiB, {engine.config.kv_encoding or dtype}",
+                f"KV cache: {engine.pages.tokens:,} tokens in {engine.pages.allocator.num_pages:,} pages of "
+                f"{pool.page_size}, {pool.nbytes / 2**20:,.0f} MiB, {engine.config.kv_encoding or dtype}; {groups}",
                 f"limits: {engine.max_model_len:,} tokens a request, {engine.config.max_running:,} requests at a time, "
                 f"{engine.config.max_batch_tokens:,} tokens a step",
                 f"prefix cache: {'on' if engine.config.prefix_cache else 'off'}; CUDA graphs: none",

@@ -1,4 +1,4 @@
-"""Keys and values of the engine: pages that samples hold, and a block table on the device with a row for each slot."""
+"""Keys and values of the engine: pages that samples hold, and block tables on the device with a row for each slot."""
 
 from __future__ import annotations
 
@@ -7,39 +7,60 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.engine.groups import Group
 from tilewise.kv.allocator import PageAllocator
 from tilewise.kv.pool import PagePool
-from tilewise.kv.prefix import PrefixCache
-from tilewise.kv.sequence import Sequence as Held
+from tilewise.kv.prefix import PrefixCache, unseen_pages
+from tilewise.kv.sequence import NO_PAGE
+from tilewise.kv.sequence import Sequence as Part
 
 
 class Growth(NamedTuple):
-    """What the device does before a step: pages to copy, and entries of the block table that change."""
+    """What the device does before a step: pages to copy, and entries of the block tables that change."""
 
     copies: list[tuple[int, int]]  # (source, destination)
-    changes: list[tuple[int, int, int]]  # (slot, index in its row, page)
+    changes: list[tuple[int, int, int, int]]  # (group, slot, index in its row, page)
+
+
+class Held(NamedTuple):
+    """Pages of one sample: in each group of layers a sequence, all of one length."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens that there is room for."""
+        return self.parts[0].length
 
 
 class Pages:
-    """Pages of all layers, and who holds them. The block table stays on the device; only entries that change are sent.
+    """Pages of all layers, and who holds them. Block tables stay on the device; only entries that change are sent.
+
+    All groups of layers take pages from one allocator. Where a group's window has passed, its pages are handed back,
+    and its table names a page that is always zero: kernels may load it, and no query sees it.
 
     Args:
-        pool: the memory.
-        slots: rows of the block table.
+        pool: the memory, with as many layers as the largest group; with windows its last page stays zero.
+        groups: of layers.
+        slots: rows of each block table.
         max_length: tokens of a sequence at most.
         share: whether sequences that begin alike share pages.
     """
 
-    def __init__(self, pool: PagePool, slots: int, max_length: int, *, share: bool) -> None:
-        self.pool = pool
-        self.allocator = PageAllocator(pool.num_pages, pool.page_size)
+    def __init__(self, pool: PagePool, groups: Sequence[Group], slots: int, max_length: int, *, share: bool) -> None:
+        self.pool, self.groups = pool, tuple(groups)
+        self._windows = any(group.window is not None for group in groups)
+        self._zero = pool.num_pages - 1
+        self.allocator = PageAllocator(pool.num_pages - self._windows, pool.page_size)
         self.allocator.on_replace = self._replaced
-        self.table = torch.zeros(slots, -(-max_length // pool.page_size), dtype=torch.int32, device=pool.device)
+        width = -(-max_length // pool.page_size)
+        self.tables = torch.zeros(len(groups), slots, width, dtype=torch.int32, device=pool.device)
         self._prefixes = PrefixCache(self.allocator) if share else None
         self._rows: dict[int, Held] = {}
-        self._slots: dict[Held, int] = {}
-        self._sent: dict[int, int] = {}  # leading entries that the device's row has
-        self._grown: dict[int, Growth] = {}  # since `grown` was last asked
+        self._places: dict[Part, tuple[int, int]] = {}  # (group, slot)
+        self._sent: dict[int, list[int]] = {}  # by slot: entries of each group's row that the device has
+        self._stale: dict[int, set[tuple[int, int]]] = {}  # by slot: those of them, (group, index), that have changed
+        self._grown: dict[int, Growth] = {}  # by slot, since `grown` was last asked
 
     @property
     def page_size(self) -> int:
@@ -48,56 +69,104 @@ class Pages:
 
     @property
     def tokens(self) -> int:
-        """Tokens that all pages hold."""
-        return self.pool.num_pages * self.page_size
+        """Tokens that all pages hold, of all layers."""
+        return self.allocator.num_pages // len(self.groups) * self.page_size
 
     def start(self, tokens: Sequence[int], *, shared: bool = True) -> Held:
         """A sequence that begins with what is known of these tokens; its length says how many need no computing."""
         if self._prefixes is None or not shared:
-            return self.allocator.create()
-        return self._prefixes.start(tokens)
+            return Held(tuple(self.allocator.create() for _ in self.groups))
+        known = tokens[: self.matched(tokens)]
+        return Held(
+            tuple(
+                self._prefixes.start(known, number, whole=True, window=group.window)
+                for number, group in enumerate(self.groups)
+            )
+        )
 
-    def fork(self, sequence: Held, length: int) -> Held:
-        """Another sequence with the first tokens of this one, in the same pages until one of them grows."""
-        (forked,) = self.allocator.fork(sequence)
-        self.allocator.truncate(forked, length)
-        return forked
+    def fork(self, held: Held, length: int) -> Held | None:
+        """Another sequence with the first tokens of this one, in the same pages until one of them grows; None where
+        this one has handed back pages that the other would need.
+        """
+        for part, group in zip(held.parts, self.groups, strict=True):
+            if part.dropped > unseen_pages(length, group.window, self.page_size):
+                return None
+        parts = [self.allocator.fork(part)[0] for part in held.parts]
+        for part in parts:
+            self.allocator.truncate(part, length)
+        return Held(tuple(parts))
+
+    def free(self, held: Held) -> None:
+        """End a sequence that has no slot."""
+        for part in held.parts:
+            self.allocator.free(part)
 
     def matched(self, tokens: Sequence[int]) -> int:
-        """How many tokens `start` would find."""
-        return 0 if self._prefixes is None else self._prefixes.match(tokens)
+        """How many tokens `start` would find: a prefix that all groups know."""
+        if self._prefixes is None:
+            return 0
+        found = len(tokens) - 1
+        while True:
+            before = found
+            for number, group in enumerate(self.groups):
+                found = self._prefixes.match(tokens[:found], number, whole=True, window=group.window)
+            if found == before or len(self.groups) == 1:  # what one group finds, all others have to find as well
+                return found
 
-    def remember(self, sequence: Held, tokens: Sequence[int]) -> None:
+    def remember(self, held: Held, tokens: Sequence[int]) -> None:
         """Let later sequences find the full pages of this one, of which these tokens are written, or are by a step
         that was launched.
         """
         if self._prefixes is not None:
-            self._prefixes.insert(sequence, tokens)
+            for number, part in enumerate(held.parts):
+                self._prefixes.insert(part, tokens, number)
 
-    def seat(self, slot: int, sequence: Held) -> None:
-        """Give a sequence a row of the block table."""
-        self._rows[slot], self._slots[sequence], self._sent[slot] = sequence, slot, 0
+    def drop_unseen(self, slot: int) -> None:
+        """Hand back pages whose tokens no later query of a slot's sequence sees; steps under way still read them, and
+        whoever takes these pages writes after that.
+        """
+        if not self._windows:
+            return
+        for number, (part, group) in enumerate(zip(self._rows[slot].parts, self.groups, strict=True)):
+            # the last full page stays: the prefix cache goes on from it
+            unseen = min(unseen_pages(part.length, group.window, self.page_size), part.full_pages - 1)
+            if unseen > part.dropped:
+                self._stale[slot] |= {(number, index) for index in range(part.dropped, unseen)}
+                self.allocator.drop_front(part, unseen)
+
+    def seat(self, slot: int, held: Held) -> None:
+        """Give a sequence a row of each block table."""
+        self._rows[slot], self._sent[slot], self._stale[slot] = held, [0] * len(self.groups), set()
+        for number, part in enumerate(held.parts):
+            self._places[part] = (number, slot)
 
     def leave(self, slot: int) -> None:
         """Take it back, and end the sequence."""
-        sequence = self._rows.pop(slot)
+        held = self._rows.pop(slot)
         self._grown.pop(slot, None)
-        del self._sent[slot], self._slots[sequence]
-        self.allocator.free(sequence)
+        del self._sent[slot], self._stale[slot]
+        for part in held.parts:
+            del self._places[part]
+        self.free(held)
 
     def fits(self, wanted: Iterable[tuple[Held, int]]) -> bool:
         """Whether there are pages for these more tokens of these sequences."""
-        return self.allocator.shortfall(wanted) == 0
+        return self.allocator.shortfall([(part, count) for held, count in wanted for part in held.parts]) == 0
 
     def grow(self, slot: int, count: int) -> None:
         """Make room for more tokens of a slot's sequence, in the next step."""
-        sequence = self._rows[slot]
-        before = len(sequence.pages)
-        (write,) = self.allocator.append_all([(sequence, count)])
-        first = min(self._sent[slot], before - bool(write.copies))
-        changes = [(slot, at, sequence.pages[at]) for at in range(first, len(sequence.pages))]
-        self._grown[slot] = Growth(list(write.copies), changes)
-        self._sent[slot] = len(sequence.pages)
+        parts, sent, stale = self._rows[slot].parts, self._sent[slot], self._stale[slot]
+        copies: list[tuple[int, int]] = []
+        writes = self.allocator.append_all([(part, count) for part in parts])
+        for number, (part, write) in enumerate(zip(parts, writes, strict=True)):
+            if write.copies:  # the page that the first of the new tokens goes to
+                stale.add((number, (part.length - count) // self.page_size))
+            copies += write.copies
+            stale |= {(number, index) for index in range(sent[number], len(part.pages))}
+            sent[number] = len(part.pages)
+        changes = [(number, slot, index, self._page(slot, number, index)) for number, index in sorted(stale)]
+        self._grown[slot] = Growth(copies, changes)
+        stale.clear()
 
     def grown(self) -> Growth:
         """What the device has to do before the next step, all together."""
@@ -107,14 +176,23 @@ class Pages:
     def violations(self) -> list[str]:
         """What of the bookkeeping contradicts itself, in words."""
         found = self.allocator.violations() + (self._prefixes.violations() if self._prefixes is not None else [])
-        host = self.table.tolist()
-        for slot, sequence in self._rows.items():
-            sent = self._sent[slot]
-            if host[slot][:sent] != sequence.pages[:sent]:
-                found.append(f"row {slot} of the device's block table is not that of its sequence")
+        host = self.tables.tolist()
+        for slot, held in self._rows.items():
+            for number, part in enumerate(held.parts):
+                if part.length != held.length:
+                    found.append(f"slot {slot} has {part.length} tokens in group {number}, {held.length} in the first")
+                for index in range(self._sent[slot][number]):
+                    stale = (number, index) in self._stale[slot]
+                    if not stale and host[number][slot][index] != self._page(slot, number, index):
+                        found.append(f"entry {index} of row {slot} of group {number} on the device is another page")
         return found
 
-    def _replaced(self, sequence: Held, index: int) -> None:
-        slot = self._slots.get(sequence)
-        if slot is not None:
-            self._sent[slot] = min(self._sent[slot], index)
+    def _page(self, slot: int, number: int, index: int) -> int:
+        """What an entry of a block table is."""
+        page = self._rows[slot].parts[number].pages[index]
+        return self._zero if page == NO_PAGE else page
+
+    def _replaced(self, part: Part, index: int) -> None:
+        number, slot = self._places.get(part, (0, -1))
+        if slot >= 0 and index < self._sent[slot][number]:
+            self._stale[slot].add((number, index))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from tilewise.engine.pages import Held
 from tilewise.engine.params import SamplingParams
-from tilewise.kv.sequence import Sequence
 
 
 class State(Enum):
@@ -96,7 +96,7 @@ class Sample:
     seed: int
     tokens: list[int]
     state: State = State.WAITING
-    sequence: Sequence | None = None
+    sequence: Held | None = None
     slot: int = -1
     computed: int = 0  # tokens whose keys and values are written, or are written by a step under way
     launched: int = 0

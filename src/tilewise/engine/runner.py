@@ -74,8 +74,13 @@ class Runner:
             config.max_running, decoder.config.vocab_size, self._tokens, decoder.config.eos_token_ids
         )
         self._cos, self._sin = decoder.rope_tables(max_length)
-        windows = set(decoder.config.windows)
-        self._masks = {size: causal if size is None else window(size) for size in windows}
+        self._masks = {each.window: causal if each.window is None else window(each.window) for each in pages.groups}
+        self._places = {  # of a layer: its group, and its place among that group's
+            layer: (number, place)
+            for number, group in enumerate(pages.groups)
+            for place, layer in enumerate(group.layers)
+        }
+        self._invariant = config.deterministic and decoder.device.type == "cuda"
 
     def seat(self, sample: Sample) -> None:
         """Send a sample's tokens and parameters to its slot."""
@@ -89,18 +94,22 @@ class Runner:
         batch = self._sent(work, growth)
         rows = torch.repeat_interleave(batch.counts, output_size=batch.total)
         positions = batch.starts[rows] + torch.arange(batch.total, device=self._device) - batch.cu[rows]
-        slots = batch.slots[rows]
+        slots, lengths = batch.slots[rows], batch.starts + batch.counts
         size = self.pages.page_size
-        where = self.pages.table[slots, positions // size] * size + positions % size
-        layout = Paged(self.pages.table[batch.slots, : batch.width], batch.starts + batch.counts, batch.cu)
+        where = self.pages.tables[:, slots, positions // size] * size + positions % size
+        tables = self.pages.tables[:, batch.slots, : batch.width]
+        layouts = [Paged(table, lengths, batch.cu) for table in tables.unbind()]
         rope = Rope(self._cos, self._sin, positions)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            k_pages, v_pages = self.pages.pool.pages(layer)
-            kv_write(k, v, k_pages, v_pages, where, rope=rope)
-            mask = self._masks[self.decoder.config.windows[layer]]
+            number, place = self._places[layer]
+            k_pages, v_pages = self.pages.pool.pages(place)
+            kv_write(k, v, k_pages, v_pages, where[number], rope=rope)
+            mask = self._masks[self.pages.groups[number].window]
             q = rotate(q, rope=rope)
-            o: torch.Tensor = attention(q, k_pages, v_pages, mask=mask, layout=layout)
+            o: torch.Tensor = attention(
+                q, k_pages, v_pages, mask=mask, layout=layouts[number], batch_invariant=self._invariant
+            )
             return o
 
         hidden = self.decoder.hidden(self._tokens[slots, positions], attend)
@@ -145,8 +154,8 @@ class Runner:
         parts += [[page for pair in growth.copies for page in pair]]
         on_device = send_lists(parts, self._device)
         if growth.changes:
-            slot, index, page = on_device[5:8]
-            self.pages.table[slot.long(), index.long()] = page
+            group, slot, index, page = on_device[5:9]
+            self.pages.tables[group.long(), slot.long(), index.long()] = page
         if growth.copies:
             self.pages.pool.copy(on_device[-1].view(-1, 2))
         longest = max(start + count for start, count in zip(starts, counts, strict=True))

@@ -149,14 +149,15 @@ class Scheduler:
         """Give the first who waits pages and a slot for a part of its prompt; None where that must wait."""
         request = sample.request
         first = request.samples[0]
+        sequence = None
         if first is not sample and not sample.turn and first.sequence is not None:
             sequence = self._pages.fork(first.sequence, sample.prompt_length - 1)
-        else:
+        if sequence is None:
             sequence = self._pages.start(sample.tokens, shared=request.params.prompt_logprobs is None)
         count = min(len(sample.tokens) - sequence.length, budget)
         running = [(each.sequence, 1) for each in self.running if each.sequence is not None]
         if not self._pages.fits([*running, (sequence, count)]):
-            self._pages.allocator.free(sequence)
+            self._pages.free(sequence)
             return None
         self.num_waiting -= 1
         sample.sequence, sample.slot = sequence, heapq.heappop(self._slots)
