@@ -69,6 +69,24 @@ def test_frequencies_are_those_of_transformers(name: str, rotary_dim: int, base:
     assert scale == pytest.approx(factor, rel=1e-12)
 
 
+@pytest.mark.parametrize("rotary_dim", [16, 128])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("attention_factor", [None, 1.25])
+def test_longrope_is_that_of_transformers(rotary_dim: int, length: int, attention_factor: float | None) -> None:
+    short, long = ([1.0 + n * step for n in range(rotary_dim // 2)] for step in (0.01, 0.25))
+    parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "short_factor": short, "long_factor": long,
+        "original_max_position_embeddings": 4096, "attention_factor": attention_factor,
+    }  # fmt: skip
+    config = LlamaConfig(hidden_size=2 * rotary_dim, num_attention_heads=2, rope_parameters=parameters)
+    want, factor = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=length)
+    scaling = tw.LongRopeScaling(8.0, short, long, 4096, attention_factor)
+    found, scale = frequencies(rotary_dim, length, 1e4, scaling)
+    torch.testing.assert_close(found.float(), want, rtol=2e-6, atol=0.0)
+    assert scale == pytest.approx(factor, rel=1e-12)
+    assert scaling == tw.LongRopeScaling(8.0, tuple(short), tuple(long), 4096, attention_factor)
+
+
 def test_scalings_differ_from_none_and_each_other() -> None:
     tables = [tw.rope_tables(64, 5000, scaling=x)[0] for x in (None, *(x for x, _ in SCALINGS.values()))]
     for n, a in enumerate(tables):
@@ -118,6 +136,17 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: tw.LinearScaling(0.5), r"LinearScaling factor: got 0.5; expected a number of 1 or more"),
     (lambda: tw.LinearScaling(math.nan), r"LinearScaling factor: got nan"),
     (lambda: tw.LinearScaling("4"), r"LinearScaling factor: got '4'"),
+    (lambda: tw.LongRopeScaling(2.0, [1.0], [1.0, 2.0], 64), r"long_factors: got 2 numbers; expected 1, as short"),
+    (
+        lambda: tw.LongRopeScaling(2.0, [0.0], [1.0], 64),
+        r"LongRopeScaling short_factors: got \[0.0\]; expected",
+    ),
+    (lambda: tw.LongRopeScaling(0.5, [1.0], [1.0], 64), r"LongRopeScaling factor: got 0.5; expected a number of 1"),
+    (lambda: tw.LongRopeScaling(2.0, [1.0], [1.0], 1), r"LongRopeScaling original_length: got 1; expected an int of 2"),
+    (
+        lambda: tw.rope_tables(16, 10, scaling=tw.LongRopeScaling(2.0, [1.0], [1.0], 64)),
+        r"LongRopeScaling: got 1 factors; expected 8, one for each pair of rotary_dim=16",
+    ),
     (lambda: tw.DynamicScaling(2.0, 0), r"original_length: got 0; expected an int of 1 or more"),
     (lambda: tw.YarnScaling(2.0, 4.0), r"original_length: got 4.0"),
     (lambda: tw.YarnScaling(2.0, 4, beta_slow=32.0), r"YarnScaling beta_slow: got 32.0; expected less than beta_fast"),

@@ -21,7 +21,14 @@ from tilewise.formula.library import (
 )
 from tilewise.formula.order import TokenOrder
 from tilewise.formula.scores import alibi, bias, relative_bias, sigmoid_score, softcap, tanh_score
-from tilewise.frequencies import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, rope_tables
+from tilewise.frequencies import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    YarnScaling,
+    rope_tables,
+)
 from tilewise.layouts import Dense, Packed, Paged, PageSummaries
 from tilewise.ops.attention import Explanation, attention, attention_with_lse, plan, why
 from tilewise.ops.attention.choice import Selected
@@ -59,6 +66,7 @@ __all__ = [
     "KVCache",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRopeScaling",
     "Mask",
     "Packed",
     "PageSummaries",

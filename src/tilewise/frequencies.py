@@ -13,6 +13,7 @@ import torch
 from tilewise.core.errors import InputError, shown
 from tilewise.core.real import is_finite
 
+_HINT = "a model's rope_scaling has it"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -132,7 +133,50 @@ class Llama3Scaling:
         _check_order(self, "low_freq_factor", "high_freq_factor")
 
 
-Scaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE: each pair has a factor of its own, by which its angle is divided.
+
+    Tables longer than original_length use long_factors, others short_factors. Cosines and sines are multiplied by
+    attention_factor, and so scores by its square.
+
+    Args:
+        factor: at least 1; new context length over that of training.
+        short_factors, long_factors: a number above 0 for each pair.
+        original_length: context length of training, in tokens; 2 or more.
+        attention_factor: above 0; None is the paper's sqrt(1 + ln(factor) / ln(original_length)).
+
+    Raises:
+        InputError: factor is below 1, another number not positive, or the two lists differ in length.
+
+    Source: Ding, Zhang, Xu, Shang, Xu, Xu, Yang and Yang, "LongRoPE: Extending LLM Context Window Beyond 2 Million
+    Tokens", 2024.
+
+    Example:
+        >>> scaling = tw.LongRopeScaling(4.0, (1.0,) * 8, (1.0,) * 4 + (4.0,) * 4, original_length=64)
+        >>> cos, sin = tw.rope_tables(16, 100, scaling=scaling)
+    """
+
+    factor: float
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_length: int
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("short_factors", "long_factors"):
+            listed = getattr(self, name)
+            if not isinstance(listed, (list, tuple)) or not listed or not all(is_finite(x) and x > 0 for x in listed):
+                expected = "numbers above 0, one for each pair"
+                raise InputError(f"LongRopeScaling {name}", got=shown(listed), expected=expected, hint=_HINT)
+            object.__setattr__(self, name, tuple(float(x) for x in listed))
+        if len(self.short_factors) != len(self.long_factors):
+            got, expected = f"{len(self.long_factors)} numbers", f"{len(self.short_factors)}, as short_factors has"
+            raise InputError("LongRopeScaling long_factors", got=got, expected=expected, hint=_HINT)
+        _check_scaling(self)
+
+
+Scaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 
 
 def rope_tables(
@@ -153,7 +197,7 @@ def rope_tables(
         rotary_dim: number of a head's dimensions that are rotated, even.
         length: number of positions, the longest context.
         base: above 1; models of long contexts have larger ones (`rope_theta`).
-        scaling: None, or a LinearScaling, DynamicScaling, YarnScaling or Llama3Scaling.
+        scaling: None, or a LinearScaling, DynamicScaling, YarnScaling, Llama3Scaling or LongRopeScaling.
         device: of the tables; None is PyTorch's default.
         dtype: float16, bfloat16, float32 or float64.
 
@@ -192,7 +236,7 @@ def frequencies(
         raise InputError(
             "scaling",
             got=type(scaling).__name__,
-            expected="None, a LinearScaling, DynamicScaling, YarnScaling or Llama3Scaling",
+            expected="None, a LinearScaling, DynamicScaling, YarnScaling, Llama3Scaling or LongRopeScaling",
             hint="a model's rope_type says which",
         )
     if isinstance(scaling, DynamicScaling):
@@ -213,7 +257,20 @@ def frequencies(
         turns = scaling.original_length * plain / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         return _between(plain, ((turns - low) / (high - low)).clamp(0.0, 1.0), scaling.factor), 1.0
+    if isinstance(scaling, LongRopeScaling):
+        return _longrope(plain, length, scaling)
     return plain, 1.0
+
+
+def _longrope(plain: torch.Tensor, length: int, scaling: LongRopeScaling) -> tuple[torch.Tensor, float]:
+    factors = scaling.long_factors if length > scaling.original_length else scaling.short_factors
+    if len(factors) != len(plain):
+        got, expected = f"{len(factors)} factors", f"{len(plain)}, one for each pair of rotary_dim={2 * len(plain)}"
+        raise InputError("LongRopeScaling", got=got, expected=expected, hint=_HINT)
+    more = scaling.attention_factor
+    if more is None:
+        more = math.sqrt(1.0 + math.log(scaling.factor) / math.log(scaling.original_length))
+    return plain / torch.tensor(factors, dtype=torch.float64), more
 
 
 def _yarn(plain: torch.Tensor, base: float, scaling: YarnScaling) -> torch.Tensor:
@@ -239,7 +296,7 @@ def _between(plain: torch.Tensor, kept: torch.Tensor, factor: float) -> torch.Te
 def _check_count(name: str, value: Any, least: int) -> None:
     even = name != "rotary_dim" or (isinstance(value, int) and value % 2 == 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < least or not even:
-        kind = "an even int" if least == 2 else "an int"
+        kind = "an even int" if name == "rotary_dim" else "an int"
         raise InputError(name, got=shown(value), expected=f"{kind} of {least} or more", hint="see `tilewise.Rope`")
 
 
@@ -247,13 +304,15 @@ def _check_scaling(scaling: Any) -> None:
     """Every number is positive, lengths are whole, and factors do not shorten."""
     for field in fields(scaling):
         value, name = getattr(scaling, field.name), f"{type(scaling).__name__} {field.name}"
+        if field.name in ("short_factors", "long_factors"):
+            continue  # LongRopeScaling checks its own
         if field.name == "original_length":
-            _check_count(name, value, 1)
+            _check_count(name, value, 2 if isinstance(scaling, LongRopeScaling) else 1)
         elif not (field.name == "attention_factor" and value is None):
             least = 1.0 if field.name == "factor" else 0.0
             if not is_finite(value) or value < least or not value:
                 says = "a number of 1 or more" if least else "a number above 0"
-                raise InputError(name, got=shown(value), expected=says, hint="a model's rope_scaling has it")
+                raise InputError(name, got=shown(value), expected=says, hint=_HINT)
 
 
 def _check_order(scaling: Any, less: str, more: str) -> None:

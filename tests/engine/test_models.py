@@ -45,6 +45,8 @@ def config_of(**changes: Any) -> dict[str, Any]:
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, UnsupportedError, "GPT2LMHeadModel"),
     "rope_type": ({"rope_scaling": {"rope_type": "spiral"}}, UnsupportedError, "spiral"),
+    "rope_factor": ({"rope_scaling": {"rope_type": "yarn"}}, InputError, "factor, which yarn needs"),
+    "rope_list": ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, InputError, "long_factor, which"),
     "rope_key": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "twist": 1}}, UnsupportedError, "twist"),
     "nested_rope": ({"rope_parameters": {"full_attention": {}}}, UnsupportedError, "full_attention"),
     "key": ({"attn_logit_softcapping": 30.0}, UnsupportedError, "attn_logit_softcapping"),

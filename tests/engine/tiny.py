@@ -25,12 +25,17 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "short_factor": [1.0 + n / 9 for n in range(12)],
+    "long_factor": [1.0 + n for n in range(12)], "original_max_position_embeddings": 32,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama_rope3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama_longrope": ("Llama", {"rope_parameters": LONGROPE}),
     "mistral": ("Mistral", {"sliding_window": 24}),
     "qwen2": ("Qwen2", {"rope_parameters": YARN}),
     "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),

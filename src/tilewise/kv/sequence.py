@@ -40,7 +40,17 @@ class Sequence:
         return self.length // self.page_size
 
     def slot(self, token: int) -> int:
-        """The slot of a `token`, counted from 0. Raises InputError for a token that is not there."""
+        """The slot of a token.
+
+        Args:
+            token: its number, from 0.
+
+        Returns:
+            The slot's number.
+
+        Raises:
+            InputError: the token is not there, or its page was handed back.
+        """
         check_index("token", token, self.length, "tokens of the sequence")
         if token // self.page_size < self.dropped:
             expected = f"{self.dropped * self.page_size} or later"

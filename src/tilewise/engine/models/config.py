@@ -16,6 +16,7 @@ from tilewise.frequencies import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     Scaling,
     YarnScaling,
 )
@@ -31,7 +32,8 @@ _IGNORED = frozenset(
     {
         "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id",
         "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range", "is_decoder",
-        "is_llama_config", "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
+        "is_llama_config", "label2id", "model_type", "original_max_position_embeddings", "output_attentions",
+        "output_hidden_states", "pad_token_id",
         "pretraining_tp", "problem_type", "return_dict", "rope_interleaved", "rope_parameters", "rope_scaling",
         "rope_theta", "torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed",
         "unsloth_version", "use_cache",
@@ -254,28 +256,40 @@ def _rope(given: dict[str, Any], head_dim: int, max_length: int) -> tuple[float,
     keys.pop("type", None)
     if keys.pop("partial_rotary_factor", given.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedError("config.json partial_rotary_factor", got="less than 1", expected="1", hint="whole heads")
-    original = keys.pop("original_max_position_embeddings", None)
+    original = keys.pop("original_max_position_embeddings", given.get("original_max_position_embeddings"))
+
+    def needed(name: str) -> Any:
+        if keys.get(name) is None:
+            expected, hint = f"{name}, which {kind} needs", "the model's own file has it"
+            raise InputError("config.json rope_parameters", got=shown(said), expected=expected, hint=hint)
+        return keys.pop(name)
+
     scaling: Scaling | None
     if kind == "default":
         scaling = None
     elif kind == "linear":
-        scaling = LinearScaling(keys.pop("factor"))
+        scaling = LinearScaling(needed("factor"))
     elif kind == "dynamic":
-        scaling = DynamicScaling(keys.pop("factor"), original or max_length)
+        scaling = DynamicScaling(needed("factor"), original or max_length)
     elif kind == "llama3":
-        low, high = keys.pop("low_freq_factor"), keys.pop("high_freq_factor")
-        scaling = Llama3Scaling(keys.pop("factor"), low, high, original or max_length)
+        low, high = needed("low_freq_factor"), needed("high_freq_factor")
+        scaling = Llama3Scaling(needed("factor"), low, high, original or max_length)
     elif kind == "yarn":
         betas = {name: keys.pop(name) for name in ("beta_fast", "beta_slow") if keys.get(name) is not None}
-        factor = keys.pop("factor")
+        factor = needed("factor")
         scaling = YarnScaling(
             factor, original or max_length, **betas, attention_factor=keys.pop("attention_factor", None)
         )
+    elif kind == "longrope":
+        original = original or max_length
+        factor = keys.pop("factor", None) or max_length / original
+        short, long = needed("short_factor"), needed("long_factor")
+        scaling = LongRopeScaling(factor, short, long, original, keys.pop("attention_factor", None))
     else:
         raise UnsupportedError(
             "config.json rope_type",
             got=shown(kind),
-            expected="default, linear, dynamic, llama3 or yarn",
+            expected="default, linear, dynamic, llama3, longrope or yarn",
             hint="another one changes every position",
         )
     unknown = sorted(name for name, value in keys.items() if value is not None)
