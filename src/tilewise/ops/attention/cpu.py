@@ -22,7 +22,7 @@ from tilewise.formula.limits import MOST
 from tilewise.formula.optimize import written_once
 from tilewise.formula.structure import Bound
 from tilewise.formula.walk import postorder
-from tilewise.ops.attention import cpu_fused
+from tilewise.ops.attention import cpu_decode, cpu_fused
 from tilewise.ops.attention.cpu_parts import MAX_RUN, fill, parts_of, runs_of
 from tilewise.ops.attention.gradient import Gradients, delta_of
 from tilewise.ops.attention.problem import Call
@@ -41,8 +41,14 @@ def tiled_forward(call: Call, of_weights: Weights | None = None) -> tuple[torch.
     of weights up to 1, the largest of a row so far, while sums have these.
     """
     o, lse = call.new_output(), call.new_lse()
+    lengths = cpu_decode.lengths_of(call) if of_weights is None else None
     with _full_precision():
+        left = None if lengths is None else cpu_decode.forward(call, lengths, o, lse)
+        if left is not None and not left.any():
+            return o, lse
         for part, rows, _ in parts_of(call, apart=call.batch_invariant):
+            if left is not None and not left[part.first_batch]:  # bits of others do not depend on such rows
+                continue
             o_part, lse_part = o, lse
             if rows is not None:
                 o_part, lse_part = (o[None, rows], lse[None, :, rows]) if call.packed else (o[rows], lse[rows])

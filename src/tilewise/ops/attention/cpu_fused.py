@@ -24,8 +24,8 @@ BLOCK_M, BLOCK_N = 256, 128  # mask tiles are classified in these
 WORTH = 2.0  # how many pairs the kernel does in the time in which the tiled form does one
 NEGLIGIBLE = 60.0  # weights below exp(-60) are 0 in the backward: smaller ones would become subnormal, which is slow
 FAR = 2.0**10  # of a log-sum: beyond, its rounding shows in weights that are counted from it
-_SHORTEST = 16  # keys: in shorter runs the kernel's maximum loses NaN
-_LARGEST = 1e37  # of a log-sum: beyond, a formula's score may count as hidden
+SHORTEST = 16  # keys: in shorter runs the kernel's maximum loses NaN
+LARGEST = 1e37  # of a log-sum: beyond, a formula's score may count as hidden
 _PASSES = ((768, 1.0), (192, 1.3), (0, 1.7))  # the kernel's time for a pair, by queries in a call: it splits few finely
 
 
@@ -45,7 +45,7 @@ def serves(call: Call) -> bool:
         and call.dropout == 0.0
         and call.skip is None
         and not call.batch_invariant
-        and call.rows_k >= _SHORTEST
+        and call.rows_k >= SHORTEST
         and call.rows_q * call.rows_k >= FEWEST
         and (call.score is None or only_adds(call.score.text))
     )
@@ -87,10 +87,10 @@ def forward(call: Call, blocks: list[Block], o: torch.Tensor, lse: torch.Tensor)
             o_block.copy_(bias.ordered(found_o.transpose(1, 2), 1))
             lse_block.copy_(bias.ordered(found_lse, 2))
     if call.sink is not None:
-        _add_sink(call.sink, o, lse)
+        add_sink(call.sink, o, lse)
     if not _finite(o):
         doubtful |= ~o.isfinite().all(-1).transpose(1, 2)
-    return doubtful.logical_or_(~(lse.abs() < _LARGEST) & (lse != -torch.inf))
+    return doubtful.logical_or_(~(lse.abs() < LARGEST) & (lse != -torch.inf))
 
 
 def steady(o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -182,8 +182,8 @@ def _blocks(runs: list[tuple[int, int] | None], sizes: _Sizes, tiles: int) -> It
         rows = slice(first * BLOCK_M, min((first + tiles) * BLOCK_M, sizes.rows_q))
         end = min(max((stop for _, stop in met), default=0) * BLOCK_N, sizes.rows_k)
         keys = slice(min((start for start, _ in met), default=0) * BLOCK_N, end)
-        if met and keys.stop - keys.start < _SHORTEST:  # the last tile, cut off
-            keys = slice(keys.stop - _SHORTEST, keys.stop)
+        if met and keys.stop - keys.start < SHORTEST:  # the last tile, cut off
+            keys = slice(keys.stop - SHORTEST, keys.stop)
         yield Block(rows, keys)
 
 
@@ -212,8 +212,8 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 
-def _add_sink(sink: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """Take the sink's share from rows: o * exp(lse - lse_with_sink)."""
+def add_sink(sink: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Take the sink's share from rows o (batch, rows, heads, dim): o * exp(lse - lse_with_sink)."""
     with_sink = torch.logaddexp(lse, sink.detach().to(lse.dtype)[None, :, None])
     share = torch.where(with_sink == -torch.inf, 1.0, torch.exp(lse - with_sink))
     o.mul_(share.transpose(1, 2)[..., None])
