@@ -1,4 +1,4 @@
-"""`tilewise explain`: small programs that count their memory traffic, and pictures of masks and of divided work."""
+"""`tilewise explain`: small programs that count their memory traffic, and pictures of masks, divided work and steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilewise.cli import shapes
+from tilewise.cli import explain_step, shapes
 from tilewise.cli.expression import read_mask
 from tilewise.cli.output import FAILED, console, guarded, say, say_json, table
 from tilewise.core.errors import InputError
@@ -30,7 +30,7 @@ def _title(name: str) -> str:
 
 @guarded
 def overview(context: typer.Context) -> None:
-    """Ten small programs that count their memory traffic, the traffic of whole algorithms, and masks as pictures.
+    """Ten small programs that count their memory traffic; whole algorithms, masks and an engine's steps as pictures.
 
     Without a command: list the rungs of the ladder.
     """
@@ -302,4 +302,5 @@ def register(app: typer.Typer) -> None:
     app.command("ladder")(climb)
     app.command("mask")(mask)
     app.command("plan")(plan)
+    app.command("step")(explain_step.step)
     app.command("traffic")(traffic)

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 
-from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.core.errors import InputError
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.engine import Engine
-from tilewise.engine.models.config import ModelConfig
-from tilewise.engine.models.decoder import Decoder
-from tilewise.engine.models.weights import load_weights
+from tilewise.engine.models.load import decoder_of, folder_of
 from tilewise.engine.params import SamplingParams
 from tilewise.engine.request import RequestOutput
 from tilewise.engine.tokenizer import Tokenizer
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -47,15 +44,12 @@ class LLM:
     def __init__(
         self, model: str | Path, *, dtype: str = "auto", device: torch.device | str | None = None, **options: Any
     ) -> None:
-        folder = _folder(model)
+        folder = folder_of(model)
         unknown = sorted(options.keys() - EngineConfig.__dataclass_fields__.keys())
         if unknown:
             expected = ", ".join(EngineConfig.__dataclass_fields__)
             raise InputError("LLM", got=f"{unknown[0]}=", expected=expected, hint="see tilewise.engine.EngineConfig")
-        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-        config = ModelConfig.read(folder)
-        decoder = Decoder(config, dtype=_dtype(dtype, config, where), device=where)
-        load_weights(decoder, folder)
+        decoder = decoder_of(folder, dtype=dtype, device=device)
         self.engine = Engine(decoder, Tokenizer.read(folder), EngineConfig(**options))
         self.name = Path(folder).name
 
@@ -158,23 +152,3 @@ def _listed(prompts: Any) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
         raise InputError("prompts", got=type(prompts).__name__, expected="a list of prompts", hint='["…", [1, 2, 3]]')
     return list(prompts)
-
-
-def _folder(model: str | Path) -> Path:
-    if model == "smollm2":
-        from tilewise.engine.smollm2 import folder
-
-        return folder()
-    if not isinstance(model, (str, Path)):
-        raise InputError("model", got=shown(model), expected="a folder", hint="'smollm2' is a small model")
-    return Path(model)
-
-
-def _dtype(named: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if named == "auto":
-        return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
-    if named not in _DTYPES:
-        raise UnsupportedError(
-            "dtype", got=shown(named), expected=f"auto, {', '.join(_DTYPES)}", hint="names of dtypes"
-        )
-    return _DTYPES[named]

@@ -10,5 +10,6 @@
 - `accuracy`: errors of schemes of few bits on tensors of yours, and the fastest scheme that is accurate enough.
 - `masses`, `sparsity`: where weights lie, and how few tiles of them serve on tensors of yours.
 - `accumulators`: what accumulators of 13 bits lose, by the length of a sum.
+- `engine_tracer`, `engine_steps`: where a step of the generation engine spends its time, measured from outside.
 - `draw`: pictures of masks, tiles, traffic, rooflines, schedules and errors (needs the extra `tilewise[draw]`).
 """

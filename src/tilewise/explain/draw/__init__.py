@@ -2,11 +2,12 @@
 
 `mask`, `tiles` and `query` draw masks; `roofline`, `traffic`, `ladder` and `timeline` draw what attention costs;
 `shares` who does which tile, `pages` who holds which page; `errors`, `lengths`, `codes` and `steps` what few bits cost;
-`weights` where weights lie and which tiles are taken. Files are deterministic: the same figure saved twice gives the
-same bytes.
+`weights` where weights lie and which tiles are taken; `engine_steps` when the parts of an engine's steps run. Files are
+deterministic: the same figure saved twice gives the same bytes.
 """
 
 from tilewise.explain.draw.bits import codes, errors, lengths, steps
+from tilewise.explain.draw.engine import engine_steps
 from tilewise.explain.draw.formulas import mask, panel
 from tilewise.explain.draw.masks import EMPTY, FULL, PARTIAL, Panel, classify, query, tiles
 from tilewise.explain.draw.pages import pages
@@ -23,6 +24,7 @@ __all__ = [
     "check_target",
     "classify",
     "codes",
+    "engine_steps",
     "errors",
     "ladder",
     "lengths",
