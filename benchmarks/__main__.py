@@ -22,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="results folder (default: benchmarks/results)")
     parser.add_argument("--rounds", type=int, default=60, help="timed calls per contender, or turns of calls, at most")
     parser.add_argument("--only", nargs="+", default=[], help="parts of the case, by name")
+    parser.add_argument("--model", help="engine: random:NAME, smollm2, or a checkpoint's folder")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="engine_equality: keep findings there, and go on")
     parser.add_argument("--quick", action="store_true", help="tiny problems, to see that a case runs; needs --out")
     given = parser.parse_args(argv)
     if given.case == "merge":
@@ -31,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if given.quick and given.out is None:
         parser.error("--quick measures nothing worth keeping: give a folder with --out")
-    options = Options(given.out or RESULTS, given.rounds, tuple(given.only), given.quick)
+    options = Options(given.out or RESULTS, given.rounds, tuple(given.only), given.quick, given.model, given.resume)
     for name in CASES if given.case == "all" else [given.case]:
         importlib.import_module(f"benchmarks.cases.{name}").run(options)
     if options.unknown:

@@ -72,12 +72,13 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line of this process, as one types it in the repository's root, without PLACES."""
+    """The command line of this process, as one types it in the repository's root, without PLACES and other folders."""
     arguments = sys.argv[1:]
-    for option in PLACES:
+    for option in (*PLACES, "--model"):
         if option in arguments:
             place = arguments.index(option)
-            arguments = arguments[:place] + arguments[place + 2 :]
+            if option in PLACES or Path(*arguments[place + 1 : place + 2]).is_dir():
+                arguments = arguments[:place] + arguments[place + 2 :]
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     if module is None:
         return shlex.join([Path(sys.argv[0]).name, *arguments])

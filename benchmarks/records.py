@@ -28,8 +28,9 @@ class Record:
 
     Times are in milliseconds, rates in TFLOP/s and GB/s, memory in MiB, shares in percent.
 
-    `p20_ms p50_ms p80_ms` are quantiles over single calls. `ceiling_tflops` and `ceiling_gbps` are this run's matrix
-    product and copy. `error` is {"metric": str, "value": float} against the reference, or {"metric": "failure",
+    `p20_ms p50_ms p80_ms` are quantiles over single calls, as is `p99_ms` where there are many. `tokens_per_s` counts
+    tokens of answers, `total_tokens_per_s` those of prompts too. `ceiling_tflops` and `ceiling_gbps` are this run's
+    matrix product and copy. `error` is {"metric": str, "value": float} against the reference, or {"metric": "failure",
     "message": str} with no times where the contender could not do the problem ("not applicable" in the place of
     "failure" where it says so itself: one of our rows whose needs are not met). `includes` says what the time includes.
     `sources` is the hash of the kernel family's files (tools/families.py), None for contenders that are not ours.
@@ -60,6 +61,9 @@ class Record:
     peak_mib: float | None = field(default=None)
     count: int | None = field(default=None)
     percent: float | None = field(default=None)
+    p99_ms: float | None = field(default=None)
+    tokens_per_s: float | None = field(default=None)
+    total_tokens_per_s: float | None = field(default=None)
 
     @property
     def failed(self) -> bool:
@@ -68,14 +72,17 @@ class Record:
 
     @property
     def steady(self) -> bool:
-        """Whether who times it again may find the median: it is within half as much again of the fastest fifth."""
-        return self.p20_ms is None or self.p50_ms is None or self.p50_ms <= 1.5 * self.p20_ms
+        """Whether who times it again may find the median: it is within half as much again of the fastest fifth, or it
+        is that of many requests, which differ.
+        """
+        return self.p99_ms is not None or not self.p20_ms or not self.p50_ms or self.p50_ms <= 1.5 * self.p20_ms
 
 
 NO_RESULT = ("failure", "not applicable")  # metrics of an `error` that has a message in the place of a value
-_OPTIONAL = {"peak_mib", "count", "percent"}
+_OPTIONAL_NUMBERS = {"peak_mib", "percent", "p99_ms", "tokens_per_s", "total_tokens_per_s"}
+_OPTIONAL = {"count", *_OPTIONAL_NUMBERS}
 _KEYS = {entry.name for entry in fields(Record)}
-_NUMBERS = {"p20_ms", "p50_ms", "p80_ms", "tflops", "gbps", "ceiling_tflops", "ceiling_gbps", "peak_mib", "percent"}
+_NUMBERS = {"p20_ms", "p50_ms", "p80_ms", "tflops", "gbps", "ceiling_tflops", "ceiling_gbps", *_OPTIONAL_NUMBERS}
 _TEXTS = {"run", "question", "impl", "includes", "commit", "device", "torch", "method", "command", "date"}
 _NULLABLE_TEXTS = {"sources", "driver", "triton"}
 
@@ -106,6 +113,8 @@ def validate(data: dict[str, Any]) -> Record:
     times = [data["p20_ms"], data["p50_ms"], data["p80_ms"]]
     if any(time is not None for time in times):
         _require(None not in times and times == sorted(times), f"p20_ms <= p50_ms <= p80_ms does not hold: {times}")
+    last = data.get("p99_ms")
+    _require(last is None or (times[2] is not None and last >= times[2]), f"p99_ms: {last} is less than {times[2]}")
     error = data["error"]
     if error is not None:
         _require(isinstance(error, dict) and isinstance(error.get("metric"), str), "error: expected {metric, value}")
@@ -200,6 +209,9 @@ class Writer:
         peak_mib: float | None = None,
         count: int | None = None,
         percent: float | None = None,
+        p99_ms: float | None = None,
+        tokens_per_s: float | None = None,
+        total_tokens_per_s: float | None = None,
     ) -> Record:
         """Append one record and print it as a short line."""
         p20, p50, p80 = times_ms or (None, None, None)
@@ -211,7 +223,8 @@ class Writer:
             ceiling_tflops=_rounded(self.ceilings[0]), ceiling_gbps=_rounded(self.ceilings[1]),
             error=error, includes=includes, commit=env.commit, sources=sources, device=env.device, driver=env.driver,
             torch=env.torch, triton=env.triton, method=self.method, command=env.command, date=env.date,
-            peak_mib=_rounded(peak_mib), count=count, percent=_rounded(percent),
+            peak_mib=_rounded(peak_mib), count=count, percent=_rounded(percent), p99_ms=_rounded(p99_ms),
+            tokens_per_s=_rounded(tokens_per_s), total_tokens_per_s=_rounded(total_tokens_per_s),
         )  # fmt: skip
         append(record, self.results)
         print(_line(record), flush=True)
@@ -242,6 +255,10 @@ def _line(record: Record) -> str:
         return parts[0] + f" {verdict}: {record.error['message'][:80]}"
     if record.p50_ms is not None:
         parts.append(f"{record.p50_ms:>10.4g} ms")
+    if record.p99_ms is not None:
+        parts.append(f"{record.p99_ms:>10.4g} ms of 99 %")
+    if record.tokens_per_s is not None:
+        parts.append(f"{record.tokens_per_s:>8.5g} tokens/s")
     if record.tflops is not None:
         parts.append(f"{record.tflops:>8.4g} TFLOP/s")
     if record.gbps is not None:
@@ -249,7 +266,7 @@ def _line(record: Record) -> str:
     if record.peak_mib is not None:
         parts.append(f"{record.peak_mib:>8.4g} MiB")
     if record.count is not None:
-        parts.append(f"{record.count:>6} compilations")
+        parts.append(f"{record.count:>6} counted")
     if record.percent is not None:
         parts.append(f"{record.percent:>8.4g} %")
     if record.error is not None:

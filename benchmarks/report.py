@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import grid_report, serving_report
+from benchmarks import engine_report, grid_report, serving_report
 from benchmarks.environment import ROOT
 from benchmarks.records import RESULTS, Record, read_all
 from tools.same_code import of_today
@@ -33,14 +33,16 @@ Contenders: `cudnn` and `fa2` are the cuDNN and FlashAttention-2 back ends of Py
 is FlashAttention-4 (package `flash-attn-4`), `flashinfer` is FlashInfer (package `flashinfer-python`), `quack` is QuACK
 (package `quack-kernels`), `sage1` is SageAttention 1.0 (package `sageattention`). Contenders with `.kernel` are given
 codes. `eager` and `compile` are PyTorch's operators without and with `torch.compile`, `eager.cudnn`
-and `compile.cudnn` with attention by cuDNN; `tilewise.eager` and `tilewise.compile` are ours. TFLOP/s count visible
-pairs: 4 · head_dim operations per pair in the forward pass, 2.5 times that in the backward pass; percentages are shares
-of the same run's matrix product. "Not applicable" stands where a row of ours does not take the call.
+and `compile.cudnn` with attention by cuDNN; `tilewise.eager` and `tilewise.compile` are ours. Of engines,
+`transformers.continuous` is the continuous batching of transformers, `transformers.generate` its `generate`. TFLOP/s
+count visible pairs: 4 · head_dim operations per pair in the forward pass, 2.5 times that in the backward pass;
+percentages are shares of the same run's matrix product. "Not applicable" stands where a row of ours does not take the
+call.
 """
 
 Table = list[tuple[str, dict[str, Record]]]
 LABELS: dict[str, Callable[[dict[str, Any]], str]] = {
-    question: shape.label for shape in (grid_report, serving_report) for question in shape.QUESTIONS
+    question: shape.label for shape in (engine_report, grid_report, serving_report) for question in shape.QUESTIONS
 }
 
 
@@ -91,6 +93,10 @@ def _cell(record: Record | None, best: float | None, share: bool, speedup: float
     if record.p50_ms is not None:
         time = _time(record.p50_ms)
         parts.append(f"**{time}**" if record.p50_ms == best else time)
+    if record.p99_ms is not None:
+        parts.append(f"99 % {_time(record.p99_ms)}")
+    if record.tokens_per_s is not None:
+        parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
     if speedup is not None:
         parts.append(f"{speedup:.2f} x")
     if record.tflops is not None:
@@ -102,7 +108,7 @@ def _cell(record: Record | None, best: float | None, share: bool, speedup: float
     if record.peak_mib is not None:
         parts.append(f"+{record.peak_mib:,.0f} MiB" if record.peak_mib >= 10 else f"+{record.peak_mib:.1f} MiB")
     if record.count is not None:
-        parts.append(str(record.count))
+        parts.append(f"{record.count:,}")
     if record.percent is not None:
         parts.append(f"{record.percent:.3g} %")
     return ", ".join(parts)

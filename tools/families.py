@@ -370,6 +370,12 @@ FAMILIES: dict[str, Family] = {
         Family(name="tilemap", sources=_FORMULA, tests=("tests/schedule/*.py",), rows=()),
         Family(name="quant", sources=("src/tilewise/quant/*.py",), tests=("tests/quant/*.py",), rows=()),
         Family(name="kv", sources=("src/tilewise/kv/*.py",), tests=("tests/kv/*.py",), rows=()),
+        Family(
+            name="engine",
+            sources=tuple(f"src/tilewise/{part}/*.py" for part in ("engine", "engine/models", "kv")),
+            tests=("tests/engine/*.py",),
+            rows=(),
+        ),
     )
 }
 

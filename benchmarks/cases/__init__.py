@@ -16,6 +16,8 @@ class Options:
     rounds: int = 60
     only: tuple[str, ...] = ()
     quick: bool = False
+    model: str | None = None  # of the engine's cases
+    resume: Path | None = None  # where a case keeps what it has found, to go on from there
     parts: set[str] = field(default_factory=set)  # that cases have asked for
 
     @property
@@ -45,6 +47,8 @@ CASES = {
     "sparse": "attention over selected tiles by density, the choice of tiles, both together, beside all tiles",
     "selected_pages": "decoding over the pages or tokens of a KV cache that matter, beside all of them and cuDNN",
     "tuning": "what tune-sparse and tune-quant take from the command to the answer, and the error they settle for",
+    "engine": "the generation engine beside transformers and nano-vllm: tokens/s, first tokens, host time, prefixes",
+    "engine_equality": "tokens of the engine under every batch, chunk and page size, beside transformers and alone",
     "tile_classes": "classification of 128k x 128k tokens against create_block_mask, time and memory",
     "overhead": "host time per call, first result of a new formula, compilations when numbers change",
     "cpu": "fp32 on the CPU against SDPA, with and without a dense mask, time and memory",

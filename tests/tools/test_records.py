@@ -40,6 +40,8 @@ def test_what_is_written_is_read_back_and_appending_keeps_earlier_lines(tmp_path
         ({"problem": {}}, "problem"),
         ({"count": 1.5}, "count"),
         ({"percent": -0.1}, "percent"),
+        ({"tokens_per_s": -1.0}, "tokens_per_s"),
+        ({"p99_ms": 2.9}, "p99_ms: 2.9 is less than 3.0"),
         ({"error": {"value": 1.0}}, "error"),
         ({"error": {"metric": "failure", "message": "out of memory"}}, "a failure has no times"),
         ({"error": {"metric": "not applicable", "message": "needs the dense layout"}}, "a failure has no times"),
@@ -136,3 +138,7 @@ def test_a_command_names_no_place_of_its_machine(monkeypatch: pytest.MonkeyPatch
         "sys.argv", ["x", "--workers", "2", "--resume", "/somewhere/a", "--families", "b", "--out", "/c"]
     )
     assert environment.command().endswith(" --workers 2 --families b")
+    monkeypatch.setattr("sys.argv", ["x", "engine", "--model", "random:tiny"])
+    assert environment.command().endswith("engine --model random:tiny")
+    monkeypatch.setattr("sys.argv", ["x", "engine", "--model", str(Path(__file__).parent), "--quick"])
+    assert environment.command().endswith("engine --quick")

@@ -9,7 +9,7 @@ import torch
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.engine.models.config import ModelConfig
 from tilewise.engine.models.decoder import Decoder
-from tilewise.engine.models.shapes import random_decoder
+from tilewise.engine.models.shapes import random_decoder, shape_config
 from tilewise.engine.models.weights import load_weights
 
 RANDOM = "random:"
@@ -48,6 +48,13 @@ def decoder_of(
     decoder = Decoder(config, dtype=_dtype(dtype, config.dtype, where), device=where)
     load_weights(decoder, folder)
     return decoder
+
+
+def config_of(model: str | Path) -> ModelConfig:
+    """The config of what `decoder_of` would load."""
+    if isinstance(model, str) and model.startswith(RANDOM):
+        return shape_config(model[len(RANDOM) :])
+    return ModelConfig.read(folder_of(model))
 
 
 def folder_of(model: str | Path) -> Path:

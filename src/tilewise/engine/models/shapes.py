@@ -41,6 +41,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def shape_config(shape: str) -> ModelConfig:
+    """The config of a shape; InputError for another name."""
+    if shape not in SHAPES:
+        hint = "a checkpoint's folder has no random: before it"
+        raise InputError("shape", got=shown(shape), expected=", ".join(SHAPES), hint=hint)
+    return ModelConfig.of(SHAPES[shape])
+
+
 def random_decoder(shape: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Decoder:
     """A decoder with random weights, which keep the size of what passes through them: its answers vary.
 
@@ -56,10 +64,7 @@ def random_decoder(shape: str, *, dtype: torch.dtype, device: torch.device | str
     Raises:
         InputError: another name.
     """
-    if shape not in SHAPES:
-        hint = "a checkpoint's folder has no random: before it"
-        raise InputError("shape", got=shown(shape), expected=", ".join(SHAPES), hint=hint)
-    decoder = Decoder(ModelConfig.of(SHAPES[shape]), dtype=dtype, device=device)
+    decoder = Decoder(shape_config(shape), dtype=dtype, device=device)
     generator = torch.Generator(decoder.device).manual_seed(seed)
     for name, weight in decoder.named().items():
         if weight.ndim == 2:
