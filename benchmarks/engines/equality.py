@@ -64,8 +64,9 @@ def greedy_lines(requests: int) -> Iterator[Line]:
 def sampled_lines(requests: int) -> Iterator[Line]:
     """The whole product, on pages of one size."""
     both = (False, True)
-    for batch, chunk, preempted, backwards in itertools.product((1, 8, requests), CHUNKS, both, both):
-        yield Line("sampled", min(batch, requests), chunk, 16, True, preempted, backwards)
+    batches = sorted({1, min(8, requests), requests})
+    for batch, chunk, preempted, backwards in itertools.product(batches, CHUNKS, both, both):
+        yield Line("sampled", batch, chunk, 16, True, preempted, backwards)
 
 
 def prompts(requests: int, vocab: int) -> list[Tokens]:

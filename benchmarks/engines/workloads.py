@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -106,15 +107,20 @@ QUICK = Sizes(3, 2, 64, 256, (100.0,), 3, 40, 2, 2)
 
 
 def nano(sizes: Sizes, requests: int, briefer: int = 1) -> Workload:
-    """nano-vllm's bench.py, the first of its requests, with the random numbers of its seed."""
-    draw = random.Random(0)
-    prompts = [[draw.randint(0, VOCAB) for _ in range(draw.randint(100, 1024))] for _ in range(NANO)]
-    counts = [draw.randint(100, 1024) for _ in range(NANO)]
+    """nano-vllm's bench.py, the first of its requests."""
     made = tuple(
-        Request(tuple(prompt[: max(1, len(prompt) // sizes.shorter)]), max(2, count // (sizes.briefer * briefer)))
-        for prompt, count in zip(prompts[:requests], counts[:requests], strict=True)
+        Request(prompt[: max(1, len(prompt) // sizes.shorter)], max(2, count // (sizes.briefer * briefer)))
+        for prompt, count in _of_nano()[:requests]
     )
     return _named(f"{requests} × nano", made)
+
+
+@functools.cache
+def _of_nano() -> list[tuple[tuple[int, ...], int]]:
+    """Prompts and tokens of answers, with the random numbers of its seed, in the order in which it draws them."""
+    draw = random.Random(0)
+    prompts = [_drawn(draw, draw.randint(100, 1024)) for _ in range(NANO)]
+    return [(prompt, draw.randint(100, 1024)) for prompt in prompts]
 
 
 def poisson(sizes: Sizes, rate: float) -> Workload:

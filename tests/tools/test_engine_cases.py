@@ -175,7 +175,7 @@ def test_a_gpu_waits_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> No
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        return quick("engine", tmp_path_factory.mktemp("engine"), "nano_small", "shared_prefix", "smollm2")
+        return quick("engine", tmp_path_factory.mktemp("engine"), "shared_prefix", "smollm2")
 
 
 def test_every_contender_answers_and_ours_is_counted(found: list[Record]) -> None:
@@ -192,6 +192,16 @@ def test_every_contender_answers_and_ours_is_counted(found: list[Record]) -> Non
         **{question: {"tilewise"} for question in ("engine_step", "engine_prefix", "engine_pages")},
     }
     assert set(by_question) <= set(engine_report.QUESTIONS)
+
+
+def test_who_takes_part_in_what() -> None:
+    rest = ("nano_small", "poisson", "shared_prefix", "agent")
+    on_gpu = {"tilewise": engine.PARTS, "transformers.continuous": rest, "nano-vllm": engine.PARTS}
+    assert engine._contenders(engine.PARTS, "cuda", nano=True) == on_gpu
+    assert engine._contenders(("nano",), "cuda", nano=False) == {"tilewise": ("nano",)}
+    generate = {f"transformers.generate.batch{n}": ("nano_small",) for n in (1, 8)}
+    found = engine._contenders(engine.PARTS, "cpu", nano=False)
+    assert found == {"tilewise": engine.PARTS, "transformers.continuous": rest} | generate
 
 
 def test_rates_and_shares_follow_from_times(found: list[Record]) -> None:
