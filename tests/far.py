@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.ops.linear import linear
 
 FAR = 2**31 + 8  # numbers from one to the next
 WIDTH = 64
@@ -128,6 +129,11 @@ def _rotated(device: str, impl: str | None, dim: int) -> Made:
     return {"x": numbers(2, 2, dim, device=device)}, lambda x: (tw.rope(x, rope=rope, impl=impl),)
 
 
+def _layer(device: str, impl: str | None, dim: int) -> Made:
+    tensors = {"x": numbers(2, dim, device=device), "weight": numbers(3, dim, device=device)}
+    return tensors, lambda **x: (linear(*x.values(), impl=impl),)
+
+
 MAKERS: dict[str, Make] = {
     **{name: of_rows(name) for name in OPERATIONS},
     "attention": _attention,
@@ -135,6 +141,7 @@ MAKERS: dict[str, Make] = {
     "attention, few bits": _few_bits,
     "attention, pages": _pages,
     "kv_write": _written,
+    "linear": _layer,
     "merge": _states,
     "quantize": _codes,
     "rope": _rotated,
@@ -148,6 +155,7 @@ _AXES: dict[str, dict[str, tuple[int, ...]]] = {
     "attention, few bits": dict.fromkeys(("q", "k", "v"), (0, 1, 2)),
     "attention, pages": {"q": (0, 2), "k": (0,), "v": (0,)},
     "kv_write": {"k": (0, 1), "v": (0,), "pages": (0, 1, 2)},
+    "linear": {"x": (0,), "weight": (0,)},
     "merge": {"o": (0, 1, 2), "lse": (0, 1)},
     "quantize": dict.fromkeys(("q", "k", "v"), (0, 1, 2)),
     "rope": {"x": (0, 1)},

@@ -137,6 +137,7 @@ NEIGHBOURS: dict[str, tuple[str, ...]] = {
     "cross_entropy": (),
     "glu": (),
     "rope": ("src/tilewise/rotary.py", "src/tilewise/ops/rope/torch_op.py", _ROTARY),
+    "linear": (),
     "tile_means": ("src/tilewise/tiles/visit.py",),
     "tile_scores": (),
     "select": (
@@ -190,7 +191,7 @@ def _neighbour(name: str) -> tuple[Family, Family]:
     )
     kernels = (*shared, _LAUNCH, folder + "triton_*.py", "src/tilewise/tiles/arithmetic.py")
     more = ["tests/gpu/test_fused.py"] if name in _FUSED else []
-    more += [_FAR] if name in (*_FUSED, "softmax", "quantize") else []
+    more += [_FAR] if name in (*_FUSED, "linear", "softmax", "quantize") else []
     more += ["tests/gpu/test_attention_select.py"] if name == "select" else []
     more += ["tests/gpu/test_selected_pages.py"] if name in _OF_PAGES else []
     tests = (f"tests/gpu/test_{name}.py", *more)

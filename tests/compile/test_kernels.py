@@ -36,6 +36,7 @@ MATMUL = (
     "attention_bwd_keys",
     "attention_bwd_queries",
     "attention_split",
+    "linear_fwd",
     "score_tokens_sm90",
 )
 REGISTERS, SPILL, SHARED = 16, 32, 1024  # slack: how much more than the table an unrelated change may cost
