@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.tiny import greedy, pair, prompts
-from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.errors import InputError
 from tilewise.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from tilewise.engine.groups import groups_of
 
@@ -277,12 +277,6 @@ def test_a_bad_prompt_is_refused_and_the_engine_lives(name: str) -> None:
     assert not engine.has_unfinished
     (output,) = answers(engine, [engine.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=2))])
     assert len(output.outputs[0].token_ids) == 2
-
-
-def test_determinism_on_a_gpu_is_refused_until_it_is_there() -> None:
-    decoder: Any = _With(pair("llama")[1], device=torch.device("cuda"))
-    with pytest.raises(UnsupportedError, match="deterministic: got True on a GPU"):
-        Engine(decoder, config=EngineConfig(deterministic=True))
 
 
 def test_no_more_requests_wait_than_may() -> None:

@@ -28,7 +28,9 @@ class EngineConfig:
         max_running: requests that have pages at a time.
         max_waiting: requests that may wait; `add` refuses more.
         prefix_cache: whether prompts that begin alike share pages.
-        deterministic: whether tokens are the same bits whatever shares the batch; on a GPU not offered yet.
+        deterministic: whether an answer's bits, and so its tokens, are the same whatever shares the batch: on a GPU by
+            products and attention whose sums do not depend on it, which are slower. On a CPU in float32 tokens are the
+            same either way.
         lag: steps that the host is behind the device; None is 1 on a GPU and 0 on a CPU.
 
     Raises:

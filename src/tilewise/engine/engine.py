@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.core.errors import InputError, shown
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.groups import groups_of
 from tilewise.engine.memory import make_pool
@@ -34,14 +34,10 @@ class Engine:
 
     Raises:
         InputError: the pages hold less than one sequence of `max_model_len`.
-        UnsupportedError: `deterministic=True` on a GPU.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
         self.config = EngineConfig() if config is None else config
-        if self.config.deterministic and decoder.device.type == "cuda":
-            hint = "on a CPU it holds in float32"
-            raise UnsupportedError("deterministic", got="True on a GPU", expected="False", hint=hint)
         self.decoder, self.tokenizer = decoder, tokenizer
         model = decoder.config
         self.max_model_len = self.config.max_model_len or model.max_length
@@ -159,10 +155,11 @@ class Engine:
         return changed
 
     def _launch(self, work: list[Work]) -> None:
-        for each in work:
-            if each.sample.seated != each.turn:
+        seated = [each for each in work if each.sample.seated != each.turn]
+        if seated:
+            self.runner.seat([each.sample for each in seated])
+            for each in seated:
                 each.sample.seated = each.turn
-                self.runner.seat(each.sample)
         self._under_way.append(self.runner.launch(work, self.pages.grown()))
         size = self.pages.page_size
         for each in work:

@@ -80,13 +80,23 @@ class Runner:
             for number, group in enumerate(pages.groups)
             for place, layer in enumerate(group.layers)
         }
-        self._invariant = config.deterministic and decoder.device.type == "cuda"
+        # on a CPU float32 is near enough: another order of sums changes no token
+        self._invariant = decoder.invariant = config.deterministic and decoder.device.type == "cuda"
 
-    def seat(self, sample: Sample) -> None:
-        """Send a sample's tokens and parameters to its slot."""
-        self._params.seat(sample)
-        row = torch.tensor(sample.tokens, dtype=torch.int32)
-        self._tokens[sample.slot, : len(sample.tokens)] = row.to(self._device, non_blocking=True)
+    def seat(self, samples: Sequence[Sample]) -> None:
+        """Send samples' tokens and parameters to their slots."""
+        counts = [len(sample.tokens) for sample in samples]
+        tokens, of, at, slots = send_lists(
+            [
+                [token for sample in samples for token in sample.tokens],
+                [sample.slot for sample, count in zip(samples, counts, strict=True) for _ in range(count)],
+                [n for count in counts for n in range(count)],
+                [sample.slot for sample in samples],
+            ],
+            self._device,
+        )
+        self._tokens[of.long(), at.long()] = tokens
+        self._params.seat(samples, slots.long())
 
     @torch.no_grad()
     def launch(self, work: list[Work], growth: Growth) -> Step:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.engine.request import Sample
+from tilewise.kv.transfer import send
 from tilewise.ops.sampling import Penalties
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -32,14 +33,19 @@ class SlotParams:
         self._prompts = torch.zeros(slots, dtype=torch.int32, device=self._device)
         self._masks: dict[int, torch.Tensor] = {}
 
-    def seat(self, sample: Sample) -> None:
-        """Send a sample's parameters to its slot."""
-        params, slot = sample.request.params, sample.slot
-        self._numbers[slot] = torch.tensor([float(getattr(params, name)) for name in _NUMBERS])
-        self._top_k[slot], self._seeds[slot], self._prompts[slot] = params.top_k, sample.seed, sample.prompt_length
-        self._masks.pop(slot, None)
-        if params.allowed_token_ids is not None:
-            self._masks[slot] = self._mask(params.allowed_token_ids)
+    def seat(self, samples: Sequence[Sample], slots: torch.Tensor) -> None:
+        """Send samples' parameters to their slots, int64 (samples,) on the device."""
+        params = [sample.request.params for sample in samples]
+        numbers = [[float(getattr(each, name)) for name in _NUMBERS] for each in params]
+        self._numbers[slots] = send(numbers, torch.float32, self._device)
+        wholes = [[each.top_k, s.prompt_length, s.seed] for each, s in zip(params, samples, strict=True)]
+        sent = send(wholes, torch.int64, self._device)
+        self._top_k[slots], self._prompts[slots] = sent[:, 0].int(), sent[:, 1].int()
+        self._seeds[slots] = sent[:, 2]
+        for each, sample in zip(params, samples, strict=True):
+            self._masks.pop(sample.slot, None)
+            if each.allowed_token_ids is not None:
+                self._masks[sample.slot] = self._mask(each.allowed_token_ids)
 
     def of(
         self, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor, lengths: torch.Tensor
@@ -87,22 +93,18 @@ class SlotParams:
             return None
         tokens = [[*row, *[-1] * (width - len(row))] for row in rows]
         values = [[*row.values(), *[0.0] * (width - len(row))] for row in rows]
-        return (
-            torch.tensor(tokens, dtype=torch.int32).to(self._device, non_blocking=True),
-            torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True),
-        )
+        return send(tokens, torch.int32, self._device), send(values, torch.float32, self._device)
 
     def _allowed(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
         """(masks, mask of each row)."""
         having = [sample.slot for sample in samples if sample.slot in self._masks]
         at = {slot: n for n, slot in enumerate(having)}
         of = [at.get(sample.slot, -1) for sample in samples]
-        of_rows = torch.tensor(of, dtype=torch.int32).to(self._device, non_blocking=True)
-        return torch.stack([self._masks[slot] for slot in having]), of_rows
+        return torch.stack([self._masks[slot] for slot in having]), send(of, torch.int32, self._device)
 
     def _mask(self, tokens: Sequence[int]) -> torch.Tensor:
         """Bit v % 32 of word v // 32 for each of these tokens v."""
-        bits = torch.zeros(-(-self._vocab_size // 32) * 32, dtype=torch.int64)
-        bits[torch.tensor(tokens)] = 1
-        words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
-        return torch.where(words >= 2**31, words - 2**32, words).int().to(self._device)
+        bits = torch.zeros(-(-self._vocab_size // 32) * 32, dtype=torch.int64, device=self._device)
+        bits[send(tokens, torch.int64, self._device)] = 1
+        words = (bits.view(-1, 32) << torch.arange(32, device=self._device)).sum(1)
+        return torch.where(words >= 2**31, words - 2**32, words).int()

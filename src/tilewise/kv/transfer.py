@@ -1,8 +1,9 @@
-"""Lists of integers to a device, all in one transfer."""
+"""Numbers to a device, without a wait."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +18,11 @@ def send_lists(lists: Sequence[Sequence[int]], device: torch.device) -> list[tor
         places.append(slice(len(values), len(values) + len(each)))
         values += each
         values += [0] * (-len(values) % _ALIGNED)
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-    sent = host.to(device, non_blocking=True)
+    sent = send(values, torch.int32, device)
     return [sent[place] for place in places]
+
+
+def send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of these values on the device."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

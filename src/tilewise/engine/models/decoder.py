@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tilewise.engine.models.config import ModelConfig
 from tilewise.frequencies import rope_tables
 from tilewise.ops.glu import swiglu
+from tilewise.ops.linear import linear
 from tilewise.ops.norm import rms_norm
 
 # (layer, queries, keys, values) -> output, all (tokens, heads, head_dim); what attends also rotates
@@ -42,10 +43,14 @@ class Decoder:
         config: sizes and flags.
         dtype: of weights and of all that lies between operations.
         device: where it runs.
+
+    Attributes:
+        invariant: whether a row's products have the same bits whatever other rows there are; slower on a GPU.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.invariant = False
         self.embedding = self._empty(config.vocab_size, config.hidden_size)
         self.head = self.embedding if config.tied else self._empty(config.vocab_size, config.hidden_size)
         self.norm = self._empty(config.hidden_size)
@@ -102,18 +107,25 @@ class Decoder:
         residual: torch.Tensor | None = None
         for n, layer in enumerate(self.layers):
             x, residual = self._normed(x, layer.norm, residual)
-            qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * heads_kv, config.head_dim)
+            qkv = self._linear(x, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * heads_kv, config.head_dim)
             q, k, v = torch.split(qkv, [heads, heads_kv, heads_kv], 1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = self._normed(q, layer.q_norm, None)[0], self._normed(k, layer.k_norm, None)[0]
-            x = F.linear(attend(n, q, k, v).flatten(1), layer.o, layer.o_bias)
+            x = self._linear(attend(n, q, k, v).flatten(1), layer.o, layer.o_bias)
             x, residual = self._normed(x, layer.mlp_norm, residual)
-            x = F.linear(swiglu(F.linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+            x = self._linear(swiglu(self._linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
         return self._normed(x, self.norm, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, vocab_size), float32, of what `hidden` gave for some tokens."""
+        if self.invariant:
+            return linear(hidden, self.head, out_dtype=torch.float32)
+        if hidden.is_cuda and hidden.dtype != torch.float32:  # not rounded: many logits would be equal
+            return torch.mm(hidden, self.head.t(), out_dtype=torch.float32)
         return F.linear(hidden, self.head).float()
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear(x, weight, bias) if self.invariant else F.linear(x, weight, bias)
 
     def _normed(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
