@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": {"page_size": 16, "max_batch_tokens": 48},
     "late": {"page_size": 1, "max_model_len": 512, "num_pages": 4096, "max_batch_tokens": 128, "lag": 2},
     "at_once": {"lag": 0, "prefix_cache": False},
-    "few_pages": {"page_size": 16, "max_model_len": 512, "num_pages": 70, "max_batch_tokens": 64},
+    "few_pages": {"page_size": 16, "max_model_len": 512, "num_pages": 44, "max_batch_tokens": 64},
     "few_slots": {"max_running": 2},
 }
 PARAMS = (
