@@ -6,6 +6,7 @@ transformers gets the same weights; nano-vllm random ones of its own, since it t
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import sys
@@ -214,6 +215,7 @@ def _flash_attn() -> types.ModuleType:
         return call
 
     module = types.ModuleType("flash_attn")
+    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)  # transformers asks for it
     module.__dict__["flash_attn_varlen_func"] = at_home(flash_attn.flash_attn_varlen_func)
     module.__dict__["flash_attn_with_kvcache"] = at_home(flash_attn.flash_attn_with_kvcache)
     return module

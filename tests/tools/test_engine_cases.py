@@ -315,9 +315,10 @@ def test_nano_vllm_is_driven_by_its_names(monkeypatch: pytest.MonkeyPatch) -> No
         "nanovllm.engine.model_runner": SimpleNamespace(),
         "nanovllm.engine.llm_engine": SimpleNamespace(),
     }
-    monkeypatch.setattr(importlib, "import_module", lambda name: modules[name])
-    monkeypatch.delitem(peers.sys.modules, "flash_attn", raising=False)
-    contender = peers.NanoVllm("random:qwen3-0.6b", 9, 2)
+    monkeypatch.setitem(peers.sys.modules, "flash_attn", None)  # not installed
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", lambda name: modules[name])
+        contender = peers.NanoVllm("random:qwen3-0.6b", 9, 2)
     ran = drive(contender, Workload("", (Request((1, 2), 3), Request((3,), 2))))
     assert (len(ran.first), len(ran.between)) == (2, 3)
     weights = torch.nn.Linear(16, 64)
@@ -326,6 +327,7 @@ def test_nano_vllm_is_driven_by_its_names(monkeypatch: pytest.MonkeyPatch) -> No
     assert float(weights.weight.detach().std()) == pytest.approx(0.25, rel=0.1)
     assert bool((weights.bias == 7.0).all())
     assert {"flash_attn_varlen_func", "flash_attn_with_kvcache"} <= set(vars(peers.sys.modules["flash_attn"]))
+    assert peers.transformers_model("random:tiny", torch.float32, "cpu") is not None  # which looks for it
 
 
 def test_models_of_transformers_have_our_weights() -> None:

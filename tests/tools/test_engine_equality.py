@@ -189,4 +189,4 @@ def test_a_run_goes_on_where_it_was_cut_short(tmp_path: Path, monkeypatch: pytes
     assert len(ran) == len(set(ran)) + 1 == 1 + record.problem["lines"] + 1  # the fourth again, and each alone
     measured(tmp_path / "records", "sampled", stride=11, path=file)
     assert len(ran) == record.problem["lines"] + 2
-    assert case.Kept(file, {"run": 2}).get("transformers 0", lambda: "anew") == "anew"
+    assert case.Kept(file, {"run": 2}).get("tilewise: sampled, alone", lambda: "anew") == "anew"
