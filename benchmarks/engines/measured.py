@@ -26,7 +26,6 @@ from tilewise.engine.models.load import RANDOM, config_of, decoder_of, folder_of
 SIZES = {"gpu": GPU, "cpu": CPU, "quick": QUICK}
 LIMIT_S = 1800.0  # of a contender's process
 BATCHES = (1, 8)  # of `generate`, and of part smollm2
-ANSWER = 64  # tokens in part smollm2
 TEXTS = (
     "The capital of France is", "Once upon a time there was a small", "def fibonacci(n):", "Water boils at",
     "The three laws of motion say that", "Dear Sir or Madam, I write to", "A recipe for bread begins with",
@@ -86,7 +85,7 @@ def workloads_of(parts: Sequence[str], sizes: Sizes, model: str = "") -> dict[st
         elif part.startswith("smollm2"):
             prompts, wanted = _texts(model, sizes), part.removeprefix("smollm2").lstrip(".")
             batches = (int(wanted),) if wanted else BATCHES
-            found |= {f"smollm2.{n}": batch(prompts[:n], max(2, ANSWER // sizes.briefer)) for n in batches}
+            found |= {f"smollm2.{n}": batch(prompts[:n], sizes.texts) for n in batches}
         else:
             made: dict[str, Callable[[], Workload]] = {
                 "nano": lambda: nano(sizes, sizes.requests),

@@ -99,11 +99,12 @@ class Sizes:
     prefix: int
     conversations: int
     turns: int
+    texts: int  # tokens after each text of part smollm2
 
 
-GPU = Sizes(NANO, 64, 1, 1, (8.0, 16.0, 32.0), 64, 8192, 16, 5)
-CPU = Sizes(16, 8, 8, 16, (0.5, 1.0, 2.0), 16, 1024, 4, 3)
-QUICK = Sizes(3, 2, 64, 256, (100.0,), 3, 40, 2, 2)
+GPU = Sizes(NANO, 64, 1, 1, (8.0, 16.0, 32.0), 64, 8192, 16, 5, 64)
+CPU = Sizes(16, 8, 8, 16, (0.5, 1.0, 2.0), 16, 1024, 4, 3, 64)
+QUICK = Sizes(3, 2, 64, 256, (100.0,), 3, 40, 2, 2, 2)
 
 
 def nano(sizes: Sizes, requests: int, briefer: int = 1) -> Workload:
