@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tilewise.engine import Engine, EngineConfig, SamplingParams
+from tilewise.engine.groups import groups_of
 from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.request import Sample, State
 
@@ -104,7 +105,7 @@ def sampled(asked: Sequence[Tokens], count: int, vocab: int) -> list[Asked]:
 def answers(decoder: Decoder, line: Line, asked: Sequence[Asked], *, deterministic: bool = False) -> list[Tokens]:
     """What the engine answers, in the order of the requests."""
     longest = max(len(tokens) + (params.max_tokens or 0) for tokens, params in asked)
-    pages = -(-longest // line.page_size) + 1
+    pages = (-(-longest // line.page_size) + 1) * len(groups_of(decoder.config.windows))
     config = EngineConfig(
         max_model_len=longest + 1, page_size=line.page_size, max_batch_tokens=line.chunk, max_running=line.batch,
         prefix_cache=line.prefix_cache, deterministic=deterministic, num_pages=pages * (line.batch + 1),

@@ -21,6 +21,7 @@ from benchmarks.environment import ROOT
 from benchmarks.timing import failure_message
 from tilewise.core.errors import UnsupportedError
 from tilewise.engine import EngineConfig
+from tilewise.engine.groups import groups_of
 from tilewise.engine.models.load import RANDOM, config_of, decoder_of, folder_of
 
 SIZES = {"gpu": GPU, "cpu": CPU, "quick": QUICK}
@@ -190,8 +191,8 @@ def _contender(asked: Asked, workloads: dict[str, Workload]) -> Iterator[Callabl
         decoder = decoder_of(asked.model, dtype=asked.dtype, device=asked.device)
         pages = None
         if asked.device == "cpu":  # those that all requests need, and as many that are remembered
-            pages = max(2 * (workload.tokens // EngineConfig.page_size + 2 * len(workload.requests))
-                        for workload in workloads.values())  # fmt: skip
+            needed = (w.tokens // EngineConfig.page_size + 2 * len(w.requests) for w in workloads.values())
+            pages = 2 * max(needed) * len(groups_of(decoder.config.windows))
         config = EngineConfig(max_model_len=min(longest + 1, decoder.config.max_length), num_pages=pages)
         engine = ours.Tilewise(decoder, config)
         yield lambda part, workload: timed(

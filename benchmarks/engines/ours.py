@@ -75,7 +75,8 @@ def counted(contender: Tilewise, workload: Workload) -> Counts:
             first = each.sample.index == each.turn == 0 and each.start == each.sample.request.cached_tokens
             cached[0] += each.start if first else 0
         used = engine.pages.allocator.num_used
-        entries = sum(len(sample.sequence.pages) for sample in engine.scheduler.running if sample.sequence is not None)
+        held = [sample.sequence for sample in engine.scheduler.running if sample.sequence is not None]
+        entries = sum(len(part.pages) - part.dropped for each in held for part in each.parts)
         pages[0], most[0] = max(pages[0], used), max(most[0], (entries, used))
         return launch(work, growth)
 

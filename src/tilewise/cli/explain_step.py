@@ -43,6 +43,7 @@ def step(
 
         draw.check_target(out)
     from tilewise.engine import Engine, EngineConfig
+    from tilewise.engine.groups import groups_of
     from tilewise.engine.models.load import decoder_of
     from tilewise.explain import engine_steps
 
@@ -51,7 +52,7 @@ def step(
     longest = max(context, prompt) + 1024
     length = min(decoder.config.max_length, longest)
     # pages for all of them: a step that takes pages away is not what is asked for
-    num_pages = (decoding + 2) * -(-length // EngineConfig.page_size)
+    num_pages = (decoding + 2) * -(-length // EngineConfig.page_size) * len(groups_of(decoder.config.windows))
     config = EngineConfig(
         max_model_len=length, num_pages=num_pages, max_batch_tokens=max_batch_tokens, max_running=decoding + 2
     )

@@ -120,8 +120,10 @@ class Tracer:
         if self._compute:
             for module, name, kind in _OPERATIONS:
                 enter(_replaced(module, name, self._timed(self._device, kind, getattr(module, name))))
-            enter(_replaced(engine.decoder, "logits", self._timed(self._device, "head", engine.decoder.logits)))
-            enter(_replaced(decoder, "F", _Functional(self._timed, self._device, engine)))
+            model = engine.decoder
+            enter(_replaced(model, "logits", self._timed(self._device, "head", model.logits)))
+            enter(_replaced(model, "_linear", self._products(model._linear)))
+            enter(_replaced(decoder, "F", _Functional(self._timed(self._device, "embedding", F.embedding))))
         if self._on_gpu:
             torch.cuda.synchronize(engine.decoder.device)
             self._began = _event()
@@ -145,6 +147,15 @@ class Tracer:
                 lane.leave()
 
         return timed
+
+    def _products(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`Decoder._linear`: a product counts as what its weight is for."""
+        by_kind = {kind: self._timed(self._device, kind, function) for kind in ("projections", "MLP")}
+        of_weight: dict[int, Callable[..., Any]] = {}
+        for layer in self._engine.decoder.layers:
+            of_weight |= dict.fromkeys(map(id, (layer.qkv, layer.o)), by_kind["projections"])
+            of_weight |= dict.fromkeys(map(id, (layer.gate_up, layer.down)), by_kind["MLP"])
+        return lambda x, weight, bias: of_weight[id(weight)](x, weight, bias)
 
     def _advance(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """`Engine.advance`; what of it is no other part hands out results."""
@@ -218,17 +229,10 @@ class _Noted:
 
 
 class _Functional:
-    """torch.nn.functional as the decoder uses it: a product counts as what its weight is for."""
+    """torch.nn.functional as the decoder sees it, with another embedding."""
 
-    def __init__(self, timed: Callable[..., Any], lane: _Lane, engine: Engine) -> None:
-        model = engine.decoder
-        kinds = {id(model.head): "head"}
-        for layer in model.layers:
-            kinds |= dict.fromkeys(map(id, (layer.qkv, layer.o)), "projections")
-            kinds |= dict.fromkeys(map(id, (layer.gate_up, layer.down)), "MLP")
-        by_kind = {kind: timed(lane, kind, F.linear) for kind in (*kinds.values(), "other")}
-        self.embedding = timed(lane, "embedding", F.embedding)
-        self.linear = lambda x, weight, *rest: by_kind[kinds.get(id(weight), "other")](x, weight, *rest)
+    def __init__(self, embedding: Callable[..., Any]) -> None:
+        self.embedding = embedding
 
     def __getattr__(self, name: str) -> Any:
         return getattr(F, name)
