@@ -106,7 +106,10 @@ _PAGED_TESTS = ("tests/gpu/test_kept.py", "tests/gpu/test_paged.py", "tests/gpu/
 _CI = "interpreted, compiled for sm_80, sm_90, sm_100"
 
 _MERGE = "src/tilewise/ops/merge/"
-_CPU = tuple(_ATTENTION + name for name in ("cpu.py", "cpu_bias.py", "cpu_fused.py", "cpu_parts.py", "variant.py"))
+_CPU = tuple(
+    _ATTENTION + name
+    for name in ("cpu.py", "cpu_bias.py", "cpu_decode.py", "cpu_fused.py", "cpu_parts.py", "variant.py")
+)
 
 _MERGE_SHARED = (
     "src/tilewise/core/[er]*.py",
