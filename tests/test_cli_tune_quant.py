@@ -89,7 +89,7 @@ def test_nothing_in_a_dump_is_run(tmp_path: Path) -> None:
 def test_without_safetensors_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     (tmp_path / "layer.safetensors").touch()
-    assert "pip install safetensors" in refusal("tune-quant", str(tmp_path / "layer.safetensors"))
+    assert "tilewise[engine]" in refusal("tune-quant", str(tmp_path / "layer.safetensors"))
 
 
 # the command

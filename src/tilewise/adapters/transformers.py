@@ -21,8 +21,9 @@ from tilewise.adapters import flex, transformers_continuous
 from tilewise.adapters.axes import autocast, broadcast_load, check_broadcast, check_tensors, raw_index, seqlen_first
 from tilewise.adapters.sdpa import additive, top_left_causal
 from tilewise.adapters.transformers_fused import Fused, fuse, unfuse
-from tilewise.core.errors import FormulaError, InputError, MissingExtraError, UnsupportedError
+from tilewise.core.errors import FormulaError, InputError, UnsupportedError
 from tilewise.core.flags import check_flags
+from tilewise.core.optional import importing
 from tilewise.core.readback import host_values, values_checked
 from tilewise.layout_checks import check_ends
 
@@ -40,15 +41,12 @@ def register(name: str = "tilewise") -> None:
     Raises:
         MissingExtraError: transformers is not installed, or older than 5.4.
     """
-    expected = "transformers >= 5.4"
-    hint = "pip install -U 'tilewise[hf]'"
-    try:
+    with importing("transformers>=5.4", "hf", name="register"):
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
         from transformers.modeling_utils import AttentionInterface
-    except ImportError as error:
-        raise MissingExtraError("transformers", got=str(error), expected=expected, hint=hint) from error
-    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
-        raise MissingExtraError("transformers", got="an older version", expected=expected, hint=hint)
+
+        if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+            raise ImportError("an older version of transformers")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
     transformers_continuous.admit(name, attention_forward)

@@ -17,8 +17,9 @@ from torch.nn.modules import module as _of_all
 
 import tilewise as tw
 from tilewise.adapters.axes import autocast
-from tilewise.core.errors import InputError, MissingExtraError
+from tilewise.core.errors import InputError
 from tilewise.core.flags import check_flags
+from tilewise.core.optional import importing
 
 __all__ = ["Fused", "fuse", "unfuse"]
 
@@ -110,17 +111,13 @@ def unfuse(model: torch.nn.Module) -> None:
 @functools.cache
 def _known() -> Any:
     """What recognised code equals."""
-    try:
+    with importing("transformers>=5.4", "hf", name="fuse"):
         from transformers.activations import ACT2FN
         from transformers.loss.loss_utils import ForCausalLMLoss
         from transformers.modeling_outputs import CausalLMOutputWithPast
         from transformers.models.gemma2 import modeling_gemma2 as gemma
         from transformers.models.llama import modeling_llama as llama
         from transformers.utils import can_return_tuple
-    except ImportError as error:
-        raise MissingExtraError(
-            "transformers", got=str(error), expected="transformers >= 5.4", hint="pip install -U 'tilewise[hf]'"
-        ) from error
     units = {
         "silu": tw.swiglu,
         "swish": tw.swiglu,

@@ -14,6 +14,7 @@ import typer
 
 from tilewise.cli.expression import read_mask
 from tilewise.core.errors import InputError, MissingExtraError
+from tilewise.core.optional import importing
 from tilewise.formula import library
 from tilewise.formula.formula import Mask
 
@@ -131,10 +132,6 @@ def load(path: Path, heads_first: bool) -> Tensors:
 
 
 def _safetensors(path: Path) -> Any:
-    try:
+    with importing("safetensors>=0.4", "engine", name=str(path)):
         from safetensors.torch import load_file
-    except ImportError as error:
-        raise MissingExtraError(
-            str(path), got="no package safetensors", expected="it, to read this file", hint="pip install safetensors"
-        ) from error
     return load_file(path)

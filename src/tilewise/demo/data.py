@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilewise.core.errors import InputError, MissingExtraError
+from tilewise.core.errors import InputError
+from tilewise.core.optional import importing
 
 END = "<|end|>"
 EVERY = 20  # files, of which one is held out
@@ -103,13 +104,9 @@ class Tokenizer:
     """Byte-level BPE (Sennrich et al., 2016; bytes as in GPT-2): every text has tokens and comes back unchanged."""
 
     def __init__(self, texts: Sequence[str], vocab_size: int) -> None:
-        try:
+        with importing("tokenizers>=0.20", "demo", name="the demo"):
             from tokenizers import Tokenizer as Backend
             from tokenizers import decoders, models, pre_tokenizers, trainers
-        except ImportError as error:
-            raise MissingExtraError(
-                "the demo", got="no tokenizers package", expected="tokenizers", hint="pip install 'tilewise[demo]'"
-            ) from error
 
         self.backend = Backend(models.BPE())
         self.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewise.core.errors import InputError, MissingExtraError, shown
+from tilewise.core.optional import importing
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
@@ -132,13 +133,9 @@ def _plain(name: str, value: Any) -> Any:
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> Any:
     """The template with what transformers offers: trimmed blocks, break and continue, tojson, strftime_now."""
-    try:
+    with importing("jinja2>=3.1.6", "engine", name="chat template"):
         import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise MissingExtraError(
-            "chat template", got="no jinja2 package", expected="jinja2", hint="pip install 'tilewise[engine]'"
-        ) from error
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}` marks the assistant's text for training; here it only keeps its body."""

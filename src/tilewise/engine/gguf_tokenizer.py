@@ -7,7 +7,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from tilewise.core.errors import InputError, MissingExtraError, UnsupportedError
+from tilewise.core.errors import InputError, UnsupportedError
+from tilewise.core.optional import importing
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types
 _LLAMA3 = (
@@ -32,13 +33,9 @@ def write_tokenizer(fields: Mapping[str, Any], folder: pathlib.Path) -> dict[str
         InputError: a part that is missing.
         MissingExtraError: no package `tokenizers`.
     """
-    try:
+    with importing("tokenizers>=0.20", "engine", name="GGUF tokenizer"):
         from tokenizers import AddedToken, decoders, models, processors
         from tokenizers import Tokenizer as Backend
-    except ImportError as error:
-        raise MissingExtraError(
-            "GGUF tokenizer", got="no tokenizers package", expected="tokenizers", hint="pip install 'tilewise[engine]'"
-        ) from error
     entries = {key.removeprefix(_PREFIX): value for key, value in fields.items() if key.startswith(_PREFIX)}
     if entries.get("model") != "gpt2":
         raise UnsupportedError(

@@ -8,7 +8,8 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tilewise.core.errors import InputError, MissingExtraError, shown
+from tilewise.core.errors import InputError, shown
+from tilewise.core.optional import importing
 from tilewise.engine import chat_template
 from tilewise.engine.detokenizer import Detokenizer, StopStrings, checked_id
 
@@ -72,12 +73,8 @@ class Tokenizer:
             InputError: no tokenizer.json, or a file that cannot be read.
             MissingExtraError: no package `tokenizers`.
         """
-        try:
+        with importing("tokenizers>=0.20", "engine", name="Tokenizer"):
             from tokenizers import Tokenizer as Backend
-        except ImportError as error:
-            raise MissingExtraError(
-                "Tokenizer", got="no tokenizers package", expected="tokenizers", hint="pip install 'tilewise[engine]'"
-            ) from error
         path = pathlib.Path(folder)
         file = path / "tokenizer.json"
         if not file.is_file():

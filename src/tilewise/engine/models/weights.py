@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.core.errors import InputError, MissingExtraError
+from tilewise.core.errors import InputError
+from tilewise.core.optional import importing
 
 if TYPE_CHECKING:
     from tilewise.engine.models.decoder import Decoder
@@ -60,11 +61,8 @@ def random_weights(decoder: Decoder, seed: int = 0) -> None:
 
 def tensors_of(folder: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(file, name, tensor) of all safetensors files of a folder, read as they come."""
-    try:
+    with importing("safetensors>=0.4", "engine", name="weights"):
         from safetensors import SafetensorError, safe_open
-    except ImportError:
-        hint = "pip install 'tilewise[engine]'"
-        raise MissingExtraError("weights", got="no package safetensors", expected="it", hint=hint) from None
     for file in files_of(folder):
         try:
             with safe_open(folder / file, framework="pt") as opened:

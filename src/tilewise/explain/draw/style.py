@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tilewise.core.errors import InputError, MissingExtraError
+from tilewise.core.errors import InputError
+from tilewise.core.optional import importing
 
 INK, MUTED, HAIRLINE, PAPER = "#1d2733", "#66717e", "#d5dae0", "#ffffff"
 EMPTY, PARTIAL, PARTIAL_PALE, FULL = "#eef0f3", "#f2a93b", "#fcebcd", "#2a6f97"
@@ -39,12 +40,8 @@ _RC = {
 
 def matplotlib() -> Any:
     """The matplotlib package; raises MissingExtraError naming the extra that installs it."""
-    try:
+    with importing("matplotlib>=3.8", "draw", name="tilewise.explain.draw"):
         import matplotlib
-    except ImportError as error:
-        raise MissingExtraError(
-            "matplotlib", got="not installed", expected="an installed package", hint="pip install 'tilewise[draw]'"
-        ) from error
     return matplotlib
 
 
