@@ -23,7 +23,7 @@ def build(*, rich: bool) -> typer.Typer:
     made.callback()(version)
     made.command("demo", short_help="Train a small Llama through tilewise and PyTorch; compare.")(demo.demo)
     made.command("why", short_help="Which implementation runs a call, and why.")(why.why)
-    made.command("generate", short_help="Go on with a text by a language model.")(generate.generate)
+    made.command("generate", short_help="Continue a text with a language model.")(generate.generate)
     made.command("chat", short_help="Talk to a language model.")(generate.chat)
     made.command("convert", short_help="Convert a GGUF file to Hugging Face's format.")(generate.convert)
     group = typer.Typer(**options)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 @guarded
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on with.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -33,7 +33,7 @@ def generate(
     dtype: Dtype = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Go on with a text.
+    """Continue a text.
 
     Example: tilewise generate smollm2 "The capital of France is" --max-tokens 16
     """
@@ -85,7 +85,7 @@ def convert(
 ) -> None:
     """Convert a GGUF file to a folder that `tilewise chat` and transformers read.
 
-    Example: tilewise convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2
+    Example: tilewise convert SmolLM2-135M-Instruct.Q4_1.gguf path/to/folder
     """
     from tilewise.engine.gguf import convert as convert_file
 
