@@ -102,7 +102,8 @@ def gpu_runs(results: Path = RESULTS, root: Path = ROOT) -> str:
     devices = " or ".join(sorted({receipt.device for receipt in earlier}))
     text = f"GPU runs of the current sources: {sum(current)} of {len(families)} implementations."
     said = [f"{before} passed on {devices} at an earlier commit"] if before else []
-    said += [f"{len(others) - before} have not passed on a GPU yet"] if len(others) > before else []
+    left = len(others) - before
+    said += [f"{left} {'has' if left == 1 else 'have'} not passed on a GPU yet"] if left else []
     return f"{text} Of the others, {' and '.join(said)}." if said else text
 
 

@@ -32,12 +32,13 @@ class LengthBounds(NamedTuple):
 class Packed:
     """Sequences of different lengths, one after another: q, k and v are (total, heads, dim).
 
-    Lengths may be 0. Types and shapes are checked at every call; values on a CPU, and on a GPU only with
-    TILEWISE_DEBUG=1, since reading them waits for the GPU.
+    Lengths may be 0. In masks and scores b is the sequence, and positions count from its first key. Types and shapes
+    are checked at every call; values on a CPU, and on a GPU only with TILEWISE_DEBUG=1, since reading them waits for
+    the GPU.
 
     Args:
         cu_seqlens_q: int32 or int64 (batch + 1,), cumulative query lengths, from 0 to total_q, on the device of q;
-            int32 is contiguous, int64 is converted at each call.
+            int32 must be contiguous, int64 is converted at each call.
         cu_seqlens_k: the same for keys; None where queries and keys share one.
         max_seqlen_q, max_seqlen_k: bounds of a sequence's lengths, as in FlashAttention; None for the totals. With them
             lists of tiles on a GPU take less memory, and a formula that reads a captured tensor by i or j is known to
@@ -146,14 +147,15 @@ class PageSummaries:
 class Paged:
     """A KV cache: k and v are pages (num_pages, page_size, num_heads_kv, dim) of a pool that requests share.
 
-    Pages may have any size and strides; what unused slots hold does not matter. The last query of a request stands at
-    its last token. Types and shapes are checked at every call; values on a GPU only with TILEWISE_DEBUG=1.
+    Pages may have any size and strides; what unused slots hold does not matter. In masks and scores b is the request,
+    and positions count its tokens; its last query has the position of its last token. Types and shapes are checked at
+    every call; values on a GPU only with TILEWISE_DEBUG=1.
 
     Args:
         block_table: int32 or int64 (batch, max_pages): the pages of each request in the order of its tokens; entries
-            after its last page are not read. Rows may lie apart. Or a pair of tensors (indptr, indices), (batch + 1,)
-            and (total,): request r has pages indices[indptr[r]:indptr[r + 1]]; indices may be longer than that. All
-            tensors are on the device of q; int32 is contiguous, int64 is converted at each call.
+            after its last page are not read. Rows may have any stride. Or a pair of tensors (indptr, indices),
+            (batch + 1,) and (total,): request r has pages indices[indptr[r]:indptr[r + 1]]; indices may be longer than
+            that. All tensors are on the device of q; int32 must be contiguous, int64 is converted at each call.
         seqlens_k: int32 or int64 (batch,): tokens of each request in its pages, new ones included; may be 0.
         cu_seqlens_q: int32 or int64 (batch + 1,), cumulative query lengths of a packed q (total_q, num_heads_q,
             head_dim); None for q (batch, seqlen_q, num_heads_q, head_dim).

@@ -170,7 +170,7 @@ class LogSoftmax(torch.nn.LogSoftmax):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`tilewise.cross_entropy`, in place of `torch.nn.CrossEntropyLoss` of class numbers.
+    """`tilewise.cross_entropy`, in place of `torch.nn.CrossEntropyLoss` with class indices as targets.
 
     Args:
         weight, size_average, reduce: None; torch.nn has class weights, and has deprecated the other two.

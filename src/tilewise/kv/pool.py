@@ -187,7 +187,7 @@ class PagePool:
     def copy(self, pairs: torch.Tensor) -> None:
         """Copy pages onto others in all layers, in one launch.
 
-        With `keys_by_channel`, the keys of a copy that is to be written come by `open`.
+        With `keys_by_channel`, a copy that will be written also needs `open`, which gives it keys in `dtype`.
 
         Args:
             pairs: int32 or int64 (n, 2), a page and the page that becomes its copy, as in `tilewise.copy_pages`.
@@ -203,7 +203,7 @@ class PagePool:
             copy_pages(pages[0], pages[1], pairs)
 
     def open(self, opened: torch.Tensor, places: torch.Tensor) -> None:
-        """With `keys_by_channel`, give rows of `ByChannel.open` the keys of pages, in all layers, and note places.
+        """With `keys_by_channel`, copy keys of pages into rows of `ByChannel.open`, in all layers, and set places.
 
         Args:
             opened: int32 or int64 (n, 2): a page, and the row that gets its keys.

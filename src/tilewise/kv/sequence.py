@@ -16,7 +16,7 @@ NO_PAGE = -1  # where a sequence had a page that it has handed back
 class Sequence:
     """A sequence's length in tokens and its pages. `KVCache` and `PageAllocator` change both; all others only read.
 
-    Token t lies in slot `pages[t // page_size] * page_size + t % page_size`. Two sequences are equal if they are one.
+    Token t lies in slot `pages[t // page_size] * page_size + t % page_size`. Sequences compare by identity.
 
     Attributes:
         page_size: slots of a page.

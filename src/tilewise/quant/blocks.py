@@ -125,7 +125,7 @@ class Quantized:
     def whole(self, dtype: torch.dtype, centred_keys: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(q, k, v) of the given shapes, dequantized, rotated back, and with the means that centring took out.
 
-        Their attention is that of the codes but for what codes and means lose in each other's products.
+        Their attention equals that of the codes, except for the rounding errors of products of codes and means.
 
         Args:
             dtype: of the results, which are computed in float32.

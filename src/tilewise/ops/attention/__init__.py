@@ -148,9 +148,9 @@ def attention(
         k: (batch, seqlen_k, num_heads_kv, head_dim), dtype and device of q. num_heads_kv divides num_heads_q: query
             head h reads head h // (num_heads_q // num_heads_kv).
         v: (batch, seqlen_k, num_heads_kv, head_dim_v), likewise.
-        mask: which pairs of query and key count: a Mask (`tilewise.causal & tilewise.window(1024)`) or a function
-            (b, h, i, j) -> bool. j is the key's position; i is the query's position on the key axis, so that the last
-            query stands at the last key. None is all pairs.
+        mask: which pairs of query and key are visible: a Mask (`tilewise.causal & tilewise.window(1024)`) or a function
+            (b, h, i, j) -> bool. j is the key's index, i the query's index + seqlen_k - seqlen_q: the last query has
+            the position of the last key. None is all pairs.
         score: a function of the scaled score s: a Score (`tilewise.softcap(30.0)`) or a function
             (s, b, h, i, j) -> float. Tensors that it captures get gradients. None leaves s as it is.
         sink: (num_heads_q,), one logit for each query head that joins the softmax's denominator and has no value;
@@ -166,19 +166,19 @@ def attention(
         deterministic: if True, use only implementations that give the same bits in every run.
         batch_invariant: if True, a request's bits depend neither on the other requests of its batch, nor on its place
             among them, nor on the page size; on a GPU only for `Paged` layouts. Keys are then split at multiples of
-            2,048, in tiles of four queries: many queries take longer. Partial results take memory in proportion to the
-            width of `block_table`.
+            2,048, and tiles have four queries, which is slower for many queries. Partial results take memory in
+            proportion to the width of `block_table`.
         quantize: a scheme (`tilewise.Sage2()`, `tilewise.FP8(...)`): q, k and v are quantized in the call, in any
             dtype but float64, under any mask, score and sink. Gradients pass straight through the rounding; they are
             those of exact attention over the dequantized tensors. Weights are quantized too, relative to their row's
-            running maximum or to the tile's maximum; without gradients, lse may have their rounding. Pages are first
-            copied into packed sequences: worth it for prompts, not for decoding. Or the result of
-            `tilewise.quantize_qkv` for these q, k and v, to use it again; without gradients. Where that was made with
-            `rope=`, q and k are given here without rotation.
+            running maximum or to the tile's maximum; without gradients, lse may have their rounding. Keys in pages are
+            copied into packed sequences first, which pays for prompts, not for decoding. Or the result of
+            `tilewise.quantize_qkv` for these q, k and v, which several calls can use, without gradients. If that was
+            made with `rope=`, give q and k before rotation.
         select: which tiles of keys are computed (block-sparse attention): a `tilewise.Select`, one of its parts
             (`tilewise.Sparge(...)`, a Mask), or the result of `tilewise.select_tiles`. `far=` of a Select says what
-            stands for the other tiles. The selection counts as a constant in the backward. Pages are copied first.
-            For decoding over pages: `tilewise.TopPages(...)` or `tilewise.SparQ(...)`, with
+            replaces the other tiles. The selection is a constant in the backward. Keys in pages are copied into packed
+            sequences first. For decoding over pages: `tilewise.TopPages(...)` or `tilewise.SparQ(...)`, with
             `layout=tilewise.Paged(..., summaries=...)`, no gradients, and no mask or score of positions but `causal`.
         impl: name of an implementation, for example "reference"; `tilewise.why` lists them. None takes the first one
             that can run the call.

@@ -37,12 +37,12 @@ def kv_write(
         v: (tokens, num_heads_kv, head_dim_v), likewise.
         k_pages: (num_pages, page_size, num_heads_kv, head_dim), unit stride in head_dim, any others.
         v_pages: (num_pages, page_size, num_heads_kv, head_dim_v), likewise. All four have one dtype, float16, bfloat16
-            or float32, and lie on one device. Or both pages are `tilewise.quant.Encoded` of one kind: each token's head
-            is then quantized, as by `tilewise.quant.encode`. Beside such values, keys may be a
-            `tilewise.quant.ByChannel` that is open in the dtype of k: a key whose page is open goes there. Any other
-            page is quantized, as by `encode_by_channel`, when a token takes its last slot: with the tokens before it in
-            the slots before and, for slots that these do not reach, the keys of the row that `place` names. Pages are
-            quantized first, so their rows may already be other pages'.
+            or float32, and are on one device. Or both pages are `tilewise.quant.Encoded` of one kind: each token and
+            head is then quantized, as by `tilewise.quant.encode`. With such values, keys may be a
+            `tilewise.quant.ByChannel` whose `open` has the dtype of k. A key whose page is open is written there. A
+            page that is not open is quantized, as by `encode_by_channel`, when this call writes its last slot: its
+            keys are those of this call, and for the slots before them those of the row of `open` that `place` names.
+            Pages are quantized before open ones are written, so such a row may already belong to another page.
         slot_mapping: int32 or int64 (tokens,), contiguous, on that device; a token with a negative slot is skipped. No
             slot may come twice: which token would stay is undefined.
         rope: a `tilewise.Rope` that rotates keys before they are rounded or quantized; positions of skipped tokens may

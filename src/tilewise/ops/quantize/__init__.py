@@ -50,8 +50,8 @@ def quantize_qkv(
     largest code (127, 7 or 448; 4.5 for values with pv_sum="fp16"), in float32; codes are rounded to the nearest, ties
     to even. Rows after a sequence's last one count as zeros.
 
-    Codes, scales and means have the same bits in every implementation, as far as float64 sums of means round alike.
-    With `rotate=`, numbers differ by float32 roundings, and codes by at most one; so do biases.
+    Codes, scales and means have the same bits in every implementation, unless float64 sums of means round differently.
+    With `rotate=`, rotated numbers and biases differ by float32 roundings, and codes by at most one.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), packed (total_q, num_heads_q, head_dim); float16, bfloat16 or

@@ -36,11 +36,11 @@ def sample(
     """One token for each row of logits.
 
     In this order: penalties, bias, allowed tokens, temperature, top-k, top-p, min-p, and a draw by the Gumbel-max
-    trick: the token with the largest logit / temperature - log(-log(u)). u comes from Philox4x32-10 with the row's seed
-    as key and (token // 4, position, constant, 0) as counter, whose word token % 4 it is. So a token depends on its
-    row, seed and position alone: not on other rows, the order or number of rows, the device, or how the vocabulary is
-    sharded. Noise is float32 (float64 in the reference): where two values differ by some 1e-6 of their size,
-    implementations may choose differently, as where a sum of probabilities meets top_p to the last bits.
+    trick: the token with the largest logit / temperature - log(-log(u)). u is word token % 4 of what Philox4x32-10
+    gives for the row's seed as key and (token // 4, position, constant, 0) as counter. So a token depends on its row,
+    seed and position alone: not on other rows, the order or number of rows, the device, or how the vocabulary is
+    sharded. Noise is float32 (float64 in the reference), so implementations may choose differently if two values differ
+    by about 1e-6 of their size, or if a sum of probabilities equals top_p to the last bits.
 
     Of equal logits the first comes first: greedy rows take the lowest index, top-k keeps exactly k tokens and top-p
     as few as it needs, in the order of probability, then of index.
@@ -50,13 +50,13 @@ def sample(
         temperature: float32 (R,) or a number, 0 or above; below 1e-5 the row is greedy, and ignores top_k, top_p, min_p
             and seeds. None is 1.
         top_k: int32 (R,) or an int: how many tokens are kept. 0 or None is off.
-        top_p: float32 (R,) or a number from 0 to 1: of these the most likely, as few as add up to this share, the token
-            that crosses it included. 1 or None is off.
-        min_p: float32 (R,) or a number from 0 to 1: of these the ones at least so likely as this times the most likely
-            one. 0 or None is off.
+        top_p: float32 (R,) or a number from 0 to 1: of the kept tokens, the smallest set of the most likely ones whose
+            probabilities sum to at least top_p. 1 or None is off.
+        min_p: float32 (R,) or a number from 0 to 1: of the kept tokens, those with at least min_p times the largest
+            probability. 0 or None is off.
         seeds: int64 (R,) or an int. Rows with one seed and position draw the same noise.
-        positions: int32 or int64 (R,) or an int: where in its sequence the token will stand; its lower 32 bits count.
-            Seeds and positions may be missing where temperature is the number 0.
+        positions: int32 or int64 (R,) or an int: the position that the token will have in its sequence, modulo 2**32.
+            Seeds and positions may be None if temperature is the number 0.
         penalties: a `tilewise.Penalties`.
         bias: (tokens, values), int32 and float32 (R, K): values are added to these logits, -inf bans a token. Tokens of
             -1, and others outside the vocabulary, are padding. Values of a token that comes twice add up, in any order.
@@ -66,8 +66,8 @@ def sample(
         first_token: vocabulary index of the first column, where columns are a shard of the vocabulary. Tokens in
             `penalties`, `bias` and results count from 0; top-k, top-p, min-p and log probabilities see the shard alone.
         logprobs: how many of the most likely tokens to list, from 0 to V; None makes no lists.
-        logprobs_of: "raw", log softmax of logits as they are given; or "processed", of what is drawn from, after
-            temperature and truncation (for greedy rows, at temperature 1).
+        logprobs_of: "raw": log softmax of the logits as given; "processed": of the distribution that is drawn from,
+            after temperature and truncation (for greedy rows, at temperature 1).
         impl: "triton", "cpu" or "reference"; None picks the first that can.
 
     Returns:
@@ -75,7 +75,7 @@ def sample(
         token -1 and value NaN; one that bans all tokens -1 and -inf. Their log probabilities are NaN. Listed tokens of
         probability 0 are -1.
 
-    On a GPU bias, truncation and lists of processed logits take 4 bytes of memory a logit, penalties 4 more.
+    On a GPU bias, truncation and lists of processed logits take 4 bytes of memory for each logit, penalties 4 more.
 
     Values of tensors (a negative temperature, lengths beyond the history) are checked on a CPU, and on a GPU with
     TILEWISE_DEBUG=1.

@@ -50,13 +50,13 @@ class Penalties:
     """Penalties on tokens that a request has in its history, for `sample`.
 
     Args:
-        history: int32 (requests, max_length), prompt and output tokens of each request; what lies behind its length,
-            and tokens outside the vocabulary (padding, images), count for nothing.
-        prompt_lengths: int32 (requests,), how many of these are the prompt.
-        lengths: int32 (requests,), how many there are, prompt and output together.
+        history: int32 (requests, max_length), prompt and output tokens of each request. Entries from its length on, and
+            tokens outside the vocabulary (padding, images), are ignored.
+        prompt_lengths: int32 (requests,), the number of prompt tokens.
+        lengths: int32 (requests,), the number of prompt and output tokens together.
         request: int32 (R,), the request of each row of logits; None: row r is request r.
-        repetition: float32 (R,) or a number above 0; a logit of a token in prompt or output is divided by it where it
-            is positive, else multiplied. None or 1 is off. Source: Keskar et al., "CTRL: A Conditional Transformer
+        repetition: float32 (R,) or a number above 0; a positive logit of a token in prompt or output is divided by it,
+            a negative one multiplied. None or 1 is off. Source: Keskar et al., "CTRL: A Conditional Transformer
             Language Model for Controllable Generation", 2019, as transformers' RepetitionPenaltyLogitsProcessor.
         presence: float32 (R,) or a number, subtracted from the logit of each token in the output. None or 0 is off.
         frequency: float32 (R,) or a number, subtracted once for each time that the token is in the output. None or 0
