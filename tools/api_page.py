@@ -73,7 +73,7 @@ def sections(of: Any) -> dict[str, str]:
 def entries(text: str) -> list[tuple[list[str], str]]:
     """The entries "name, name: description" of a section."""
     found = (x.partition(":") for x in re.split(r"^(?=\S)", text, flags=re.MULTILINE) if x.strip())
-    return [(named.split(", "), " ".join(said.split())) for named, _, said in found]
+    return [(re.split(r",\s+", named), " ".join(said.split())) for named, _, said in found]
 
 
 def methods(owner: Any) -> dict[str, Any]:

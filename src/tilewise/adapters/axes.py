@@ -24,6 +24,22 @@ def check_tensors(expected: str, ranks: Sequence[int], hint: str, **tensors: Any
             raise InputError(name, got=f"shape {tuple(x.shape)}", expected=f"a tensor {expected}", hint=hint)
 
 
+def check_cu_seqlens(**cu_seqlens: Any) -> None:
+    """Raise InputError unless each is a tensor of rank 1; `attention` looks at the rest."""
+    hint = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0)"
+    check_tensors("(batch + 1,)", (1,), hint, **cu_seqlens)
+
+
+def unpacked(name: str, packed: torch.Tensor, parts: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """The tensors that lie side by side in one, (batch, seqlen, parts, heads, dim) or (total, parts, heads, dim)."""
+    if not isinstance(packed, torch.Tensor) or packed.ndim != rank or packed.shape[-3] != parts:
+        got = f"shape {tuple(packed.shape)}" if isinstance(packed, torch.Tensor) else type(packed).__name__
+        lead = "(batch, seqlen" if rank == 5 else "(total"
+        hint = f"torch.stack of the {parts} tensors along dimension {rank - 3}"
+        raise InputError(name, got=got, expected=f"{lead}, {parts}, heads, head_dim)", hint=hint)
+    return packed.unbind(-3)
+
+
 def check_broadcast(name: str, table: torch.Tensor, full: Sequence[int]) -> None:
     """Raise InputError unless each extent is that of (batch, heads, seqlen_q, seqlen_k), or 1."""
     # not `in (1, size)`: under torch.compile a symbolic size is never found in a tuple

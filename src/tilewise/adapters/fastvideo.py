@@ -47,28 +47,34 @@ def sliding_tile_attention(
     *,
     tile_size: tuple[int, int, int] = (6, 8, 8),
 ) -> torch.Tensor:
-    """Attention of a video, tile after tile, with text behind it.
+    """Sliding tile attention over a video in tile order, with text after it.
 
-    A query of the video sees the tiles of its window, shifted inside at the border, and the first `text_length` tokens
-    of text; a query of the text sees the whole video and these.
+    A query of the video sees the tiles of its window, which is shifted inside at the border, and the first
+    `text_length` tokens of text. A query of the text sees the whole video and these tokens.
 
     Args:
         q: (batch, num_heads_q, seqlen, head_dim); seqlen is the video's tokens, in tile order, and those of text, which
             may be padded.
         k, v: (batch, num_heads_kv, seqlen, head_dim and head_dim_v); num_heads_kv divides num_heads_q.
-        window_size: for each query head (frames, height, width) in tiles. As theirs has it, an even number sees one
-            tile more, and one beyond the canvas all of them.
-        text_length: how many tokens of text are no padding; an integer tensor (batch,) for each batch element, whose
-            values are checked on a CPU.
-        has_text: whether text lies behind the video; without it `text_length` is not looked at.
+        window_size: for each query head (frames, height, width) in tiles. As in FastVideo, an even number means one
+            tile more, and a number beyond the canvas all tiles.
+        text_length: number of text tokens without padding; or an integer tensor (batch,), whose values are checked on a
+            CPU.
+        has_text: whether text follows the video; if False, `text_length` is not used.
         seq_shape: the video's extents "FxHxW", of any size.
-        tile_size: extents of a tile; theirs is this one.
+        tile_size: extents of a tile; FastVideo has only the default.
 
     Returns:
-        out like q with head_dim_v, in the same layout; rows of padded text see what text sees.
+        out like q with head_dim_v, in the same layout; queries of padded text see what other text sees.
 
     Raises:
-        InputError: an argument is wrong. TypeError: a keyword that is not here.
+        InputError: an argument is wrong.
+        TypeError: an unknown keyword.
+
+    Example:
+        >>> from tilewise.adapters.fastvideo import sliding_tile_attention
+        >>> query, key, value = torch.randn(3, 1, 2, 12 * 8 * 8 + 10, 16)  # a video and 10 tokens of text
+        >>> out = sliding_tile_attention(query, key, value, [(1, 1, 1), (2, 1, 1)], 10, seq_shape="12x8x8")
     """
     check_flags(has_text=has_text)
     shape = "(batch, heads, seqlen, dim)"
@@ -171,25 +177,32 @@ def video_sparse_attn(
     block_size: int | Sequence[int] = 64,
     compress_attn_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention over means of blocks, and beside it over all tokens of the blocks that score best there.
+    """Attention over means of blocks, plus attention over all tokens of the blocks with the best scores.
 
     Args:
-        q: (batch, num_heads_q, seqlen_q, head_dim), block after block, each filled up to the same size with zeros.
+        q: (batch, num_heads_q, seqlen_q, head_dim), block after block, each padded to the same size with zeros.
         k, v: (batch, num_heads_kv, seqlen_k, head_dim and head_dim_v), likewise; num_heads_kv divides num_heads_q.
-        variable_block_sizes, q_variable_block_sizes: how many tokens of each block of keys, and of queries, are no
-            padding, integer tensors (blocks,), whose values are checked on a CPU; padding is behind them.
-        topk: how many blocks of keys each block of queries takes.
+        variable_block_sizes, q_variable_block_sizes: integer tensors (blocks,), the number of tokens before the padding
+            in each block of keys, and of queries; values are checked on a CPU.
+        topk: number of blocks of keys for each block of queries.
         block_size: tokens of a block, or its extents.
-        compress_attn_weight: what the first part is multiplied by, like the result, or broadcastable to it, in any
-            floating-point dtype; None is 1.
+        compress_attn_weight: factor of the attention over means, of any floating-point dtype, broadcastable to the
+            result; None is 1.
 
     Returns:
-        Their sum, (batch, num_heads_q, seqlen_q, head_dim_v), in q's dtype, differentiable in q, k, v and the weight;
-        which blocks are taken has no gradient. Scores of blocks are float32 (float64 of float64), also where FastVideo
-        rounds them to the tensors' dtype.
+        The sum, (batch, num_heads_q, seqlen_q, head_dim_v), in q's dtype, differentiable in q, k, v and the weight; the
+        choice of blocks has no gradient. Scores of blocks are float32 (float64 for float64); FastVideo may round them
+        to the tensors' dtype.
 
     Raises:
-        InputError: an argument is wrong. TypeError: a keyword that is not here.
+        InputError: an argument is wrong.
+        TypeError: an unknown keyword.
+
+    Example:
+        >>> from tilewise.adapters.fastvideo import video_sparse_attn
+        >>> query, key, value = torch.randn(3, 1, 2, 4 * 64, 16)
+        >>> sizes = torch.full((4,), 64)  # four blocks without padding
+        >>> out = video_sparse_attn(query, key, value, sizes, sizes, topk=2)
     """
     size = _block_tokens(block_size)
     _check_blocks(q, k, v, variable_block_sizes, q_variable_block_sizes, size)
@@ -215,20 +228,27 @@ def video_sparse_attn(
 def block_sparse_attn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_map: torch.Tensor, variable_block_sizes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of blocks of queries over blocks of keys.
+    """Attention of blocks of queries over the blocks of keys that a map shows them.
 
     Args:
         q, k, v: as for `video_sparse_attn`.
-        block_map: bool (batch, num_heads_q, blocks of queries, blocks of keys), True where keys are seen; a block's
-            size is seqlen_k over the blocks of keys.
-        variable_block_sizes: how many tokens of each block of keys are no padding, an integer tensor (blocks,), whose
+        block_map: bool (batch, num_heads_q, blocks of queries, blocks of keys), True for visible blocks; a block has
+            seqlen_k / (blocks of keys) tokens.
+        variable_block_sizes: integer tensor (blocks,), the number of tokens before the padding in each block of keys;
             values are checked on a CPU.
 
     Returns:
         out (batch, num_heads_q, seqlen_q, head_dim_v), and lse (batch, num_heads_q, seqlen_q), float32.
 
     Raises:
-        InputError: an argument is wrong. TypeError: a keyword that is not here.
+        InputError: an argument is wrong.
+        TypeError: an unknown keyword.
+
+    Example:
+        >>> from tilewise.adapters.fastvideo import block_sparse_attn
+        >>> query, key, value = torch.randn(3, 1, 2, 4 * 64, 16)
+        >>> own = torch.eye(4, dtype=torch.bool).expand(1, 2, 4, 4)  # each block sees itself
+        >>> out, lse = block_sparse_attn(query, key, value, own, torch.full((4,), 64))
     """
     check_tensors("(batch, heads, seqlen, dim)", (4,), "heads stand before tokens", q=q, k=k, v=v)
     columns = block_map.shape[-1] if isinstance(block_map, torch.Tensor) and block_map.ndim == 4 else 0

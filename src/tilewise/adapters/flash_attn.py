@@ -14,18 +14,16 @@ Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Wor
 from __future__ import annotations
 
 import math
-import numbers
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 import tilewise as tw
-from tilewise.adapters.axes import check_tensors, distance_score, unit_stride, window_mask
+from tilewise.adapters.axes import check_cu_seqlens, check_tensors, distance_score, unit_stride, unpacked, window_mask
 from tilewise.adapters.kv_cache import CacheCall, attend
-from tilewise.core.errors import InputError, shown
+from tilewise.adapters.s_dmask import extent, gathered, probabilities
+from tilewise.core.errors import InputError
 from tilewise.core.flags import check_flags
-from tilewise.core.philox import keep_mask
 from tilewise.layouts import Packed, Paged
 
 __all__ = [
@@ -74,7 +72,12 @@ def flash_attn_func(
         probabilities, negative (or -0) where dropped.
 
     Raises:
-        InputError: an argument is wrong. UnsupportedError: on a GPU, deterministic with slopes that take a gradient.
+        InputError: an argument is wrong.
+        UnsupportedError: on a GPU, deterministic with slopes that take a gradient.
+
+    Example:
+        >>> from tilewise.adapters.flash_attn import flash_attn_func
+        >>> out = flash_attn_func(q, k, v, causal=True, window_size=(31, 0))
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return _attention(q, k, v, None, options)
@@ -92,8 +95,24 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """As `flash_attn_func`, with k and v in one tensor kv (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
-    k, v = _split("kv", kv, 2, 5)
+    """As `flash_attn_func`, with k and v in one tensor.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim).
+        kv: (batch, seqlen_k, 2, num_heads_kv, head_dim): keys, then values.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`.
+
+    Returns: as `flash_attn_func`.
+
+    Raises:
+        InputError, UnsupportedError: as `flash_attn_func`.
+
+    Example:
+        >>> from tilewise.adapters.flash_attn import flash_attn_kvpacked_func
+        >>> out = flash_attn_kvpacked_func(q, torch.stack((k, v), 2), causal=True)
+    """
+    k, v = unpacked("kv", kv, 2, 5)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return _attention(q, k, v, None, options)
 
@@ -109,8 +128,23 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """As `flash_attn_func`, with q, k and v in one tensor qkv (batch, seqlen, 3, num_heads, head_dim)."""
-    q, k, v = _split("qkv", qkv, 3, 5)
+    """As `flash_attn_func`, with q, k and v in one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, num_heads, head_dim): queries, keys, values.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`.
+
+    Returns: as `flash_attn_func`.
+
+    Raises:
+        InputError, UnsupportedError: as `flash_attn_func`.
+
+    Example:
+        >>> from tilewise.adapters.flash_attn import flash_attn_qkvpacked_func
+        >>> out = flash_attn_qkvpacked_func(torch.stack((k, k, v), 2), causal=True)
+    """
+    q, k, v = unpacked("qkv", qkv, 3, 5)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return _attention(q, k, v, None, options)
 
@@ -133,19 +167,29 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Result:
-    """As `flash_attn_func`, for sequences of different lengths, one after another.
+    """As `flash_attn_func`, for sequences of different lengths, concatenated.
 
     Args:
         q: (total_q, num_heads_q, head_dim).
         k, v: (total_k, num_heads_kv, head_dim and head_dim_v), or with `block_table` pages of any size, (num_blocks,
             page_size, num_heads_kv, ...), forward only.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), cumulative lengths from 0 to the totals.
-        max_seqlen_q, max_seqlen_k: accepted, int or tensor; only S_dmask needs them.
+        max_seqlen_q, max_seqlen_k: lengths of the longest sequences, int or tensor; only S_dmask needs them.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`.
         block_table: int32 (batch, max_pages), the pages of each sequence.
 
     Returns:
         out (total_q, num_heads_q, head_dim_v); softmax_lse (num_heads_q, total_q); S_dmask (batch, num_heads_q,
         max_seqlen_q, max_seqlen_k), 0 beyond a sequence's lengths.
+
+    Raises:
+        InputError, UnsupportedError: as `flash_attn_func`.
+
+    Example:
+        >>> from tilewise.adapters.flash_attn import flash_attn_varlen_func
+        >>> cu_seqlens = torch.tensor([0, 30, 100], dtype=torch.int32)
+        >>> out = flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens, cu_seqlens, 70, 70, causal=True)
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     layout = Packed(cu_seqlens_q, cu_seqlens_k)
@@ -168,8 +212,26 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """As `flash_attn_varlen_func`, with k and v in one tensor kv (total_k, 2, num_heads_kv, head_dim)."""
-    k, v = _split("kv", kv, 2, 4)
+    """As `flash_attn_varlen_func`, with k and v in one tensor.
+
+    Args:
+        q: (total_q, num_heads_q, head_dim).
+        kv: (total_k, 2, num_heads_kv, head_dim): keys, then values.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in `flash_attn_varlen_func`.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`.
+
+    Returns: as `flash_attn_varlen_func`.
+
+    Raises:
+        InputError, UnsupportedError: as `flash_attn_func`.
+
+    Example:
+        >>> from tilewise.adapters.flash_attn import flash_attn_varlen_kvpacked_func
+        >>> cu = torch.tensor([0, 30, 100], dtype=torch.int32)
+        >>> out = flash_attn_varlen_kvpacked_func(q[0], torch.stack((k[0], v[0]), 1), cu, cu, 70, 70)
+    """
+    k, v = unpacked("kv", kv, 2, 4)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return _attention(q, k, v, Packed(cu_seqlens_q, cu_seqlens_k), options, (max_seqlen_q, max_seqlen_k))
 
@@ -187,9 +249,26 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """As `flash_attn_varlen_func`, with q, k and v in one tensor qkv (total, 3, num_heads, head_dim)."""
-    q, k, v = _split("qkv", qkv, 3, 4)
-    _check_lengths(cu_seqlens=cu_seqlens)
+    """As `flash_attn_varlen_func`, with q, k and v in one tensor.
+
+    Args:
+        qkv: (total, 3, num_heads, head_dim): queries, keys, values.
+        cu_seqlens, max_seqlen: of queries and keys, as in `flash_attn_varlen_func`.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as in
+            `flash_attn_func`.
+
+    Returns: as `flash_attn_varlen_func`.
+
+    Raises:
+        InputError, UnsupportedError: as `flash_attn_func`.
+
+    Example:
+        >>> from tilewise.adapters.flash_attn import flash_attn_varlen_qkvpacked_func
+        >>> cu = torch.tensor([0, 30, 100], dtype=torch.int32)
+        >>> out = flash_attn_varlen_qkvpacked_func(torch.stack((k[0], k[0], v[0]), 1), cu, 70, causal=True)
+    """
+    q, k, v = unpacked("qkv", qkv, 3, 4)
+    check_cu_seqlens(cu_seqlens=cu_seqlens)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return _attention(q, k, v, Packed(cu_seqlens), options, (max_seqlen, max_seqlen))
 
@@ -215,21 +294,21 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Write new keys and values into a cache, in place, and attend to all that is there then. No gradients.
+    """Write new keys and values into a cache, in place, and attend to the whole cache. No gradients.
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim); the last query stands at the last key.
+        q: (batch, seqlen_q, num_heads_q, head_dim); the last query has the position of the last key.
         k_cache, v_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim and head_dim_v), or with `block_table`
             (num_blocks, page_size, num_heads_kv, ...) of any page size; unit stride in the last dimension.
         k, v: (batch, seqlen_new, num_heads_kv, ...), written at tokens cache_seqlens and following of each request.
         rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), by which the first rotary_dim dimensions of new keys and of
-            queries are rotated: token t of the cache by row t. Query i stands at cache_seqlens + i if `causal` or with
-            a window, else all queries at cache_seqlens. Only with k and v.
+            queries are rotated: token t of the cache by row t. Query i has position cache_seqlens + i if `causal` or
+            with a window, else all have position cache_seqlens. Only with k and v.
         cache_seqlens: tokens already in the cache, those of the left padding included: an int, or int32 (batch,); None
             is a full cache.
         cache_batch_idx: int32 (batch,), the row of the cache of each request; default 0, 1, 2, ...
-        cache_leftpad: int32 (batch,), the first token of each request that is there; whatever lies before is not read.
-        block_table: int32 (batch, max_pages), the pages of each request; what lies behind its last one is not read.
+        cache_leftpad: int32 (batch,), the first token of each request; the padding before it is not read.
+        block_table: int32 (batch, max_pages), the pages of each request; entries after its last one are not read.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
         rotary_interleaved: rotate dimensions 0 and 1, 2 and 3, ...; else 0 and rotary_dim / 2, 1 and the next, ...
         num_splits: changes nothing; 0 or more.
@@ -240,9 +319,14 @@ def flash_attn_with_kvcache(
         float64 input), natural logarithm, +inf for a row that sees no key.
 
     Raises:
-        InputError: an argument is wrong. UnsupportedError: 8 bits, or left padding in a cache whose rows are no whole
-        number of tokens apart. Both before any write; values are checked on a CPU only, where no token may be written
-        twice, and on a GPU with TILEWISE_DEBUG=1.
+        InputError: an argument is wrong, or a token would be written twice; before anything is written. Values are
+            checked on a CPU, and on a GPU with TILEWISE_DEBUG=1.
+        UnsupportedError: 8 bits, or left padding in a cache whose batch stride is no multiple of its token stride.
+
+    Example:
+        >>> from tilewise.adapters.flash_attn import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 2, 128, 2, 16)
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=0, causal=True)
     """
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     call = CacheCall(
@@ -253,30 +337,6 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     o, lse = attend(call)
     return (o, torch.where(lse == -torch.inf, torch.inf, lse)) if return_softmax_lse else o
-
-
-def _split(name: str, packed: torch.Tensor, parts: int, rank: int) -> tuple[torch.Tensor, ...]:
-    if not isinstance(packed, torch.Tensor) or packed.ndim != rank or packed.shape[-3] != parts:
-        got = f"shape {tuple(packed.shape)}" if isinstance(packed, torch.Tensor) else type(packed).__name__
-        lead = "(batch, seqlen" if rank == 5 else "(total"
-        hint = f"torch.stack of the {parts} tensors along dimension {rank - 3}"
-        raise InputError(name, got=got, expected=f"{lead}, {parts}, heads, head_dim)", hint=hint)
-    return packed.unbind(-3)
-
-
-def _check_lengths(**cu_seqlens: Any) -> None:
-    """Raise InputError unless each is a tensor of rank 1; `attention` looks at the rest."""
-    hint = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)"
-    check_tensors("(batch + 1,)", (1,), hint, **cu_seqlens)
-
-
-def _extent(name: str, value: Any) -> int:
-    """A length given as an integer or a tensor of one."""
-    one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
-    if not one and (not isinstance(value, (int, numbers.Integral)) or isinstance(value, bool)):
-        hint = "the longest sequence; only S_dmask needs it"
-        raise InputError(name, got=shown(value), expected="an integer, or an integer tensor of one element", hint=hint)
-    return int(value)
 
 
 def _attention(
@@ -295,7 +355,7 @@ def _attention(
         hint = "flash_attn_varlen_func takes (total, heads, dim)"
         check_tensors("(batch, seqlen, heads, dim)", (4,), hint, q=q, k=k, v=v)
     else:
-        _check_lengths(cu_seqlens_q=layout.cu_seqlens_q, cu_seqlens_k=layout.keys)
+        check_cu_seqlens(cu_seqlens_q=layout.cu_seqlens_q, cu_seqlens_k=layout.keys)
         hint = "flash_attn_func takes (batch, seqlen, heads, dim)"
         check_tensors("(total, heads, dim)", (3,), hint, q=q)
         if block_table is None:
@@ -307,7 +367,7 @@ def _attention(
                 got, expected = f"{block_table.shape[0]} rows", f"{layout.batch}, as cu_seqlens_q"
                 raise InputError("block_table", got=got, expected=expected, hint="a row for each sequence")
     if return_attn_probs:
-        max_seqlens = (_extent("max_seqlen_q", max_seqlens[0]), _extent("max_seqlen_k", max_seqlens[1]))
+        max_seqlens = (extent("max_seqlen_q", max_seqlens[0]), extent("max_seqlen_k", max_seqlens[1]))
     q, k, v = (unit_stride(x) for x in (q, k, v))
     batch = layout.batch if layout is not None else q.shape[0]
     score = distance_score(softcap, alibi_slopes, batch, q.shape[-2])
@@ -333,62 +393,7 @@ def _attention(
         return o
     with torch.no_grad():
         if layout is not None and block_table is not None:
-            k = _gathered(k, block_table, layout.keys.diff().tolist())
+            k = gathered(k, block_table, layout.keys.diff().tolist())
         scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-        probs = _probabilities((q, k, lse), layout, mask, score, scale, (dropout_p, seed), max_seqlens)
+        probs = probabilities((q, k, lse), layout, mask, score, scale, (dropout_p, seed), max_seqlens)
     return o, torch.where(lse == -torch.inf, torch.inf, lse), probs
-
-
-def _gathered(k: torch.Tensor, block_table: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Keys out of their pages, packed."""
-    tables = [row[: -(-n // k.shape[1])].long() for row, n in zip(block_table, lengths, strict=True)]
-    return torch.cat([k[row].flatten(0, 1)[:n] for row, n in zip(tables, lengths, strict=True)])
-
-
-def _probabilities(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    layout: Packed | None,
-    mask: tw.Mask | None,
-    score: tw.Score | None,
-    scale: float,
-    dropout: tuple[float, torch.Tensor | None],
-    max_seqlens: tuple[int, int],
-) -> torch.Tensor:
-    """S_dmask, every probability materialised."""
-    q, k, lse = tensors
-    if layout is None:
-        parts = [(b, q[b], k[b], lse[b]) for b in range(q.shape[0])]
-        extents = (q.shape[1], k.shape[1])
-    else:
-        cu_q, cu_k = layout.cu_seqlens_q.tolist(), layout.keys.tolist()
-        rows = [slice(a, b) for a, b in pairwise(cu_q)]
-        keys = [slice(a, b) for a, b in pairwise(cu_k)]
-        parts = [(b, q[r], k[c], lse[:, r]) for b, (r, c) in enumerate(zip(rows, keys, strict=True))]
-        extents = max_seqlens
-        longest = tuple(max((b - a for a, b in pairwise(ends)), default=0) for ends in (cu_q, cu_k))
-        for name, got, least in zip(("max_seqlen_q", "max_seqlen_k"), extents, longest, strict=True):
-            if got < least:
-                hint = "max(lengths); only S_dmask needs it"
-                raise InputError(name, got=got, expected=f"at least {least}, the longest sequence", hint=hint)
-    heads = q.shape[-2]
-    result = torch.zeros(len(parts), heads, *extents, dtype=q.dtype, device=q.device)
-    for b, q_b, k_b, lse_b in parts:
-        seqlen_q, seqlen_k = q_b.shape[0], k_b.shape[0]
-        if not seqlen_q or not seqlen_k:
-            continue
-        h = torch.arange(heads, device=q.device)[:, None, None]
-        i = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device)[:, None]
-        j = torch.arange(seqlen_k, device=q.device)
-        batch = torch.tensor(b, device=q.device)
-        wide = lse.dtype
-        k_b = k_b.repeat_interleave(heads // k_b.shape[1], 1)
-        s = torch.einsum("ihd,jhd->hij", q_b.to(wide), k_b.to(wide)) * scale
-        s = s if score is None else score.evaluate(dtype=wide, s=s, b=batch, h=h, i=i, j=j)
-        p = torch.exp(s - lse_b[..., None])
-        visible = torch.tensor(True, device=q.device) if mask is None else mask.evaluate(b=batch, h=h, i=i, j=j)
-        p = torch.where(visible & (lse_b[..., None] != -torch.inf), p, 0.0)
-        if dropout[1] is not None:
-            keep = keep_mask(int(dropout[1]), dropout[0], b * heads + h, i, j)
-            p = torch.where(keep, p, -p)
-        result[b, :, :seqlen_q, :seqlen_k] = p.to(q.dtype)
-    return result

@@ -56,23 +56,33 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As FlashAttention-2's (`tilewise.adapters.flash_attn.flash_attn_with_kvcache`), with these besides.
+    """As FlashAttention-2's `tilewise.adapters.flash_attn.flash_attn_with_kvcache`, with packed sequences and scales.
 
     Args:
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, softmax_scale,
+            causal, window_size, softcap, rotary_interleaved, return_softmax_lse: as in FlashAttention-2's function.
+        qv, attention_chunk: None and 0; other values raise UnsupportedError.
         page_table: FlashAttention-2's `block_table`.
         cu_seqlens_q: int32 (batch + 1,), cumulative lengths of packed queries q (total_q, num_heads_q, head_dim).
         cu_seqlens_k_new: the same of packed new keys k (total_new, num_heads_kv, head_dim) and values.
-        max_seqlen_q: accepted with `cu_seqlens_q`; nothing needs it.
-        rotary_seqlens: int32 (batch,), where on the rotary axis the first new token stands; default cache_seqlens.
+        max_seqlen_q: accepted with `cu_seqlens_q`, and not used.
+        rotary_seqlens: int32 (batch,), the rotary position of the first new token; default cache_seqlens.
         q_descale, k_descale, v_descale: float (batch, num_heads_kv), factors of q, k and v; FlashAttention-3 reads them
             for 8 bits only.
+        scheduler_metadata, num_splits, pack_gqa, sm_margin: checked, and not used.
 
     Returns:
         out, like q with head_dim_v; with `return_softmax_lse` also softmax_lse (batch, num_heads_q, seqlen_q), packed
         (num_heads_q, total_q), float32 (float64 for float64 input), natural logarithm, -inf for a row without keys.
 
     Raises:
-        InputError: an argument is wrong. UnsupportedError: `qv`, `attention_chunk`, 8 bits. Both before any write.
+        InputError: an argument is wrong; raised before anything is written.
+        UnsupportedError: `qv`, `attention_chunk`, 8 bits; likewise.
+
+    Example:
+        >>> from tilewise.adapters.flash_attn_interface import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 2, 128, 2, 16)
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=0, causal=True)
     """
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     if qv is not None:
@@ -122,10 +132,26 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Something to hand to `flash_attn_with_kvcache`: int32 (1,), 0, on the device of `cache_seqlens` (batch_size,).
+    """A placeholder for `flash_attn_with_kvcache(scheduler_metadata=)`: tilewise divides work inside each call.
 
-    tilewise divides the work on the device, inside each call. Raises InputError for sizes that are no integers, lengths
-    that are no such tensor, and for what the call itself would refuse of the other arguments.
+    Args:
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v, page_size,
+            max_seqlen_k_new: sizes of the call to come, integers of 0 or more; headdim_v and page_size may be None.
+        cache_seqlens: int32 (batch_size,), whose device the result has.
+        qkv_dtype, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad, has_softcap: accepted, and not used.
+        causal, window_size, attention_chunk, num_splits, pack_gqa, sm_margin: checked as by the call.
+
+    Returns:
+        int32 (1,), 0.
+
+    Raises:
+        InputError: a size is no such integer, or another argument is wrong.
+        UnsupportedError: `attention_chunk`.
+
+    Example:
+        >>> from tilewise.adapters.flash_attn_interface import get_scheduler_metadata
+        >>> get_scheduler_metadata(2, 1, 100, 4, 2, 16, torch.tensor([100, 57], dtype=torch.int32))
+        tensor([0], dtype=torch.int32)
     """
     check_flags(causal=causal, has_softcap=has_softcap)
     sizes = {

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.adapters.axes import check_tensors, index, unit_stride
+from tilewise.adapters.axes import check_cu_seqlens, check_tensors, index, unit_stride
 from tilewise.adapters.sdpa import formula_of, top_left_causal
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.core.flags import check_flags
@@ -55,10 +55,10 @@ def sageattn(
     smooth_k: bool = True,
     attn_mask: torch.Tensor | None = None,
 ) -> Result:
-    """SageAttention's `sageattn`: INT8 scores by thread, and for values what the GPU is fast at.
+    """SageAttention's `sageattn`: INT8 scores, scales by thread, values in the fastest format of the GPU.
 
     Values are FP8, summed in float16 on sm_89 and sm_120 (SageAttention2++), in float32 elsewhere; before sm_89 they
-    stay 16 bits.
+    stay in 16 bits.
 
     Args:
         q: (batch, num_heads_q, seqlen_q, head_dim), or as `tensor_layout` has it.
@@ -68,14 +68,19 @@ def sageattn(
         sm_scale: factor of q k^T; default head_dim ** -0.5.
         return_lse: return (out, lse).
         smooth_k: centre keys by their mean.
-        attn_mask: bool, True where a pair may meet, or float, added to the scaled scores; broadcastable to (batch,
-            num_heads_q, seqlen_q, seqlen_k). Theirs takes and ignores it.
+        attn_mask: bool, True for visible pairs, or float, added to the scaled scores; broadcastable to (batch,
+            num_heads_q, seqlen_q, seqlen_k). SageAttention accepts and ignores it.
 
     Returns:
         out like q with head_dim_v, in the same layout; lse float32 (batch, num_heads_q, seqlen_q).
 
     Raises:
-        InputError: an argument is wrong. TypeError: a keyword that is not here.
+        InputError: an argument is wrong.
+        TypeError: an unknown keyword.
+
+    Example:
+        >>> from tilewise.adapters.sageattention import sageattn
+        >>> out = sageattn(q, k, v, tensor_layout="NHD", is_causal=True)
     """
     return attend(q, k, v, fastest(q, smooth_k), tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
 
@@ -92,10 +97,20 @@ def sageattn_qk_int8_pv_fp16_triton(
     smooth_k: bool = True,
     return_lse: bool = False,
 ) -> Result:
-    """SageAttention's function of this name: INT8 scores by block, values in float16 (SageAttention 1).
+    """SageAttention's function of this name: INT8 scores, scales by block, values in float16 (SageAttention 1).
 
-    Args and returns as `sageattn` has them, but:
-        quantization_backend: "triton" or "cuda", which changes nothing.
+    Args:
+        q, k, v, tensor_layout, is_causal, attn_mask, sm_scale, smooth_k, return_lse: as in `sageattn`.
+        quantization_backend: "triton" or "cuda", without effect.
+
+    Returns: as `sageattn`.
+
+    Raises:
+        InputError, TypeError: as `sageattn`.
+
+    Example:
+        >>> from tilewise.adapters.sageattention import sageattn_qk_int8_pv_fp16_triton
+        >>> out = sageattn_qk_int8_pv_fp16_triton(q, k, v, tensor_layout="NHD")
     """
     _one_of("quantization_backend", quantization_backend, ("triton", "cuda"), "codes are the same by either")
     scheme = by_block(smooth_k)
@@ -117,10 +132,20 @@ def sageattn_qk_int8_pv_fp16_cuda(
 ) -> Result:
     """SageAttention's function of this name: INT8 scores, values in float16.
 
-    Args and returns as `sageattn` has them, but:
+    Args:
+        q, k, v, tensor_layout, is_causal, sm_scale, smooth_k, return_lse: as in `sageattn`.
         qk_quant_gran: "per_thread", or "per_warp": 16 queries share a scale, and 128 keys.
-        pv_accum_dtype: "fp32", "fp16+fp32" or "fp16"; sums are float32.
+        pv_accum_dtype: "fp32", "fp16+fp32" or "fp16", without effect: sums are float32.
         smooth_v: centre values by their mean.
+
+    Returns: as `sageattn`.
+
+    Raises:
+        InputError, TypeError: as `sageattn`.
+
+    Example:
+        >>> from tilewise.adapters.sageattention import sageattn_qk_int8_pv_fp16_cuda
+        >>> out = sageattn_qk_int8_pv_fp16_cuda(q, k, v, tensor_layout="NHD", smooth_v=True)
     """
     _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp16+fp32", "fp16"), "sums are float32 for each")
     scheme = _scheme(qk_quant_gran, smooth_k, smooth_v, pv="fp16")
@@ -142,8 +167,20 @@ def sageattn_qk_int8_pv_fp8_cuda(
 ) -> Result:
     """SageAttention's function of this name: INT8 scores, values and weights in FP8.
 
-    Args and returns as `sageattn_qk_int8_pv_fp16_cuda` has them, but:
-        pv_accum_dtype: "fp32+fp16", "fp32+fp32" or "fp32"; the last two are the same here.
+    Args:
+        q, k, v, tensor_layout, is_causal, sm_scale, smooth_k, return_lse: as in `sageattn`.
+        qk_quant_gran, smooth_v: as in `sageattn_qk_int8_pv_fp16_cuda`.
+        pv_accum_dtype: "fp32+fp16" sums in float16 (SageAttention2++); "fp32+fp32" and "fp32" both sum in float32,
+            flushed after each block of keys.
+
+    Returns: as `sageattn`.
+
+    Raises:
+        InputError, TypeError: as `sageattn`.
+
+    Example:
+        >>> from tilewise.adapters.sageattention import sageattn_qk_int8_pv_fp8_cuda
+        >>> out = sageattn_qk_int8_pv_fp8_cuda(q, k, v, tensor_layout="NHD", qk_quant_gran="per_warp")
     """
     _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp16", "fp32+fp32", "fp32"), "how weights times values are summed")
     scheme = _scheme(qk_quant_gran, smooth_k, smooth_v, pv_sum="fp16" if pv_accum_dtype == "fp32+fp16" else "fp32")
@@ -162,10 +199,22 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
     smooth_k: bool = True,
     return_lse: bool = False,
 ) -> Result:
-    """SageAttention's function of this name: INT8 scores, values and weights in FP8, sums that begin anew.
+    """SageAttention's function of this name: INT8 scores, values and weights in FP8, sums flushed after each block.
 
-    Args and returns as `sageattn_qk_int8_pv_fp8_cuda` has them, but:
-        pv_accum_dtype: "fp32+fp32"; "fp32" raises UnsupportedError, a NotImplementedError, as theirs does.
+    Args:
+        q, k, v, tensor_layout, is_causal, sm_scale, smooth_k, return_lse: as in `sageattn`.
+        qk_quant_gran: as in `sageattn_qk_int8_pv_fp16_cuda`.
+        pv_accum_dtype: "fp32+fp32".
+
+    Returns: as `sageattn`.
+
+    Raises:
+        InputError, TypeError: as `sageattn`.
+        UnsupportedError: pv_accum_dtype="fp32", for which SageAttention raises NotImplementedError, too.
+
+    Example:
+        >>> from tilewise.adapters.sageattention import sageattn_qk_int8_pv_fp8_cuda_sm90
+        >>> out = sageattn_qk_int8_pv_fp8_cuda_sm90(q, k, v, tensor_layout="NHD")
     """
     _one_of("pv_accum_dtype", pv_accum_dtype, ("fp32+fp32", "fp32"), "Hopper has no faster sums in float16")
     if pv_accum_dtype == "fp32":
@@ -187,28 +236,33 @@ def sageattn_varlen(
     sm_scale: float | None = None,
     smooth_k: bool = True,
 ) -> torch.Tensor:
-    """SageAttention's `sageattn_varlen`: as `sageattn_qk_int8_pv_fp16_triton`, for sequences one after another.
+    """SageAttention's `sageattn_varlen`: as `sageattn_qk_int8_pv_fp16_triton`, for concatenated sequences.
 
     Args:
         q: (total_q, num_heads_q, head_dim).
         k, v: (total_k, num_heads_kv, head_dim and head_dim_v).
         cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,), cumulative lengths from 0 to the totals.
-        max_seqlen_q, max_seqlen_k: accepted, and not looked at.
+        max_seqlen_q, max_seqlen_k: accepted, and not used.
         is_causal: query i of a sequence sees its keys 0 to i.
         sm_scale: factor of q k^T; default head_dim ** -0.5.
-        smooth_k: centre keys by the mean of their sequence (theirs: of all).
+        smooth_k: centre keys by the mean of their sequence (SageAttention: by one mean of all sequences).
 
     Returns:
         out (total_q, num_heads_q, head_dim_v).
 
     Raises:
-        InputError: an argument is wrong. TypeError: a keyword that is not here.
+        InputError: an argument is wrong.
+        TypeError: an unknown keyword.
+
+    Example:
+        >>> from tilewise.adapters.sageattention import sageattn_varlen
+        >>> cu_seqlens = torch.tensor([0, 30, 100])
+        >>> out = sageattn_varlen(q[0], k[0], v[0], cu_seqlens, cu_seqlens, 70, 70, is_causal=True)
     """
     check_flags(is_causal=is_causal, smooth_k=smooth_k)
     hint = "sageattn takes four dimensions"
     check_tensors("(total, heads, dim)", (3,), hint, q=q, k=k, v=v)
-    hint = "running sums of the lengths: torch.tensor([0, *lengths]).cumsum(0)"
-    check_tensors("(batch + 1,)", (1,), hint, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_cu_seqlens(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         got, expected = f"{cu_seqlens_k.shape[0]} entries", f"{cu_seqlens_q.shape[0]}, as cu_seqlens_q has"
         raise InputError("cu_seqlens_k", got=got, expected=expected, hint="both are of the same sequences")

@@ -51,7 +51,12 @@ def scaled_dot_product_attention(
 
     Raises:
         InputError: what PyTorch refuses too (heads that differ without `enable_gqa`, `attn_mask` with `is_causal`);
-            and a mask of another shape over no queries or no keys, at which PyTorch does not look.
+            and a mask of a wrong shape if there are no queries or no keys, which PyTorch does not check.
+
+    Example:
+        >>> from tilewise.adapters.sdpa import scaled_dot_product_attention
+        >>> query, key, value = torch.randn(3, 2, 4, 100, 16)
+        >>> out = scaled_dot_product_attention(query, key, value, is_causal=True)
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     hint = "add the missing dimension with x[None]"
@@ -192,9 +197,15 @@ _torch_function = torch.nn.functional.scaled_dot_product_attention
 
 
 def install() -> None:
-    """Put tilewise's function in the place of `torch.nn.functional.scaled_dot_product_attention`, for all callers.
+    """Replace `torch.nn.functional.scaled_dot_product_attention` by tilewise's function, for all callers.
 
-    Code that imported the function by name before keeps PyTorch's. Calling it twice changes nothing more.
+    Code that imported the function by name before keeps PyTorch's. A second call changes nothing.
+
+    Example:
+        >>> from tilewise.adapters import sdpa
+        >>> sdpa.install()
+        >>> out = torch.nn.functional.scaled_dot_product_attention(*torch.randn(3, 2, 4, 100, 16))  # by tilewise
+        >>> sdpa.uninstall()
     """
     global _torch_function
     if torch.nn.functional.scaled_dot_product_attention is not scaled_dot_product_attention:
@@ -203,14 +214,28 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back what `install` replaced; does nothing where tilewise's function is not in place."""
+    """Put back the function that `install` replaced; does nothing if tilewise's function is not installed.
+
+    Example:
+        >>> from tilewise.adapters import sdpa
+        >>> sdpa.uninstall()
+    """
     if torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention:
         torch.nn.functional.scaled_dot_product_attention = _torch_function
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`install` for a `with` block; on leaving it, also by an exception, what was in place before is back."""
+    """`install` for a `with` block, which puts back the previous function at its end, also after an exception.
+
+    Returns:
+        A context manager; blocks may be nested.
+
+    Example:
+        >>> from tilewise.adapters import sdpa
+        >>> with sdpa.installed():
+        ...     out = torch.nn.functional.scaled_dot_product_attention(*torch.randn(3, 2, 4, 100, 16))
+    """
     before = torch.nn.functional.scaled_dot_product_attention
     install()
     try:

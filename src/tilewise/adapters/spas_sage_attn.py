@@ -69,33 +69,38 @@ def spas_sage2_attn_meansim_cuda(
     return_sparsity: bool = False,
     return_lse: bool = False,
 ) -> Result:
-    """The tiles that hold `cdfthreshd` of a softmax over means of tiles, by SageAttention 2 (INT8, and FP8 for values).
+    """SageAttention 2 over the tiles that hold `cdfthreshd` of a softmax over means of tiles.
 
     Args:
         q: (batch, num_heads_q, seqlen_q, head_dim), or as `tensor_layout` has it.
         k, v: (batch, num_heads_kv, seqlen_k, head_dim and head_dim_v); num_heads_kv divides num_heads_q.
-        attn_mask: bool, True where a pair may meet, or float, added to the scaled scores; broadcastable to (batch,
+        attn_mask: bool, True for visible pairs, or float, added to the scaled scores; broadcastable to (batch,
             num_heads_q, seqlen_q, seqlen_k).
-        dropout_p: 0.
+        dropout_p: must be 0.
         is_causal: query i sees keys 0 to i.
         scale: factor of q k^T; default head_dim ** -0.5.
         smooth_k: centre keys by their mean.
-        simthreshd1: tiles whose self-similarity is not above it are computed anyway, in [-1, 1]: a number, or a tensor
+        simthreshd1: tiles with at most this self-similarity are always computed, in [-1, 1]: a number, or a tensor
             (num_heads_q,), which is read on the host.
         cdfthreshd: the share of the softmax, in (0, 1]; a number or a tensor, likewise.
-        pvthreshd: tiles of scores that are this many powers of 2 below the largest of their rows so far count for
-            nothing; 50 or more: none. A number, or a tensor (num_heads_q,) of one for each head.
-        attention_sink: take the first tile of keys, too.
+        pvthreshd: a tile is skipped if all its scores are this many powers of 2 below the running maxima of their rows;
+            50 or more skips none. A number, or a tensor (num_heads_q,).
+        attention_sink: always compute the first tile of keys.
         tensor_layout: "HND" or "NHD".
-        output_dtype: accepted, and not looked at.
-        return_sparsity: return (out, share of the tiles that the mask does not hide that are left out, a float).
+        output_dtype: accepted, and not used.
+        return_sparsity: return (out, sparsity), a float: the share of skipped tiles among those that the mask shows.
         return_lse: return (out, lse).
 
     Returns:
         out like q with head_dim_v, in the same layout; lse float32 (batch, num_heads_q, seqlen_q).
 
     Raises:
-        InputError: an argument is wrong. TypeError: a keyword that is not here.
+        InputError: an argument is wrong.
+        TypeError: an unknown keyword.
+
+    Example:
+        >>> from tilewise.adapters.spas_sage_attn import spas_sage2_attn_meansim_cuda
+        >>> out = spas_sage2_attn_meansim_cuda(q, k, v, tensor_layout="NHD", is_causal=True, cdfthreshd=0.9)
     """
     select = _select(_sparge(cdfthreshd, simthreshd1, pvthreshd), attention_sink)
     given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
@@ -121,13 +126,24 @@ def spas_sage2_attn_meansim_topk_cuda(
     return_sparsity: bool = False,
     return_lse: bool = False,
 ) -> Result:
-    """The share `topk` of all tiles of keys that score best by means of tiles, by SageAttention 2.
+    """SageAttention 2 over a share `topk` of the tiles of keys, those with the best scores of means of tiles.
 
-    Args, returns and raises as `spas_sage2_attn_meansim_cuda` has them, but:
-        topk: in (0, 1]; a number or a tensor (num_heads_q,). As theirs, of all tiles of a sequence, rounded down (but
-            0.35 of 20 are 7, also in float32), at least one, whatever the mask lets a row see. None where `cdfthreshd`
-            is given.
-        pvthreshd: looked at with `cdfthreshd` only.
+    Args:
+        q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1, cdfthreshd, attention_sink,
+            tensor_layout, output_dtype, return_sparsity, return_lse: as in `spas_sage2_attn_meansim_cuda`.
+        topk: in (0, 1]; a number or a tensor (num_heads_q,). As in SpargeAttn, the share of all tiles of a sequence,
+            hidden ones too, rounded down (but 0.35 of 20 are 7, also in float32), at least one. None if `cdfthreshd` is
+            given.
+        pvthreshd: used with `cdfthreshd` only.
+
+    Returns: as `spas_sage2_attn_meansim_cuda`.
+
+    Raises:
+        InputError, TypeError: as `spas_sage2_attn_meansim_cuda`; also for both or none of `topk` and `cdfthreshd`.
+
+    Example:
+        >>> from tilewise.adapters.spas_sage_attn import spas_sage2_attn_meansim_topk_cuda
+        >>> out = spas_sage2_attn_meansim_topk_cuda(q, k, v, tensor_layout="NHD", topk=0.5)
     """
     select = _select(_top(topk, cdfthreshd, simthreshd1, pvthreshd, k, tensor_layout), attention_sink)
     given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
@@ -152,7 +168,21 @@ def spas_sage_attn_meansim_cuda(
     return_sparsity: bool = False,
     return_lse: bool = False,
 ) -> Result:
-    """`spas_sage2_attn_meansim_cuda` by SageAttention 1: INT8 scores by block, values in float16."""
+    """`spas_sage2_attn_meansim_cuda` with SageAttention 1: INT8 scores, scales by block, values in float16.
+
+    Args:
+        q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1, cdfthreshd, pvthreshd, attention_sink,
+            tensor_layout, output_dtype, return_sparsity, return_lse: as in `spas_sage2_attn_meansim_cuda`.
+
+    Returns: as `spas_sage2_attn_meansim_cuda`.
+
+    Raises:
+        InputError, TypeError: as `spas_sage2_attn_meansim_cuda`.
+
+    Example:
+        >>> from tilewise.adapters.spas_sage_attn import spas_sage_attn_meansim_cuda
+        >>> out, lse = spas_sage_attn_meansim_cuda(q, k, v, tensor_layout="NHD", return_lse=True)
+    """
     select = _select(_sparge(cdfthreshd, simthreshd1, pvthreshd), attention_sink)
     given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
     return _attention(q, k, v, select, sage.by_block(smooth_k), *given)
@@ -177,7 +207,22 @@ def spas_sage_attn_meansim_topk_cuda(
     return_sparsity: bool = False,
     return_lse: bool = False,
 ) -> Result:
-    """`spas_sage2_attn_meansim_topk_cuda` by SageAttention 1: INT8 scores by block, values in float16."""
+    """`spas_sage2_attn_meansim_topk_cuda` with SageAttention 1: INT8 scores, scales by block, values in float16.
+
+    Args:
+        q, k, v, attn_mask, dropout_p, is_causal, scale, smooth_k, simthreshd1, cdfthreshd, topk, pvthreshd,
+            attention_sink, tensor_layout, output_dtype, return_sparsity, return_lse: as in
+            `spas_sage2_attn_meansim_topk_cuda`.
+
+    Returns: as `spas_sage2_attn_meansim_cuda`.
+
+    Raises:
+        InputError, TypeError: as `spas_sage2_attn_meansim_topk_cuda`.
+
+    Example:
+        >>> from tilewise.adapters.spas_sage_attn import spas_sage_attn_meansim_topk_cuda
+        >>> out = spas_sage_attn_meansim_topk_cuda(q, k, v, tensor_layout="NHD", topk=0.5)
+    """
     select = _select(_top(topk, cdfthreshd, simthreshd1, pvthreshd, k, tensor_layout), attention_sink)
     given = (tensor_layout, is_causal, scale, dropout_p, attn_mask, return_sparsity, return_lse)
     return _attention(q, k, v, select, sage.by_block(smooth_k), *given)
@@ -198,12 +243,24 @@ def block_sparse_sage2_attn_cuda(
     return_sparsity: bool = False,
     return_lse: bool = False,
 ) -> Result:
-    """Tiles of your own choice, by SageAttention 2.
+    """SageAttention 2 over tiles of your own choice.
 
-    Args, returns and raises as `spas_sage2_attn_meansim_cuda` has them, but:
-        mask_id: bool or integers (batch, num_heads_q, tiles_q, tiles_k), not 0 where a tile is computed; None: all. A
-            tile has 128 queries and 64 keys, or 64 and 128 (theirs on Hopper), or 128 and 128, whichever gives that
-            many tiles, the first of these where several do; on any GPU.
+    Args:
+        q, k, v, dropout_p, scale, smooth_k, pvthreshd, attention_sink, tensor_layout, output_dtype, return_sparsity,
+            return_lse: as in `spas_sage2_attn_meansim_cuda`.
+        mask_id: bool or integers (batch, num_heads_q, tiles_q, tiles_k), not 0 where a tile is computed; None computes
+            all. A tile has 128 queries and 64 keys, or 64 and 128 (SpargeAttn's on Hopper), or 128 and 128: the first
+            of these sizes with that many tiles, on any GPU.
+
+    Returns: as `spas_sage2_attn_meansim_cuda`.
+
+    Raises:
+        InputError, TypeError: as `spas_sage2_attn_meansim_cuda`.
+
+    Example:
+        >>> from tilewise.adapters.spas_sage_attn import block_sparse_sage2_attn_cuda
+        >>> tiles = torch.ones(2, 4, 1, 2, dtype=torch.bool)  # of 128 queries and 64 keys
+        >>> out = block_sparse_sage2_attn_cuda(q, k, v, tiles, tensor_layout="NHD")
     """
     check_flags(attention_sink=attention_sink)
     select = functools.partial(_given_tiles, mask_id=mask_id, lam=_lam(pvthreshd), attention_sink=attention_sink)

@@ -17,8 +17,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import tilewise as tw
-from tilewise.adapters import flex, transformers_continuous
+from tilewise.adapters import transformers_continuous
 from tilewise.adapters.axes import autocast, broadcast_load, check_broadcast, check_tensors, raw_index, seqlen_first
+from tilewise.adapters.block_mask import BlockMask, mask_of
 from tilewise.adapters.sdpa import additive, top_left_causal
 from tilewise.adapters.transformers_fused import Fused, fuse, unfuse
 from tilewise.core.errors import FormulaError, InputError, UnsupportedError
@@ -40,6 +41,10 @@ def register(name: str = "tilewise") -> None:
 
     Raises:
         MissingExtraError: transformers is not installed, or older than 5.4.
+
+    Example:
+        >>> from tilewise.adapters import transformers as adapter
+        >>> adapter.register()  # then AutoModel.from_pretrained(path, attn_implementation="tilewise")
     """
     with importing("transformers>=5.4", "hf", name="register"):
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -52,7 +57,7 @@ def register(name: str = "tilewise") -> None:
     transformers_continuous.admit(name, attention_forward)
 
 
-class _Mask(flex.BlockMask):
+class _Mask(BlockMask):
     """A mask function over absolute positions, and where queries and keys start among them.
 
     transformers passes it on untouched: it takes a BlockMask for a mask that is already prepared.
@@ -118,17 +123,24 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Any:
-    """What transformers calls once a forward pass for each kind of mask that a model has (its AttentionMaskInterface).
+    """transformers' AttentionMaskInterface: called in each forward pass, once for each kind of mask of the model.
 
     Args:
         batch_size, q_length, kv_length: sizes of the attention to come.
         q_offset, kv_offset: absolute positions of the first query and of the first key.
         mask_function: (b, h, q_idx, kv_idx) -> bool over absolute positions; causal when None.
         attention_mask: bool (batch, seen tokens), False for padding on either side; None for no padding.
+        device: where attention will run.
+        kwargs: what else transformers passes, for the mask that it makes if `mask_function` cannot be traced.
 
     Returns:
-        A BlockMask of `tilewise.adapters.flex`; where `mask_function` cannot be traced, with a warning, the bool tensor
+        A BlockMask of `tilewise.adapters.flex`. If `mask_function` cannot be traced: with a warning, the bool tensor
         (batch, 1, q_length, kv_length) that transformers makes for PyTorch's attention.
+
+    Example:
+        >>> from tilewise.adapters import transformers as adapter
+        >>> adapter.attention_mask(2, 100, 100).sparsity() > 0  # causal
+        False
     """
     from transformers.masking_utils import (
         bidirectional_mask_function,
@@ -143,7 +155,7 @@ def attention_mask(
         padding = None  # read once a forward pass, as transformers does for PyTorch's attention
     shape = (batch_size, 1, q_length, kv_length)
     if padding is None and function is bidirectional_mask_function:
-        return flex.BlockMask(None, shape=shape, device=device)
+        return BlockMask(None, shape=shape, device=device)
     visible = function if padding is None else functools.partial(_unpadded, function, padding)
     try:
         return _Mask(visible, (q_offset, kv_offset), shape, device)
@@ -180,29 +192,36 @@ def attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each attention layer (its AttentionInterface).
+    """transformers' AttentionInterface: called in each attention layer.
 
     Args:
-        module: the layer; its `is_causal` counts where neither a mask nor `is_causal` is given.
+        module: the layer; its `is_causal` is used if neither a mask nor `is_causal` is given.
         query: (batch, num_heads_q, seqlen_q, head_dim).
         key, value: (batch, num_heads_kv, seqlen_k, head_dim and head_dim_v), not repeated for grouped heads.
-        attention_mask: what `attention_mask` made; or a 4-D bool or float tensor; or 2-D padding; or None. Of fewer
-            queries than keys, as with a cache, the last stands at the last key with padding or a window, as
-            FlashAttention-2 has it; with neither the first stands at the first key, as PyTorch's attention has it.
+        attention_mask: what `attention_mask` made; or a 4-D bool or float tensor; or 2-D padding; or None. With fewer
+            queries than keys, as with a cache, padding or a window align the last query to the last key, as
+            FlashAttention-2 does; otherwise the first query is aligned to the first key, as in PyTorch's attention.
         dropout, scaling: probability; factor of the scores, default head_dim ** -0.5.
+        is_causal: whether keys after the query are hidden, if `attention_mask` is None or 2-D; None asks `module`.
         softcap: scores become softcap * tanh(score / softcap).
         s_aux: (num_heads_q,) attention sinks.
-        sliding_window: counts where `attention_mask` is None or 2-D; other masks contain it.
+        sliding_window: used if `attention_mask` is None or 2-D; other masks contain it.
         kwargs: `position_bias` (1 or batch, num_heads_q, seqlen_q, seqlen_k) is added to the scores; `cu_seq_lens_q`
-            and `cu_seq_lens_k` separate packed sequences; `cache`, with what continuous batching passes beside it
-            (see `transformers_continuous.attend`), is written to and read, and then causality and windows are its.
+            and `cu_seq_lens_k` separate packed sequences; `cache`, with what else continuous batching passes (see
+            `transformers_continuous.attend`), is written and read, and decides about causality and windows.
 
     Returns:
         (batch, seqlen_q, num_heads_q, head_dim_v), and None for the weights, which are never built.
 
     Raises:
-        UnsupportedError: a model that selects keys or sinks for each query; or, beside a paged cache, a mask or a
-            position bias.
+        InputError: a tensor does not fit.
+        UnsupportedError: a model that selects keys or sinks for each query; or a mask or a position bias together with
+            a paged cache.
+
+    Example:
+        >>> from tilewise.adapters import transformers as adapter
+        >>> heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        >>> o, _ = adapter.attention_forward(torch.nn.Identity(), *heads_first, is_causal=True)
     """
     if is_causal is not None:
         check_flags(is_causal=is_causal)
@@ -223,7 +242,7 @@ def attention_forward(
         o = transformers_continuous.attend(module, query, key, value, kwargs, sliding_window, **options)
         return o[None], None
     if isinstance(attention_mask, TorchBlockMask):
-        mask = flex.mask_of(attention_mask, *sizes)
+        mask = mask_of(attention_mask, *sizes)
     elif attention_mask is None or _rank(attention_mask) == 2:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         if attention_mask is None and sliding_window is None:

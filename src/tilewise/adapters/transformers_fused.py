@@ -32,7 +32,17 @@ _PLACES = "_rotary_by_tilewise"
 
 
 class Fused(NamedTuple):
-    """How many modules of each class now run through tilewise, and how many candidates were left unchanged."""
+    """How many modules of each class `fuse` replaced, and how many candidates it left unchanged.
+
+    Attributes:
+        replaced: numbers of modules that now run by tilewise, by the name of their class.
+        left: numbers of candidates that compute something else, likewise.
+
+    Example:
+        >>> from tilewise.adapters.transformers_fused import Fused
+        >>> Fused({"LlamaMLP": 2}, {}).replaced
+        {'LlamaMLP': 2}
+    """
 
     replaced: dict[str, int]
     left: dict[str, int]
@@ -41,15 +51,15 @@ class Fused(NamedTuple):
 def fuse(
     model: torch.nn.Module, *, norms: bool = True, activations: bool = True, rotary: bool = True, loss: bool = True
 ) -> Fused:
-    """Run what stands beside attention in this model, and in no other, by tilewise until `unfuse(model)`.
+    """Run the norms, gated units, rotary embeddings and loss of this model by tilewise, until `unfuse(model)`.
 
-    Modules get a forward of their own; classes, parameters and `state_dict` stay. Looked at are classes whose names end
-    as below. Left as it is what computes anything else than Llama's or Gemma's, and what has a forward of its own
-    already: fused before, or spread over devices by accelerate. A fused model is not to be pickled as a whole.
+    Modules get a new `forward`; classes, parameters and `state_dict` stay. Candidates are modules whose class names end
+    as below. A candidate is left unchanged if it computes anything else than Llama's or Gemma's, or has a `forward` of
+    its own already: fused before, or spread over devices by accelerate. Do not pickle a fused model as a whole.
 
-    What goes past a module's call looks at it each time, and leaves the work to the model's own code where it was
-    wrapped, replaced or hooked since: lm_head (LoRA, a bias), activations, rotary embeddings, a class or a function of
-    transformers that was patched. Hooks and wrappers of modules that are replaced themselves work as ever.
+    A fused `forward` may bypass modules that it would have called: lm_head (LoRA, a bias), activations, rotary
+    embeddings. In each call it checks that these, and the functions of transformers, were not wrapped, replaced or
+    hooked since, and otherwise runs the model's own code. Hooks and wrappers of the replaced modules work as before.
 
     Args:
         model: a module that holds modules of transformers.
@@ -58,15 +68,20 @@ def fuse(
         rotary: apply_rotary_pos_emb, of "Attention", by `tilewise.rope`, where every rotary embedding of the model
             gives its angles twice, as Llama's does.
         loss: of "ForCausalLM" by `tilewise.linear_cross_entropy`. In training, with `labels=` and without
-            `logits_to_keep=`, logits are not built and the output has None in their place. Otherwise, and with a loss
-            function that is not transformers' own, nothing changes.
+            `logits_to_keep=`, logits are not computed, and are None in the output. Otherwise, and with a loss function
+            that is not transformers' own, nothing changes.
 
     Returns:
-        What was replaced and what was left.
+        A `Fused`: what was replaced and what was left.
 
     Raises:
         InputError: `model` is no module.
         MissingExtraError: transformers is not installed.
+
+    Example:
+        >>> from tilewise.adapters import transformers as adapter
+        >>> adapter.fuse(torch.nn.Linear(2, 2))  # a model of transformers
+        Fused(replaced={}, left={})
     """
     check_flags(norms=norms, activations=activations, rotary=rotary, loss=loss)
     if not isinstance(model, torch.nn.Module):
@@ -98,7 +113,15 @@ def fuse(
 
 
 def unfuse(model: torch.nn.Module) -> None:
-    """Every module that `fuse` replaced computes what its class does again; a model with none stays as it is."""
+    """Undo `fuse`: its modules run the code of their classes again.
+
+    Args:
+        model: a fused model; another one stays as it is.
+
+    Example:
+        >>> from tilewise.adapters import transformers as adapter
+        >>> adapter.unfuse(torch.nn.Linear(2, 2))
+    """
     for module in model.modules():
         if hasattr(vars(module).get("forward"), _MARK):
             del module.forward

@@ -23,16 +23,25 @@ def cut(x: torch.Tensor, bits: int = BITS) -> torch.Tensor:
 
 
 def product(a: torch.Tensor, b: torch.Tensor, *, flush: int | None = None, bits: int = BITS) -> torch.Tensor:
-    """a (rows, n) times b (n, columns) as such tensor cores sum it, float64.
+    """A matrix product, summed as tensor cores with such accumulators do.
 
     Args:
-        a, b: whole numbers of any dtype that float64 holds, such as codes of float8.
-        flush: after how many terms the accumulator is added to a float32 sum and begins anew, a multiple of 32; None:
-            never.
-        bits: what the accumulator keeps.
+        a, b: (rows, n) and (n, columns), of any dtype whose numbers float64 holds exactly, such as float8.
+        flush: number of terms, a multiple of 32, after which the accumulator is added to a float32 sum and starts at 0;
+            None: never.
+        bits: fractional bits that the accumulator keeps.
+
+    Returns:
+        float64 (rows, columns).
 
     Raises:
-        InputError: n is not the same, or `flush` no multiple of 32.
+        InputError: shapes that do not fit, or a `flush` that is no multiple of 32.
+
+    Example:
+        >>> from tilewise.explain.accumulators import flat_rows, product
+        >>> weights, values = flat_rows(256)
+        >>> product(weights, values, flush=128).shape
+        torch.Size([16, 32])
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         got = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
@@ -50,8 +59,20 @@ def product(a: torch.Tensor, b: torch.Tensor, *, flush: int | None = None, bits:
 
 
 def flat_rows(keys: int, *, rows: int = 16, columns: int = 32, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (rows, keys), between 0 and 448, all keys alike, and values (keys, columns) around 0, as float8 has them:
-    rows that look at everything, whose sums are the longest. Float32.
+    """Random weights without a preferred key, whose sums are the longest, and values, all numbers of float8.
+
+    Args:
+        keys, rows, columns: sizes.
+        seed: of the random numbers.
+
+    Returns:
+        (weights, values): float32 (rows, keys), from 0 to 448, and float32 (keys, columns), around 0.
+
+    Example:
+        >>> from tilewise.explain.accumulators import flat_rows
+        >>> weights, values = flat_rows(256)
+        >>> weights.shape, values.shape
+        (torch.Size([16, 256]), torch.Size([256, 32]))
     """
     g = torch.Generator().manual_seed(seed)
     weights = torch.rand(rows, keys, generator=g) * 448

@@ -1,4 +1,4 @@
-"""Where the weights of attention lie: how much of its softmax each tile of queries gives to each tile of keys."""
+"""The weights of attention by tile: the share of its softmax that each tile of queries gives to each tile of keys."""
 
 from __future__ import annotations
 
@@ -24,16 +24,22 @@ def tile_masses(
 
     Args:
         q, k: (batch, seqlen, heads, dim), as `tilewise.attention` takes them.
-        of_q: int64 (seqlen_q,), the tile of each query, counted from 0; -1 for queries that are not looked at.
+        of_q: int64 (seqlen_q,), the tile of each query, counted from 0; -1 leaves a query out.
         of_k: int64 (seqlen_k,), the tile of each key.
         mask, scale: as `tilewise.attention` takes them.
 
     Returns:
-        float32 (batch, num_heads_q, tiles_q, tiles_k): the mean over a tile's queries of what their weights on a tile's
-        keys sum to. Rows sum to 1, less by the share of queries that see no key.
+        float32 (batch, num_heads_q, tiles_q, tiles_k): the sum of a query's weights over the keys of a tile, averaged
+        over the queries of a tile. Rows sum to 1, minus the share of queries that see no key.
 
     Raises:
-        InputError: an index is of another shape than its tokens.
+        InputError: an index does not have one entry for each token.
+
+    Example:
+        >>> from tilewise.explain.masses import tile_masses
+        >>> tile_of = torch.arange(100) // 50
+        >>> tile_masses(q, k, tile_of, tile_of, mask=tw.causal)[0, 0, 0].tolist()
+        [1.0, 0.0]
     """
     for name, x, index in (("of_q", q, of_q), ("of_k", k, of_k)):
         if index.shape != x.shape[1:2]:

@@ -66,7 +66,22 @@ def incoming(outputs: Outputs, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def in_operators(subject: Subject, rows: int, width: int, dtype: torch.dtype) -> tuple[Moved, Moved]:
-    """What PyTorch's version moves forward and backward, operator by operator (`tilewise.explain.operators`)."""
+    """The bytes that PyTorch's version of a layer moves, operator by operator, without computing anything.
+
+    Args:
+        subject: a layer, as in SUBJECTS.
+        rows, width: shape of its input.
+        dtype: of its tensors.
+
+    Returns:
+        (forward, backward), each a `Moved` of `tilewise.explain.operators`.
+
+    Example:
+        >>> from tilewise.explain.neighbours import SUBJECTS, in_operators
+        >>> forward, backward = in_operators(SUBJECTS["swiglu"], 1024, 4096, torch.bfloat16)
+        >>> forward.bytes / (1024 * 2 * 4096 * 2)  # in units of the input
+        2.5
+    """
     with torch.device("meta"):
         inputs = placed(subject.make(rows, width), "meta", dtype)
         subject.plain(*inputs.values())  # tables are there from now on

@@ -30,11 +30,20 @@ class Tile:
         head_dim, head_dim_v: widths of q and k, and of v (default head_dim).
         dtype: of q, k and v: "fp16", "bf16", "fp8", "int8", "fp32", "tf32".
         stages: k and v tiles in flight.
-        warps: warps that multiply. producer_warps: warps that only load (warp specialisation, Hopper and later); they
-            hand registers over to the others (`setmaxnreg`).
+        warps: warps that multiply.
+        producer_warps: warps that only load (warp specialisation, Hopper and later); they hand registers over to the
+            others (`setmaxnreg`).
         q_in_registers: q's tile is moved out of shared memory before the loop.
         p_in_shared: P goes through shared memory instead of registers.
         overlap: the next S is computed while P feeds P·V, so that S and P are held together.
+
+    Raises:
+        InputError: a size below 1, or an unknown dtype.
+
+    Example:
+        >>> from tilewise.explain.resources import Tile
+        >>> Tile(128, 64, 128, warps=4).registers()  # 32-bit registers of a thread, for its accumulators
+        192
     """
 
     block_m: int
@@ -84,7 +93,14 @@ class Tile:
         return 4 * self.block_m * (self.block_n + self.head_dim_v)
 
     def registers(self, tensor_memory: bool = False) -> int:
-        """32-bit registers a multiplying thread needs for its share of the tiles."""
+        """32-bit registers that a multiplying thread needs for its share of the tiles.
+
+        Args:
+            tensor_memory: whether acc is in tensor memory (Blackwell).
+
+        Returns:
+            A number of registers.
+        """
         words = self.block_m * (self.block_n if tensor_memory else self.block_n + self.head_dim_v)
         operands = self.block_m * self.block_n if self.overlap and not self.p_in_shared else 0
         operands += self.block_m * self.head_dim if self.q_in_registers else 0
@@ -130,10 +146,23 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def register_limit(tile: Tile, gpu: GPU) -> int:
-    """Most registers a multiplying thread can have when one block has the SM to itself.
+    """The most registers that a multiplying thread can have if one block has the SM to itself.
 
-    With producers the file is re-divided in steps of 8: they keep 24 a thread (32 beside three or more warpgroups), as
-    in FlashAttention-3.
+    With producer warps, registers are reallocated in steps of 8: producers keep 24 per thread (32 with three or more
+    consumer warpgroups), as in FlashAttention-3.
+
+    Args:
+        tile: a configuration.
+        gpu: a row of `tilewise.core.device.GPUS`.
+
+    Returns:
+        A number of registers.
+
+    Example:
+        >>> from tilewise.core import device
+        >>> from tilewise.explain.resources import Tile, register_limit
+        >>> register_limit(Tile(128, 128, 128, warps=8, producer_warps=4), device.find("H100"))
+        240
     """
     arch = gpu.architecture
     if not tile.producer_warps:
@@ -143,7 +172,23 @@ def register_limit(tile: Tile, gpu: GPU) -> int:
 
 
 def budget(tile: Tile, gpu: GPU | str) -> Budget:
-    """What `tile` uses of `gpu`, which limit it breaks first, and the blocks an SM holds if it fits."""
+    """The resources that a tile configuration uses on a GPU, and the first limit that it exceeds.
+
+    Args:
+        tile: a configuration.
+        gpu: a row of `tilewise.core.device.GPUS`, or a name in it.
+
+    Returns:
+        A `Budget`: memory and registers with their limits, the blocks that an SM holds, and the limit that is not met.
+
+    Raises:
+        InputError: an unknown GPU.
+
+    Example:
+        >>> from tilewise.explain.resources import Tile, budget
+        >>> budget(Tile(128, 64, 128, warps=4, stages=1), "A100").fits
+        True
+    """
     row = device.find(gpu) if isinstance(gpu, str) else gpu
     arch = row.architecture
     tensor_memory = tile.accumulator_bytes if arch.tensor_memory_per_sm else 0

@@ -22,15 +22,27 @@ Direction = Literal["forward", "backward", "decode"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call. Sizes in elements; queries sit at the end of the keys (bottom-right alignment).
+    """One attention call; the last query has the position of the last key (bottom-right alignment).
 
     Args:
-        direction: "forward", "backward" (the gradient alone), or "decode" (a forward with seqlen_q 1 unless given).
-        seqlen_k: default seqlen_q. num_heads_kv: default num_heads_q. head_dim_v: default head_dim.
+        seqlen_q, seqlen_k: sequence lengths; 0 for seqlen_k is seqlen_q.
+        batch: batch size.
+        num_heads_q, num_heads_kv: numbers of heads; 0 for num_heads_kv is num_heads_q, which it must divide.
+        head_dim, head_dim_v: of q and k, and of v; 0 for head_dim_v is head_dim.
+        causal: whether keys after the query are hidden.
         window: (left, right) as in `tilewise.window`: i - left < j <= i + right; None on a side means no limit.
         dtype: "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4"; gradients are stored in the same type.
+        direction: "forward", "backward" (the gradient alone), or "decode" (a forward of few queries).
 
-    Raises InputError for sizes below 1, heads that do not divide, or an unknown direction or dtype.
+    Raises:
+        InputError: a size below 1, heads that do not divide, or an unknown direction or dtype.
+
+    Source: Dao, "FlashAttention-2", 2023, for how operations are counted.
+
+    Example:
+        >>> from tilewise.explain.roofline import Problem
+        >>> Problem(8192, causal=True, num_heads_q=32, num_heads_kv=8).flops()
+        549822922752
     """
 
     seqlen_q: int
@@ -82,7 +94,16 @@ class Problem:
         head_dim: int = 128,
         dtype: str = "bf16",
     ) -> Problem:
-        """One generation step: `seqlen_q` new tokens (1, or a few with speculation) over a cache of `seqlen_k`."""
+        """One decoding step.
+
+        Args:
+            seqlen_k: keys in the cache, the new ones included.
+            seqlen_q: new tokens: 1, or a few with speculative decoding.
+            batch, num_heads_q, num_heads_kv, head_dim, dtype: as in `Problem`.
+
+        Returns:
+            A `Problem` with direction "decode".
+        """
         return cls(
             seqlen_q, seqlen_k, batch, num_heads_q, num_heads_kv, head_dim, causal=True, dtype=dtype, direction="decode"
         )
@@ -96,22 +117,38 @@ class Problem:
         return left, right
 
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one head that may meet."""
+        """The visible pairs of a query and a key.
+
+        Returns:
+            Their number, for one head of one batch element.
+        """
         return visible_pairs(self.seqlen_q, self.seqlen_k, *self.bounds)
 
     def visible_keys(self) -> int:
-        """Keys that at least one query sees: what must be read of K and V."""
+        """The keys that at least one query sees, which must be read.
+
+        Returns:
+            Their number, for one head of one batch element.
+        """
         return visible_keys(self.seqlen_q, self.seqlen_k, *self.bounds)
 
     def flops(self) -> int:
-        """Floating-point operations of the matrix products."""
+        """The floating-point operations of the matrix products, for visible pairs.
+
+        Returns:
+            Their number, for the whole call.
+        """
         pairs = self.batch * self.num_heads_q * self.visible_pairs()
         if self.direction == "backward":  # S, dQ, dK are head_dim deep; dP, dV head_dim_v
             return 2 * pairs * (3 * self.head_dim + 2 * self.head_dim_v)
         return 2 * pairs * (self.head_dim + self.head_dim_v)
 
     def bytes(self) -> int:
-        """Compulsory traffic: q, k, v in, o and lse (fp32) out; backward reads those and do, writes dq, dk, dv."""
+        """The compulsory traffic: q, k, v in, o and lse (fp32) out; a backward reads these and do, writes dq, dk, dv.
+
+        Returns:
+            Bytes, for the whole call.
+        """
         queries = self.batch * self.num_heads_q * self.seqlen_q
         keys = self.batch * self.num_heads_kv * self.visible_keys()
         q, kv, o = queries * self.head_dim, keys * (self.head_dim + self.head_dim_v), queries * self.head_dim_v
@@ -121,9 +158,20 @@ class Problem:
 
 @dataclass(frozen=True)
 class Work:
-    """Operations and bytes that were counted elsewhere; `dtype` says which of a GPU's peaks the operations run at.
+    """Operations and bytes that were counted elsewhere.
 
-    Raises InputError for counts below 1 or an unknown dtype.
+    Args:
+        operations: floating-point operations.
+        moved: bytes loaded and stored.
+        dtype: the peak of the GPU at which the operations run, as in `Problem`.
+
+    Raises:
+        InputError: a count below 1, or an unknown dtype.
+
+    Example:
+        >>> from tilewise.explain.roofline import Work, estimate
+        >>> estimate(Work(operations=1_000_000, moved=1_000_000), "H200").bound
+        'memory'
     """
 
     operations: int
@@ -140,11 +188,19 @@ class Work:
             raise InputError("dtype", got=self.dtype, expected=", ".join(device.ITEMSIZE), hint=hint)
 
     def flops(self) -> int:
-        """The operations."""
+        """The operations.
+
+        Returns:
+            Their number.
+        """
         return self.operations
 
     def bytes(self) -> int:
-        """The bytes."""
+        """The bytes.
+
+        Returns:
+            Their number.
+        """
         return self.moved
 
 
@@ -240,9 +296,23 @@ class Roofline:
 
 
 def estimate(problem: Problem | Work, gpu: GPU | str) -> Roofline:
-    """The roofline of `problem` on `gpu`, a row of `tilewise.core.device.GPUS` or a name in it.
+    """The least time of a problem on a GPU, and what limits it.
 
-    Raises InputError for an unknown GPU, UnsupportedError where no peak is stated for the problem's dtype.
+    Args:
+        problem: an attention call, or counted work.
+        gpu: a row of `tilewise.core.device.GPUS`, or a name in it.
+
+    Returns:
+        A `Roofline`.
+
+    Raises:
+        InputError: an unknown GPU.
+        UnsupportedError: the table has no peak of this GPU for the problem's dtype.
+
+    Example:
+        >>> from tilewise.explain.roofline import Problem, estimate
+        >>> estimate(Problem(8192, causal=True, num_heads_q=32, num_heads_kv=8), "H200").bound
+        'compute'
     """
     row = device.find(gpu) if isinstance(gpu, str) else gpu
     row.peak(problem.dtype)

@@ -37,9 +37,14 @@ Window = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Fit:
-    """`Sparge` for each head of a layer, as it was found: `tau` and `theta`; the share of tiles that are computed; of
-    the weights, that lie in the others; the relative L1 error to attention over all tiles, of the worst sample; and
-    whether small weights are left out by `lam`, which no head has that breaks the bound with it.
+    """Thresholds of `Sparge` for each head of a layer, and what they give.
+
+    Attributes:
+        tau, theta: the thresholds.
+        density: share of the tiles that are computed.
+        lost: share of the weights in the other tiles.
+        errors: relative L1 error to attention over all tiles, of the worst sample.
+        lams: whether the head uses `lam`: only if its error stays within the bound.
     """
 
     tau: tuple[float, ...]
@@ -84,6 +89,12 @@ def fit_sparge(
 
     Raises:
         InputError, FormulaError: an argument is wrong, or q, k, v or attention over them is not finite.
+
+    Example:
+        >>> from tilewise.explain.sparsity import fit_sparge
+        >>> fit = fit_sparge(q, k, v, max_error=0.2, mask=tw.causal, block=(25, 25))
+        >>> max(fit.errors) <= 0.2
+        True
     """
     if not max_error > 0.0:
         raise InputError("max_error", got=repr(max_error), expected="a number > 0", hint="0.05 is 5 % in relative L1")

@@ -23,13 +23,19 @@ Name = tuple[str, int, int]  # kind, warpgroup (-1: the fetching warp), tile
 
 @dataclass(frozen=True)
 class Trip:
-    """Clocks of one warpgroup's trip through the loop where it has each unit to itself.
+    """Clocks of one iteration of a warpgroup's loop, if it has each unit to itself.
 
     Args:
-        scores, output: the two products, on the tensor cores.
+        scores, output: of the two products, on the tensor cores.
         exponentials: on the exponential units.
-        rest: of the softmax, which disturbs nobody: maxima, conversions, rescaling.
-        fetch: until one tile of keys, or of values, is there.
+        rest: of the rest of the softmax, on units that are not shared: maxima, conversions, rescaling.
+        fetch: until one tile of keys, or of values, is loaded.
+
+    Example:
+        >>> from tilewise.explain.timeline import Trip
+        >>> trip = Trip.of(block_n=128, head_dim=128)
+        >>> trip.scores, trip.exponentials
+        (512.0, 512.0)
     """
 
     scores: float
@@ -40,7 +46,15 @@ class Trip:
 
     @classmethod
     def of(cls, block_n: int, head_dim: int) -> Trip:
-        """64 queries by `block_n` keys in 16 bit on Hopper; `rest` counts a warp's instructions, one a clock."""
+        """64 queries on Hopper, in 16 bits; `rest` counts a warp's instructions, one per clock.
+
+        Args:
+            block_n: keys of a tile.
+            head_dim: of q, k and v.
+
+        Returns:
+            A `Trip`.
+        """
         product = 2 * 64 * block_n * head_dim / TENSOR_FLOP
         held, accumulated = 64 * block_n / 128, 64 * head_dim / 128  # numbers in each of 128 threads
         rest = held + held / 2 + accumulated  # maximum; conversion, two at a time; rescaling
@@ -68,11 +82,27 @@ class _Task:
 def simulate(
     trip: Trip, tiles: int, schedule: Schedule = "in turns", *, warpgroups: int = 2, stages: int = 2
 ) -> tuple[Span, ...]:
-    """Everything that happens while `warpgroups` go through `tiles` tiles from rings of `stages`, by its beginning.
+    """Simulate the main loop of warpgroups that share an SM.
 
-    "in step": each product is waited for where it is issued. "overlapped": the scores of a tile and the output of the
-    one before are issued together, and its softmax runs beside that output. "in turns": overlapped, and a warpgroup's
-    two products come after those of the warpgroup before it. Raises InputError for counts below 1 or another schedule.
+    Args:
+        trip: clocks of one iteration.
+        tiles: iterations.
+        schedule: "in step": each product is waited for where it is issued. "overlapped": the scores of a tile and the
+            output of the previous one are issued together, and the softmax of the tile runs during that output. "in
+            turns": overlapped, and the two products of a warpgroup are issued after those of the previous warpgroup.
+        warpgroups: consumer warpgroups.
+        stages: slots of each ring buffer.
+
+    Returns:
+        A `Span` for each load, product and softmax, ordered by its beginning.
+
+    Raises:
+        InputError: a count below 1, or an unknown schedule.
+
+    Example:
+        >>> from tilewise.explain.timeline import Trip, simulate
+        >>> max(span.end for span in simulate(Trip(512, 512, 512), tiles=4))
+        9216.0
     """
     for name, value in (("tiles", tiles), ("warpgroups", warpgroups), ("stages", stages)):
         if value < 1:
@@ -125,9 +155,21 @@ def _run(tasks: dict[Name, _Task]) -> tuple[Span, ...]:
 
 
 def period(trip: Trip, schedule: Schedule, *, warpgroups: int = 2) -> float:
-    """Clocks from one tile to the next once the loop is going and tiles arrive in time, in closed form.
+    """Clocks of one iteration in the steady state, in closed form, if tiles arrive in time.
 
-    "in turns" is a lower bound: `Trip.of` the kernel's tiles reaches it, some others come out a little longer.
+    For "in turns" it is a lower bound, which `Trip.of` reaches with the kernel's tile sizes.
+
+    Args:
+        trip: clocks of one iteration.
+        schedule, warpgroups: as in `simulate`.
+
+    Returns:
+        A number of clocks.
+
+    Example:
+        >>> from tilewise.explain.timeline import Trip, period
+        >>> period(Trip.of(block_n=128, head_dim=128), "in turns")
+        2048.0
     """
     products, exponentials = trip.scores + trip.output, warpgroups * trip.exponentials
     if schedule == "in step":

@@ -21,7 +21,28 @@ from tilewise.core.flags import check_flags
 
 
 class MultiLevelCascadeAttentionWrapper:
-    """FlashInfer's wrapper for requests that share prefixes: attention over each level's pages, merged in float32."""
+    """FlashInfer's wrapper for requests that share prefixes: attention over each level's pages, merged in float32.
+
+    Args:
+        num_levels: levels of the cascade; the last one holds what requests do not share.
+        float_workspace_buffer: any tensor on the device of the plans; one byte is enough.
+        kv_layout: "NHD" or "HND".
+        use_cuda_graph: if True, every plan is written into the buffers below, for graphs that read them.
+        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: a list of
+            one int32 tensor for each level; needed only with `use_cuda_graph`.
+
+    Raises:
+        InputError: an argument is wrong, or `use_cuda_graph` without buffers for each level.
+
+    Example:
+        >>> import tilewise.adapters.flashinfer as flashinfer
+        >>> cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(1))
+        >>> ends, own = torch.tensor([0, 2]), torch.tensor([0, 1, 2])  # two queries share page 7, then have 2 and 5
+        >>> lists = [ends, own], [torch.tensor([0, 1]), own], [torch.tensor([7]), torch.tensor([2, 5])]
+        >>> last = [torch.tensor([16]), torch.tensor([3, 9])]
+        >>> cascade.plan(*lists, last, 4, 2, 16, 16, q_data_type=torch.float32)
+        >>> out = cascade.run(torch.randn(2, 4, 16), torch.randn(8, 2, 16, 2, 16))
+    """
 
     def __init__(
         self,
@@ -46,14 +67,18 @@ class MultiLevelCascadeAttentionWrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether plans are written into the tensors that were given at the start."""
+        """Whether plans are written into the buffers that the constructor got."""
         return self._levels[0].is_cuda_graph_enabled
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Any) -> None:
-        """Nothing: workspaces are not used."""
+        """Does nothing: workspaces are not used.
+
+        Args:
+            float_workspace_buffer, int_workspace_buffers: ignored.
+        """
 
     def end_forward(self) -> None:
-        """Nothing: as in FlashInfer."""
+        """Does nothing, as in FlashInfer."""
 
     def plan(
         self,
@@ -76,10 +101,23 @@ class MultiLevelCascadeAttentionWrapper:
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
     ) -> None:
-        """As the paged prefill wrapper's `plan`, with a list of one tensor for each level; all levels or none.
+        """As the paged prefill wrapper's `plan`, with a list of one tensor for each level.
 
-        `causal` is about the last level alone. A window or ALiBi would count from each level's own keys: refused where
-        there is more than one.
+        If it raises an error, the previous plan of all levels stays valid.
+
+        Args:
+            qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: lists of tensors, as
+                qo_indptr, paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len there.
+            num_qo_heads, num_kv_heads, head_dim, page_size, sm_scale, logits_soft_cap, q_data_type, kv_data_type: as
+                there.
+            causal: hides keys of the last level only; all others are before the queries.
+            pos_encoding_mode, window_left: with more than one level "NONE" and -1, because positions would count from
+                the first key of each level.
+            use_fp16_qk_reduction, rope_scale, rope_theta: accepted, and not used.
+
+        Raises:
+            InputError: an argument is wrong.
+            UnsupportedError: a window or ALiBi over several levels, or what the paged prefill wrapper does not support.
         """
         check_flags(causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction)
         hint = "positions of one level say nothing about another's"
@@ -114,7 +152,19 @@ class MultiLevelCascadeAttentionWrapper:
     begin_forward = plan
 
     def run(self, q: torch.Tensor, paged_kv_cache: Cache) -> torch.Tensor:
-        """Attention of q (tokens, num_qo_heads, head_dim) over all levels, in the dtype of q."""
+        """Attention over all levels.
+
+        Args:
+            q: (tokens, num_qo_heads, head_dim).
+            paged_kv_cache: (pages, 2, page_size, num_kv_heads, head_dim), or a tuple of k and v without the 2; in
+                layout HND heads come before page_size.
+
+        Returns:
+            out (tokens, num_qo_heads, head_dim), in the dtype of q.
+
+        Raises:
+            InputError: run before plan, or a tensor is not as planned.
+        """
         tensors = (q, *pool_of(paged_kv_cache, self._kv_layout))
         plans = [level._ready() for level in self._levels]
         states = [attend(planned, planned.variant, tensors) for planned in plans]

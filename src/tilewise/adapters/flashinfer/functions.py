@@ -1,4 +1,4 @@
-"""FlashInfer's functions: one request, states merged, and what fills a paged cache."""
+"""FlashInfer's functions for one request, and those that fill a paged cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import tilewise as tw
 from tilewise.adapters.axes import check_index
 from tilewise.adapters.flashinfer.plan import (
-    LOG2_E,
     Cache,
     State,
     check,
@@ -19,7 +18,6 @@ from tilewise.adapters.flashinfer.plan import (
     finish,
     integer,
     layout_name,
-    natural,
     number,
     pool_of,
     refuse,
@@ -47,9 +45,30 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of one token q (heads, dim) over k and v, (tokens, heads_kv, dim) or in layout HND (heads_kv, ...).
+    """Attention of one token of one request.
 
-    Returns out (heads, dim), with `return_lse` also lse (heads,), base 2.
+    Args:
+        q: (num_qo_heads, head_dim).
+        k, v: (tokens, num_kv_heads, head_dim); in layout HND (num_kv_heads, tokens, head_dim).
+        kv_layout: "NHD" or "HND".
+        pos_encoding_mode: "NONE" or "ALIBI".
+        use_tensor_cores, rope_scale, rope_theta: accepted, and not used.
+        q_scale, k_scale, v_scale: numbers; the first two multiply the scores, the last the output.
+        window_left: W leaves W + 1 keys visible; -1 is no limit.
+        logits_soft_cap: scores become cap * tanh(score / cap); None and 0 are none.
+        sm_scale: factor of q k^T; None is head_dim ** -0.5.
+        return_lse: return (out, lse).
+
+    Returns:
+        out (num_qo_heads, head_dim); lse float32 (num_qo_heads,), base 2.
+
+    Raises:
+        InputError: an argument is wrong.
+        UnsupportedError: pos_encoding_mode="ROPE_LLAMA", or ALiBi with a soft cap.
+
+    Example:
+        >>> import tilewise.adapters.flashinfer as flashinfer
+        >>> out = flashinfer.single_decode_with_kv_cache(q[0, -1], k[0], v[0])
     """
     check_flags(use_tensor_cores=use_tensor_cores, return_lse=return_lse)
     if not isinstance(q, torch.Tensor) or q.ndim != 2:
@@ -88,10 +107,30 @@ def single_prefill_with_kv_cache(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Any:
-    """Attention of one request: q (tokens, heads, dim) over k and v, (tokens, heads_kv, dim) or in layout HND.
+    """Attention of the tokens of one request.
 
-    `custom_mask` is bool (seqlen_q, seqlen_k) and replaces `causal`; `packed_custom_mask` the same as bits. Returns out
-    (tokens, heads, dim), with `return_lse` also lse (tokens, heads), base 2.
+    Args:
+        q: (seqlen_q, num_qo_heads, head_dim).
+        k, v: (seqlen_k, num_kv_heads, head_dim); in layout HND (num_kv_heads, seqlen_k, head_dim).
+        scale_q, scale_k, scale_v: None; they belong to 8-bit inputs.
+        o_dtype: that of q, or None.
+        custom_mask: bool (seqlen_q, seqlen_k), True for visible pairs; replaces `causal`.
+        packed_custom_mask: the same as uint8 bits, lowest bit first.
+        causal: the last query has the position of the last key.
+        kv_layout, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, return_lse: as in
+            `single_decode_with_kv_cache`.
+        use_fp16_qk_reduction, rope_scale, rope_theta, backend: accepted, and not used.
+
+    Returns:
+        out (seqlen_q, num_qo_heads, head_dim); with `return_lse` also lse float32 (seqlen_q, num_qo_heads), base 2.
+
+    Raises:
+        InputError: an argument is wrong.
+        UnsupportedError: scales, another `o_dtype`, or what `single_decode_with_kv_cache` does not support.
+
+    Example:
+        >>> import tilewise.adapters.flashinfer as flashinfer
+        >>> out, lse = flashinfer.single_prefill_with_kv_cache(q[0], k[0], v[0], causal=True, return_lse=True)
     """
     check_flags(causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, return_lse=return_lse)
     refuse("tensors of scales go with 8-bit inputs", scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
@@ -143,49 +182,25 @@ def _single(
     return o[0], lse[0]
 
 
-def merge_state(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor) -> State:
-    """(v, s) of the keys of both states: v (tokens, heads, dim), s (tokens, heads), base 2."""
-    o, lse = tw.merge(_state(v_a, s_a, "a"), _state(v_b, s_b, "b"), dtype=v_a.dtype)
-    return o, lse.mT * LOG2_E
-
-
-def merge_state_in_place(
-    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
-) -> None:
-    """As `merge_state`, into v and s; with `mask` (tokens,) only where it is true."""
-    merged_v, merged_s = merge_state(v, s, v_other, s_other)
-    if mask is not None:
-        expected = f"a bool tensor ({v.shape[0]},)"
-        check("mask", mask, (v.shape[0],), torch.bool, expected)
-        merged_v, merged_s = torch.where(mask[:, None, None], merged_v, v), torch.where(mask[:, None], merged_s, s)
-    v.copy_(merged_v)
-    s.copy_(merged_s)
-
-
-def merge_states(v: torch.Tensor, s: torch.Tensor) -> State:
-    """(v, s) of all states in v (tokens, states, heads, dim) and s (tokens, states, heads), base 2."""
-    _check_rank("v", v, 4)
-    _check_rank("s", s, 3)
-    lse = natural(s, v).permute(2, 0, 1)  # (states, heads, tokens)
-    o, merged = tw.merge_states(v.transpose(0, 1), lse)
-    return o, merged.mT * LOG2_E
-
-
-def _state(v: torch.Tensor, s: torch.Tensor, which: str) -> State:
-    _check_rank(f"v_{which}", v, 3)
-    _check_rank(f"s_{which}", s, 2)
-    return v, natural(s, v)
-
-
-def _check_rank(name: str, x: Any, rank: int) -> None:
-    if not isinstance(x, torch.Tensor) or x.ndim != rank or not x.is_floating_point():
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        hint = "(tokens, heads, dim) and (tokens, heads); with states, these come second"
-        raise InputError(name, got=got, expected=f"a floating-point tensor of rank {rank}", hint=hint)
-
-
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Tokens of each request, (batch,), as FlashInfer counts them: a last page of length 0 holds nothing."""
+    """The number of keys of each request: a last page of length 0 is empty.
+
+    Args:
+        kv_indptr: int32 or int64 (batch + 1,), cumulative numbers of pages.
+        kv_last_page_len: int32 or int64 (batch,), tokens in each request's last page.
+        page_size: tokens of a page.
+
+    Returns:
+        (batch,), in the dtype of the arguments.
+
+    Raises:
+        InputError: an argument is wrong.
+
+    Example:
+        >>> import tilewise.adapters.flashinfer as flashinfer
+        >>> flashinfer.get_seq_lens(torch.tensor([0, 3, 4]), torch.tensor([13, 8]), 16)
+        tensor([45,  8])
+    """
     batch = _batch_of("kv_indptr", kv_indptr)
     _check_index("kv_last_page_len", kv_last_page_len, batch)
     integer("page_size", page_size, 1, "tokens in a page")
@@ -195,9 +210,23 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 def get_batch_indices_positions(
     append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Request and position of each of `nnz` new tokens, int32 (nnz,): the new ones of a request are its last ones.
+    """The request and the position of each new token; the new tokens of a request are its last ones.
 
-    Rows beyond append_indptr[-1] have request -1 and position 0.
+    Args:
+        append_indptr: int32 or int64 (batch + 1,), cumulative numbers of new tokens.
+        seq_lens: int32 or int64 (batch,), tokens of each request, new ones included.
+        nnz: number of new tokens, append_indptr[-1] or more.
+
+    Returns:
+        (batch_indices, positions), int32 (nnz,). Rows from append_indptr[-1] on have request -1 and position 0.
+
+    Raises:
+        InputError: an argument is wrong.
+
+    Example:
+        >>> import tilewise.adapters.flashinfer as flashinfer
+        >>> flashinfer.get_batch_indices_positions(torch.tensor([0, 2, 3]), torch.tensor([10, 5]), 3)
+        (tensor([0, 0, 1], dtype=torch.int32), tensor([8, 9, 4], dtype=torch.int32))
     """
     batch = _batch_of("append_indptr", append_indptr)
     _check_index("seq_lens", seq_lens, batch)
@@ -245,9 +274,27 @@ def append_paged_kv_cache(
     kv_last_page_len: torch.Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Write new keys and values (tokens, heads_kv, dim) into their requests' pages, in place; request -1 is skipped.
+    """Write new keys and values into the pages of their requests, in place, without waiting for the GPU.
 
-    The page table already has room for them. `kv_last_page_len` is taken and not needed. No wait for a GPU.
+    Args:
+        append_key, append_value: (tokens, num_kv_heads, head_dim), of the cache's dtype.
+        batch_indices, positions: int32 or int64 (tokens,), as `get_batch_indices_positions` gives them; a token of
+            request -1 is skipped.
+        paged_kv_cache: (pages, 2, page_size, num_kv_heads, head_dim), or a tuple of k and v without the 2; in layout
+            HND heads come before page_size.
+        kv_indices, kv_indptr: request r has pages kv_indices[kv_indptr[r]:kv_indptr[r + 1]], which already have room
+            for the new tokens.
+        kv_last_page_len: (batch,), checked for its shape, and not used.
+        kv_layout: "NHD" or "HND".
+
+    Raises:
+        InputError: an argument is wrong; values are checked on a CPU.
+
+    Example:
+        >>> import tilewise.adapters.flashinfer as flashinfer
+        >>> cache, pages, ends = torch.zeros(4, 2, 16, 2, 16), torch.tensor([3]), torch.tensor([0, 1])
+        >>> new = torch.tensor([0, 0]), torch.tensor([0, 1])  # request 0, positions 0 and 1
+        >>> flashinfer.append_paged_kv_cache(k[0, :2], v[0, :2], *new, cache, pages, ends, torch.tensor([2]))
     """
     pools = pool_of(paged_kv_cache, layout_name(kv_layout))
     _check_index("batch_indices", batch_indices, None)

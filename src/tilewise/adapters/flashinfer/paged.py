@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers over a paged cache: decode, prefill, and both together."""
+"""FlashInfer's wrappers over a paged cache: decode and prefill."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import torch
 from tilewise.adapters.flashinfer.plan import (
     Cache,
     Planned,
-    State,
     any_batch,
     custom_mask_of,
     heads_of,
-    indices_of,
     indptr_of,
-    integer,
-    number,
     page_lengths,
     pool_of,
     refuse,
@@ -26,13 +22,33 @@ from tilewise.adapters.flashinfer.plan import (
     variant_of,
 )
 from tilewise.adapters.flashinfer.wrapper import PLAN_REFUSED, PLAN_STEERING, PagedWrapper
-from tilewise.core.errors import InputError
 from tilewise.core.flags import check_flags
-from tilewise.layouts import Paged
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
-    """FlashInfer's wrapper for one new token of each request; `use_tensor_cores` and `backend` change nothing."""
+    """FlashInfer's wrapper for one new token of each request.
+
+    Args:
+        float_workspace_buffer: any tensor on the device of the plans; one byte is enough.
+        kv_layout: "NHD" or "HND".
+        use_cuda_graph: if True, every plan is written into the buffers below, for graphs that read them.
+        use_tensor_cores, backend: accepted, and not used.
+        paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer: int32 tensors, as large as the
+            largest plan; needed only with `use_cuda_graph`.
+        jit_args: must be None.
+
+    Raises:
+        InputError: an argument is wrong, or `use_cuda_graph` without buffers.
+        UnsupportedError: `jit_args`.
+
+    Example:
+        >>> import tilewise.adapters.flashinfer as flashinfer
+        >>> cache = torch.randn(8, 2, 16, 2, 16)  # (pages, k and v, page_size, num_kv_heads, head_dim)
+        >>> decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1))
+        >>> indptr, pages, last = torch.tensor([0, 2, 3]), torch.tensor([7, 2, 5]), torch.tensor([13, 8])
+        >>> decode.plan(indptr, pages, last, 4, 2, 16, 16, q_data_type=torch.float32)
+        >>> out = decode.run(torch.randn(2, 4, 16), cache)
+    """
 
     def __init__(
         self,
@@ -70,16 +86,25 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         sm_scale: float | None = None,
         **options: Any,
     ) -> None:
-        """Keep what the runs of a batch have in common; a plan that fails leaves the one before.
+        """Keep what the runs of a batch have in common. If it raises an error, the previous plan stays valid.
 
         Args:
-            indptr: int32 (batch + 1,): request r has pages indices[indptr[r]:indptr[r + 1]].
-            last_page_len: int32 (batch,): tokens in each request's last page.
-            pos_encoding_mode: "NONE" or "ALIBI". logits_soft_cap: None and 0 are none.
-            q_data_type: float16 unless `data_type` says otherwise; keys and output have the same.
-            options: fixed_split_size and disable_split_kv give each request the bits that it has alone
-                (`tilewise.attention(batch_invariant=True)`); rope_scale, rope_theta and what else steers FlashInfer's
-                kernels are taken; others are refused or errors.
+            indptr, indices: int32 or int64 (batch + 1,) and (pages,): request r has pages
+                indices[indptr[r]:indptr[r + 1]].
+            last_page_len: int32 or int64 (batch,): tokens in each request's last page.
+            num_qo_heads, num_kv_heads, head_dim, page_size: sizes; num_kv_heads divides num_qo_heads.
+            pos_encoding_mode: "NONE" or "ALIBI".
+            window_left: W leaves W + 1 keys visible; -1 is no limit.
+            logits_soft_cap: scores become cap * tanh(score / cap); None and 0 are none.
+            q_data_type, kv_data_type, o_data_type, data_type: one dtype for all; None is float16.
+            sm_scale: factor of q k^T; None is head_dim ** -0.5.
+            options: with fixed_split_size or disable_split_kv a request has the same bits as if it were alone
+                (`tilewise.attention(batch_invariant=True)`). rope_scale, rope_theta and arguments that select
+                FlashInfer's kernels have no effect; others raise an error.
+
+        Raises:
+            InputError: an argument is wrong; values of index tensors are checked on a CPU.
+            UnsupportedError: an argument that tilewise does not support.
         """
         each = options.pop("q_len_per_req", 1)
         refuse("several queries for each request are a prefill", q_len_per_req=None if each in (None, 1) else each)
@@ -122,7 +147,18 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """`run` with a variant of its own: as in FlashInfer these arguments replace the plan's, defaults too."""
+        """`run` with options of its own: as in FlashInfer they replace those of the plan, also by their defaults.
+
+        Args:
+            q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse: as in `run`.
+            pos_encoding_mode, window_left, logits_soft_cap, sm_scale: as in `plan`.
+            rope_scale, rope_theta: accepted, and not used.
+
+        Returns: as `run`.
+
+        Raises:
+            InputError, UnsupportedError: as `run`.
+        """
         variant = self._variant(
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
@@ -136,7 +172,24 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """The decode wrapper with buffers into which every plan is written."""
+    """The decode wrapper with buffers for CUDA graphs, into which every plan is written.
+
+    Args:
+        workspace_buffer: any tensor on the device of the plans; one byte is enough.
+        indptr_buffer, indices_buffer, last_page_len_buffer: int32 tensors, as large as the largest plan.
+        kv_layout: "NHD" or "HND".
+        use_tensor_cores: accepted, and not used.
+
+    Raises:
+        InputError: an argument is wrong.
+
+    Example:
+        >>> import tilewise.adapters.flashinfer as flashinfer
+        >>> buffers = [torch.zeros(n, dtype=torch.int32) for n in (3, 8, 2)]  # two requests, up to eight pages
+        >>> decode = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch.empty(1), *buffers)
+        >>> decode.is_cuda_graph_enabled
+        True
+    """
 
     def __init__(
         self,
@@ -152,7 +205,29 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
-    """FlashInfer's wrapper for any number of new tokens of each request, keys in pages."""
+    """FlashInfer's wrapper for any number of new tokens of each request, keys in pages.
+
+    Args:
+        float_workspace_buffer: any tensor on the device of the plans; one byte is enough.
+        kv_layout: "NHD" or "HND".
+        use_cuda_graph: if True, every plan is written into the buffers below, for graphs that read them.
+        qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf: int32 tensors, as large as
+            the largest plan; needed only with `use_cuda_graph`.
+        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: must be None.
+        backend: accepted, and not used.
+
+    Raises:
+        InputError: an argument is wrong, or `use_cuda_graph` without buffers.
+        UnsupportedError: an argument that must be None.
+
+    Example:
+        >>> import tilewise.adapters.flashinfer as flashinfer
+        >>> prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1))
+        >>> queries, indptr = torch.tensor([0, 5, 7]), torch.tensor([0, 2, 3])
+        >>> table = indptr, torch.tensor([7, 2, 5]), torch.tensor([13, 8])
+        >>> prefill.plan(queries, *table, 4, 2, 16, 16, causal=True, q_data_type=torch.float32)
+        >>> out = prefill.run(torch.randn(7, 4, 16), torch.randn(8, 2, 16, 2, 16))
+    """
 
     def __init__(
         self,
@@ -199,12 +274,21 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         o_data_type: str | torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        """As the decode wrapper's `plan`, for tokens qo_indptr[r] to qo_indptr[r + 1] of request r.
+        """As the decode wrapper's `plan`, where request r has the queries qo_indptr[r] to qo_indptr[r + 1] - 1.
 
         Args:
-            custom_mask: bool, each request's (seqlen_q, seqlen_k) flattened, in turn; replaces `causal`.
-            packed_custom_mask: the same as uint8 bits, little end first, each request from a whole byte.
-            causal: the last token of a request stands at its last key.
+            qo_indptr: int32 or int64 (batch + 1,), cumulative numbers of queries.
+            paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: as indptr, indices and last_page_len there.
+            num_qo_heads, num_kv_heads, head_dim_qk, page_size, pos_encoding_mode, sm_scale, window_left,
+                logits_soft_cap, q_data_type, kv_data_type, o_data_type, options: as there.
+            head_dim_vo: of values; None is head_dim_qk.
+            custom_mask: bool, each request's (seqlen_q, seqlen_k) flattened, concatenated; replaces `causal`.
+            packed_custom_mask: the same as uint8 bits, lowest bit first; each request begins at a byte.
+            causal: the last query of a request has the position of its last key.
+            use_fp16_qk_reduction, rope_scale, rope_theta: accepted, and not used.
+
+        Raises:
+            InputError, UnsupportedError: as there.
         """
         check_flags(use_fp16_qk_reduction=use_fp16_qk_reduction)
         tail_of("plan", options, steering=PLAN_STEERING, refused=PLAN_REFUSED)
@@ -267,7 +351,18 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """`run` with a variant of its own: as in FlashInfer these arguments replace the plan's, defaults too."""
+        """`run` with options of its own: as in FlashInfer they replace those of the plan, also by their defaults.
+
+        Args:
+            q, paged_kv_cache, k_scale, v_scale, return_lse: as in `run`.
+            causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale: as in `plan`.
+            use_fp16_qk_reduction, rope_scale, rope_theta: accepted, and not used.
+
+        Returns: as `run`.
+
+        Raises:
+            InputError, UnsupportedError: as `run`.
+        """
         check_flags(use_fp16_qk_reduction=use_fp16_qk_reduction)
         variant = self._variant(
             causal=causal,
@@ -280,73 +375,3 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         return self._run((q, *pool_of(paged_kv_cache, self._kv_layout)), (), given, variant)
 
     forward_return_lse = partialmethod(forward, return_lse=True)
-
-
-class BatchAttention(PagedWrapper):
-    """FlashInfer's wrapper for prefills and decodes together: tokens and lengths as they are, both results always."""
-
-    def __init__(self, kv_layout: str = "NHD", device: torch.device | str = "cuda") -> None:
-        super().__init__(torch.empty(0, device=device), kv_layout, False, (), None)
-
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        page_size: int,
-        causal: bool = False,
-        sm_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        q_data_type: str | torch.dtype = torch.bfloat16,
-        kv_data_type: str | torch.dtype = torch.bfloat16,
-        use_profiler: bool = False,
-    ) -> None:
-        """As the paged prefill wrapper's `plan`, with the requests' lengths (batch,) in place of last_page_len."""
-        check_flags(use_profiler=use_profiler)
-        refuse("not offered by this adapter", use_profiler=use_profiler)
-        heads_of(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
-        integer("page_size", page_size, 1, "tokens in a page")
-        starts = indptr_of("qo_indptr", qo_indptr, self.device)
-        batch = starts.shape[0] - 1
-        first = indptr_of("kv_indptr", kv_indptr, self.device, batch)
-        pages = indices_of("kv_indices", kv_indices, self.device)
-        seqlens = indices_of("kv_len_arr", kv_len_arr, self.device, batch)
-        variant = variant_of(
-            head_dim_qk, num_qo_heads, self.device, causal=causal, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap
-        )
-        dtype = same_dtype(q_data_type, kv_data_type, None)
-        layout = Paged((first, pages), seqlens, starts)
-        self._planned = Planned(layout, variant, num_kv_heads, head_dim_qk, head_dim_vo, dtype, page_size)
-
-    begin_forward = plan
-
-    def run(  # type: ignore[override]
-        self,
-        q: torch.Tensor,
-        kv_cache: Cache,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        profiler_buffer: torch.Tensor | None = None,
-        **options: Any,
-    ) -> State:
-        """(out, lse) of the planned batch; a soft cap above 0 replaces the plan's, which must have one."""
-        refuse("not offered by this adapter", profiler_buffer=profiler_buffer)
-        variant, soft_cap = self._ready().variant, number("logits_soft_cap", logits_soft_cap)
-        if soft_cap > 0 and not variant.soft_cap:
-            hint = "plan(..., logits_soft_cap=...) says that there is one"
-            raise InputError("logits_soft_cap", got=soft_cap, expected="0.0, as planned", hint=hint)
-        if soft_cap > 0:
-            variant = self._variant(causal=variant.causal, sm_scale=variant.scale, logits_soft_cap=soft_cap)
-        given = dict(options, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True)
-        state: State = self._run((q, *pool_of(kv_cache, self._kv_layout)), (), given, variant)
-        return state
-
-    forward = run

@@ -25,7 +25,27 @@ from tilewise.layouts import Packed
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
-    """FlashInfer's wrapper for packed queries and packed keys; layout NHD alone."""
+    """FlashInfer's wrapper for packed queries and packed keys.
+
+    Args:
+        float_workspace_buffer: any tensor on the device of the plans; one byte is enough.
+        kv_layout: "NHD".
+        use_cuda_graph: if True, every plan is written into the buffers below, for graphs that read them.
+        qo_indptr_buf, kv_indptr_buf: int32 (batch + 1,); needed only with `use_cuda_graph`.
+        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: must be None.
+        backend: accepted, and not used.
+
+    Raises:
+        InputError: an argument is wrong, or `use_cuda_graph` without buffers.
+        UnsupportedError: kv_layout="HND", or an argument that must be None.
+
+    Example:
+        >>> import tilewise.adapters.flashinfer as flashinfer
+        >>> prefill = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1))
+        >>> ends = torch.tensor([0, 30, 100])
+        >>> prefill.plan(ends, ends, 4, 2, 16, causal=True, q_data_type=torch.float32)
+        >>> out = prefill.run(q[0], k[0], v[0])
+    """
 
     def __init__(
         self,
@@ -73,8 +93,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         o_data_type: str | torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        """As the paged wrapper's `plan`, for keys kv_indptr[r] to kv_indptr[r + 1] of request r. On a GPU
-        fixed_split_size and disable_split_kv are refused: packed keys have no such bits there.
+        """As the paged prefill wrapper's `plan`, where request r has the keys kv_indptr[r] to kv_indptr[r + 1] - 1.
+
+        Args:
+            qo_indptr, kv_indptr: int32 or int64 (batch + 1,), cumulative numbers of queries and of keys.
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, custom_mask, packed_custom_mask, causal,
+                pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
+                rope_theta, q_data_type, kv_data_type, o_data_type: as there.
+            options: as there; on a GPU fixed_split_size and disable_split_kv raise UnsupportedError.
+
+        Raises:
+            InputError, UnsupportedError: as there.
         """
         check_flags(use_fp16_qk_reduction=use_fp16_qk_reduction)
         tail_of("plan", options, steering=PLAN_STEERING, refused=PLAN_REFUSED)
@@ -123,7 +152,25 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         return_lse: bool = False,
         **options: Any,
     ) -> Any:
-        """Attention of the planned batch: q, k and v are (tokens, heads, dim); the rest as over a paged cache."""
+        """Attention of the planned batch.
+
+        Args:
+            q: (queries, num_qo_heads, head_dim_qk).
+            k, v: (keys, num_kv_heads, head_dim_qk) and (keys, num_kv_heads, head_dim_vo).
+            args: must be empty; they belong to `jit_args`.
+            q_scale, k_scale, v_scale: numbers; the first two multiply the scores, the last the output.
+            o_scale: must be None.
+            out, lse: tensors that take the results.
+            return_lse: return (out, lse).
+            options: enable_pdl, without effect; others raise an error.
+
+        Returns:
+            out (queries, num_qo_heads, head_dim_vo), with `return_lse` also lse (queries, num_qo_heads), base 2.
+
+        Raises:
+            InputError: run before plan, or a tensor is not as planned.
+            UnsupportedError: an argument that tilewise does not support.
+        """
         given = dict(
             options, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, o_scale=o_scale, out=out, lse=lse,
             return_lse=return_lse,
@@ -147,7 +194,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """`run` with a variant of its own: as in FlashInfer these arguments replace the plan's, defaults too."""
+        """`run` with options of its own: as in FlashInfer they replace those of the plan, also by their defaults.
+
+        Args:
+            q, k, v, return_lse: as in `run`.
+            causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale: as in `plan`.
+            use_fp16_qk_reduction, rope_scale, rope_theta: accepted, and not used.
+
+        Returns: as `run`.
+
+        Raises:
+            InputError, UnsupportedError: as `run`.
+        """
         check_flags(use_fp16_qk_reduction=use_fp16_qk_reduction)
         variant = self._variant(
             causal=causal,

@@ -61,14 +61,18 @@ class Wrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether plans are written into the tensors that were given at the start."""
+        """Whether plans are written into the buffers that the constructor got."""
         return bool(self._buffers)
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, *int_workspace_buffers: Any) -> None:
-        """Nothing: workspaces are not used."""
+        """Does nothing: workspaces are not used.
+
+        Args:
+            float_workspace_buffer, int_workspace_buffers: ignored.
+        """
 
     def end_forward(self) -> None:
-        """Nothing: as in FlashInfer."""
+        """Does nothing, as in FlashInfer."""
 
     def _check_fit(self, values: Sequence[torch.Tensor]) -> None:
         """Raise InputError unless the values fit the buffers: indices may be shorter, all else must be as long."""
@@ -181,17 +185,20 @@ class PagedWrapper(Wrapper):
             q: (tokens, num_qo_heads, head_dim), one token for each request in a decode wrapper.
             paged_kv_cache: (pages, 2, page_size, num_kv_heads, head_dim), or a tuple of k and v without the 2; in
                 layout HND heads come before page_size.
-            q_scale, k_scale: numbers that multiply the scores. v_scale: one that multiplies the output.
+            args: must be empty; they belong to `jit_args`.
+            q_scale, k_scale, v_scale: numbers; the first two multiply the scores, the last the output.
             out, lse: tensors that take the results.
-            window_left: in the place of the plan's.
-            sinks: (num_qo_heads,), logits that join the denominator.
-            options: enable_pdl is taken; others are refused or errors.
+            return_lse: return (out, lse).
+            window_left: replaces that of the plan; None keeps it.
+            sinks: (num_qo_heads,), one logit per head that joins the denominator.
+            options: enable_pdl, without effect; others raise an error.
 
         Returns:
             out (tokens, num_qo_heads, head_dim_vo), with `return_lse` also lse (tokens, num_qo_heads), base 2.
 
         Raises:
-            InputError: run before plan, or not what was planned. UnsupportedError: what is not offered.
+            InputError: run before plan, or a tensor is not as planned.
+            UnsupportedError: an argument that tilewise does not support.
         """
         given = dict(
             options, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=return_lse,

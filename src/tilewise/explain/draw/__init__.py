@@ -1,9 +1,9 @@
-"""Pictures through matplotlib (the extra `tilewise[draw]`), each a function that returns a figure for `save`.
+"""Pictures by matplotlib (the extra `tilewise[draw]`): each function returns a figure for `save`.
 
-`mask`, `tiles` and `query` draw masks; `roofline`, `traffic`, `ladder` and `timeline` draw what attention costs;
-`shares` who does which tile, `pages` who holds which page; `errors`, `lengths`, `codes` and `steps` what few bits cost;
-`weights` where weights lie and which tiles are taken; `engine_steps` when the parts of an engine's steps run. Files are
-deterministic: the same figure saved twice gives the same bytes.
+`mask`, `tiles` and `query` draw masks; `roofline`, `traffic`, `ladder` and `timeline` the cost of attention; `shares`
+the tiles of each program; `pages` block tables; `errors`, `lengths`, `codes` and `steps` quantisation; `weights` the
+weights of tiles and a selection; `engine_steps` the parts of an engine's steps over time. The same figure saved twice
+gives the same bytes.
 """
 
 from tilewise.explain.draw.bits import codes, errors, lengths, steps

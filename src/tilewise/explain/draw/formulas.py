@@ -21,10 +21,25 @@ def panel(
     head: int = 0,
     title: str | None = None,
 ) -> masks.Panel:
-    """A `tilewise.Mask` (or a function of b, h, i, j) as a panel, for one batch index and query head.
+    """A mask as a panel, with the tile classes that kernels use.
 
-    The pairs are evaluated one by one, so keep the sizes to what a picture can show (at most 2,048 a side). The tile
-    classes are those the kernels use. `title` defaults to the mask's repr.
+    Args:
+        mask: a `tilewise.Mask`, or a function (b, h, i, j) -> bool.
+        seqlen_q, seqlen_k: sequence lengths, at most 2,048: the pairs are evaluated one by one.
+        block_m, block_n: queries and keys of a tile.
+        batch, head: the batch element and the query head to show.
+        title: of the panel; None is the mask's repr.
+
+    Returns:
+        A `Panel`, for `tiles` and `query`.
+
+    Raises:
+        InputError: a size is out of range.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> draw.panel(tw.causal, seqlen_q=64, seqlen_k=64, block_m=32, block_n=32).classes.tolist()
+        [[1, 0], [2, 1]]
     """
     import torch
 
@@ -48,6 +63,22 @@ def panel(
 
 
 def mask(mask: Any, *, seqlen_q: int, seqlen_k: int, block_m: int = 128, block_n: int = 128, **options: Any) -> Any:
-    """A figure of one mask with its tile classes: `tiles` on the panel of `mask`; options as in `panel`."""
+    """A figure of one mask with its tile classes.
+
+    Args:
+        mask, seqlen_q, seqlen_k, block_m, block_n: as in `panel`.
+        options: batch, head and title, as in `panel`.
+
+    Returns:
+        A matplotlib figure, for `draw.save`.
+
+    Raises:
+        InputError: a size is out of range.
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> figure = draw.mask(tw.causal & tw.window(200), seqlen_q=512, seqlen_k=512)
+    """
     sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "block_m": block_m, "block_n": block_n}
     return masks.tiles([panel(mask, **sizes, **options)], block_m, block_n)

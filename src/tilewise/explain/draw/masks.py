@@ -16,7 +16,18 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 class Panel(NamedTuple):
-    """One mask: `visible` bool (seqlen_q, seqlen_k), `classes` int8 (num_q_tiles, num_k_tiles) of 0, 1, 2 as above."""
+    """One mask for a picture.
+
+    Attributes:
+        title: above the panel.
+        visible: bool (seqlen_q, seqlen_k).
+        classes: int8 (num_q_tiles, num_k_tiles): EMPTY (0), PARTIAL (1) or FULL (2).
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> visible = torch.ones(64, 64).tril().bool().numpy()
+        >>> panel = draw.Panel("causal", visible, draw.classify(visible, 32, 32))
+    """
 
     title: str
     visible: npt.NDArray[np.bool_]
@@ -24,7 +35,23 @@ class Panel(NamedTuple):
 
 
 def classify(visible: npt.ArrayLike, block_m: int, block_n: int) -> npt.NDArray[np.int8]:
-    """Tile classes of a dense mask by brute force, for pictures of small masks: int8 (num_q_tiles, num_k_tiles)."""
+    """Tile classes of a dense mask, by brute force, for pictures of small masks.
+
+    Args:
+        visible: bool (seqlen_q, seqlen_k).
+        block_m, block_n: queries and keys of a tile.
+
+    Returns:
+        int8 (num_q_tiles, num_k_tiles): EMPTY (0), PARTIAL (1) or FULL (2).
+
+    Raises:
+        InputError: another rank, or a tile size below 1.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> draw.classify(torch.ones(4, 4).tril(), 2, 2).tolist()
+        [[1, 0], [2, 1]]
+    """
     dense = np.asarray(visible, dtype=bool)
     if dense.ndim != 2 or block_m < 1 or block_n < 1:
         raise InputError(
@@ -39,9 +66,24 @@ def classify(visible: npt.ArrayLike, block_m: int, block_n: int) -> npt.NDArray[
 
 
 def tiles(panels: Sequence[Panel], block_m: int, block_n: int, *, columns: int = 3) -> Any:
-    """A figure with one panel a mask: tiles coloured by class, visible pairs darker, the count of each class below.
+    """A figure with a panel for each mask: tiles coloured by class, visible pairs darker, numbers of tiles below.
 
-    Raises InputError where the number of tiles does not fit the mask, MissingExtraError without matplotlib.
+    Args:
+        panels: the masks, as `panel` makes them.
+        block_m, block_n: queries and keys of a tile, as given to `panel`.
+        columns: panels in a row.
+
+    Returns:
+        A matplotlib figure, for `draw.save`.
+
+    Raises:
+        InputError: no panels, or a number of tiles that does not fit its mask.
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> sizes = {"seqlen_q": 256, "seqlen_k": 256, "block_m": 64, "block_n": 64}
+        >>> figure = draw.tiles([draw.panel(mask, **sizes) for mask in (tw.causal, tw.window(64))], 64, 64)
     """
     for panel in panels:
         _check(panel.visible, panel.classes, block_m, block_n)
@@ -69,9 +111,24 @@ def tiles(panels: Sequence[Panel], block_m: int, block_n: int, *, columns: int =
 
 
 def query(panel: Panel, block_m: int, block_n: int, position: int) -> Any:
-    """A figure of the tiles that the tile of query row `position` visits, numbered in order; the rest is faded.
+    """A figure of the tiles of keys that the tile of one query visits, numbered in order; the rest is faded.
 
-    Raises InputError where `position` is not a row of the mask.
+    Args:
+        panel: the mask, as `panel` makes it.
+        block_m, block_n: queries and keys of a tile, as given to `panel`.
+        position: the query's row in the mask, counted from 0.
+
+    Returns:
+        A matplotlib figure, for `draw.save`.
+
+    Raises:
+        InputError: `position` is not a row of the mask, or the tiles do not fit it.
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> panel = draw.panel(tw.causal, seqlen_q=256, seqlen_k=256, block_m=64, block_n=64)
+        >>> figure = draw.query(panel, 64, 64, position=150)
     """
     _check(panel.visible, panel.classes, block_m, block_n)
     seqlen_q, seqlen_k = panel.visible.shape

@@ -13,15 +13,29 @@ MOST_PAGES, MOST_SEQUENCES = 40, 24  # that a picture has room for
 
 
 def pages(allocator: PageAllocator, names: Sequence[str] | None = None) -> Any:
-    """A figure with a line for each live sequence, a box for each page of its block table, numbered as in the pool and
-    filled as far as its slots are taken; pages that several sequences hold have a colour of their own each. The line
-    below is the pool: used, cached and free pages.
+    """A figure of the block tables of all live sequences, and of the pool.
+
+    A line is a sequence and a box is a page of its block table, numbered as in the pool and filled in proportion to its
+    used slots. Each page that several sequences share has its own colour. The line below is the pool: used, cached and
+    free pages.
 
     Args:
-        allocator: its sequences are drawn in the order in which they came to be.
-        names: of the sequences; default their numbers.
+        allocator: the pages; sequences are drawn in the order in which they were created.
+        names: of the sequences; None numbers them.
 
-    Raises InputError for more than fits or another number of names, MissingExtraError without matplotlib.
+    Returns:
+        A matplotlib figure, for `draw.save`.
+
+    Raises:
+        InputError: more than 40 pages or 24 sequences, or another number of names.
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> allocator = tw.kv.PageAllocator(num_pages=8, page_size=4)
+        >>> prompt = allocator.create()
+        >>> _, fork = allocator.append(prompt, 6), allocator.fork(prompt)
+        >>> figure = draw.pages(allocator, ["prompt", "fork"])
     """
     sequences = allocator.sequences
     longest = max((len(sequence.pages) for sequence in sequences), default=0)

@@ -25,13 +25,23 @@ _KINDS = {
 
 
 def roofline(points: Mapping[str, Roofline], measured: Mapping[str, float] | None = None) -> Any:
-    """A log-log roofline of one GPU: a roof for each dtype among the points, a dot under it for each labelled problem.
+    """A roofline of one GPU, both axes logarithmic: a roof for each dtype, and a dot for each problem.
 
     Args:
         points: label -> estimate, all on one GPU.
-        measured: label -> seconds of a run; drawn as a second dot at the rate it reached.
+        measured: label -> seconds of a run, drawn as a diamond at the rate that it reached.
 
-    Raises InputError for no points or several GPUs, MissingExtraError without matplotlib.
+    Returns:
+        A matplotlib figure, for `draw.save`.
+
+    Raises:
+        InputError: no points, or several GPUs.
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> from tilewise.explain.roofline import Problem, estimate
+        >>> figure = draw.roofline({"prefill": estimate(Problem(8192, causal=True), "H200")})
     """
     gpus = {point.gpu.name: point.gpu for point in points.values()}
     if len(gpus) != 1:
@@ -109,7 +119,24 @@ def roofline(points: Mapping[str, Roofline], measured: Mapping[str, float] | Non
 
 
 def traffic(seqlen: int, head_dim: int, *, kibibytes: Sequence[int] = (16, 32, 64, 128, 256, 512, 1024)) -> Any:
-    """Megabytes one head moves against the fast memory a tile may use (16-bit elements), algorithm by algorithm."""
+    """Memory traffic of one head against the fast memory of a tile, a line for each algorithm, in 16 bits.
+
+    Args:
+        seqlen: queries and keys.
+        head_dim: of q, k and v.
+        kibibytes: sizes of the fast memory.
+
+    Returns:
+        A matplotlib figure, for `draw.save`.
+
+    Raises:
+        InputError: a fast memory that is too small for one query.
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> figure = draw.traffic(8192, 64)
+    """
     sizes = [size * 1024 // 2 for size in kibibytes]
     tables = [hbm.compare(seqlen, seqlen, head_dim, fast_memory=size) for size in sizes]
     compulsory = 4 * seqlen * head_dim * 2 / 1e6
@@ -149,7 +176,23 @@ def traffic(seqlen: int, head_dim: int, *, kibibytes: Sequence[int] = (16, 32, 6
 
 
 def ladder(reports: Sequence[Report]) -> Any:
-    """Loads and stores of the given rungs as bars, in order; the rungs should share one problem."""
+    """Loads and stores of rungs of the ladder as bars.
+
+    Args:
+        reports: what `climb` returned, for rungs with the same problem, in the order of the bars.
+
+    Returns:
+        A matplotlib figure, for `draw.save`.
+
+    Raises:
+        InputError: no reports.
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> from tilewise.explain.ladder import climb
+        >>> figure = draw.ladder([climb(name) for name in ("attention_two_pass", "attention_one_pass")])
+    """
     if not reports:
         hint = "tilewise.explain.ladder.climb(name) makes one"
         raise InputError("reports", got="none", expected="at least one rung's report", hint=hint)
@@ -174,7 +217,28 @@ def ladder(reports: Sequence[Report]) -> Any:
 
 
 def timeline(trip: Trip, schedules: Sequence[Schedule], *, tiles: int = 4, warpgroups: int = 2) -> Any:
-    """Who does what when, a panel for each schedule; numbers are tiles, and where a lane is empty its owner waits."""
+    """What the warpgroups of an SM do over time, a panel for each schedule.
+
+    Numbers are tiles. A gap in a lane means that its warpgroup waits.
+
+    Args:
+        trip: clocks of a warpgroup's work on one tile.
+        schedules: names in `timeline.SCHEDULES`.
+        tiles: tiles of keys to simulate.
+        warpgroups: consumer warpgroups.
+
+    Returns:
+        A matplotlib figure, for `draw.save`.
+
+    Raises:
+        InputError: no schedules, or an unknown one.
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> from tilewise.explain.timeline import SCHEDULES, Trip
+        >>> figure = draw.timeline(Trip.of(block_n=128, head_dim=128), SCHEDULES)
+    """
     if not schedules:
         raise InputError("schedules", got="none", expected="at least one", hint="timeline.SCHEDULES names them")
     lanes = ["fetch", *(f"warpgroup {c}: {what}" for c in range(warpgroups) for what in ("products", "softmax"))]

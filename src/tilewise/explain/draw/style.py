@@ -65,7 +65,22 @@ def canvas(columns: int = 1, rows: int = 1, *, size: tuple[float, float], **opti
 
 
 def check_target(path: str | Path) -> Path:
-    """The path of a picture; raises InputError for another suffix, or a folder that is not there."""
+    """Check the path of a picture before it is drawn.
+
+    Args:
+        path: of a .svg or .png file in a folder that exists.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: another suffix, or no such folder.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> draw.check_target("mask.svg").name
+        'mask.svg'
+    """
     target = Path(path)
     if target.suffix not in (".svg", ".png"):
         hint = "the ending chooses the format"
@@ -76,9 +91,24 @@ def check_target(path: str | Path) -> Path:
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Write `figure` as .svg or .png (200 dots an inch): the same figure gives the same bytes, with no date inside.
+    """Write a figure to a file. The same figure gives the same bytes, without a date.
 
-    Returns the path; raises InputError as `check_target`.
+    Args:
+        figure: a matplotlib figure.
+        path: of a .svg or .png file (200 dots per inch).
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: another suffix, or no such folder.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from tilewise.explain import draw
+        >>> figure = draw.mask(tw.causal, seqlen_q=256, seqlen_k=256)
+        >>> draw.save(figure, pathlib.Path(tempfile.mkdtemp(), "causal.svg")).name
+        'causal.svg'
     """
     target = check_target(path)
     metadata = {"Date": None} if target.suffix == ".svg" else {}

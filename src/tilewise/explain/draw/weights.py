@@ -1,4 +1,4 @@
-"""Pictures of where the weights of heads lie, tile by tile, and which tiles a selection takes."""
+"""Pictures of the weights of heads, tile by tile, and of the tiles that a selection selects."""
 
 from __future__ import annotations
 
@@ -15,13 +15,24 @@ LEVELS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # of a row's weights; below the f
 
 
 def weights(panels: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]]) -> Any:
-    """A panel for each head: tiles darker the more of a row's weights they hold, those that are taken outlined, and
-    below it what share of the tiles these are, and of the weights.
+    """A panel for each head: the darker a tile, the larger its weight; selected tiles have an outline.
+
+    Below a panel is the share of the tiles that are selected, and their share of the weights.
 
     Args:
-        panels: title -> (weights (tiles_q, tiles_k), whose rows sum to 1; whether a tile is taken, likewise).
+        panels: title -> (weights, selected): float and bool (tiles_q, tiles_k); rows of weights sum to 1.
 
-    Raises InputError for no panels or other shapes, MissingExtraError without matplotlib.
+    Returns:
+        A matplotlib figure, for `draw.save`.
+
+    Raises:
+        InputError: no panels, or other shapes.
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> tiles = torch.softmax(4 * torch.randn(8, 8), -1)
+        >>> figure = draw.weights({"head 0": (tiles, tiles > 0.1)})
     """
     if not panels:
         raise InputError("panels", got="none", expected="at least one", hint="a title, and weights and tiles")

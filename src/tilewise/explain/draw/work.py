@@ -29,6 +29,11 @@ def shares(work: WorkList) -> Any:
     Raises:
         InputError: more programs than the picture has room for.
         MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.explain import draw
+        >>> from tilewise.schedule.worklist import WorkList
+        >>> figure = draw.shares(WorkList.build([1] * 3, [100, 4000, 64], heads_q=8, heads_kv=2, programs=12))
     """
     if work.programs > MOST:
         raise InputError(

@@ -61,7 +61,22 @@ class Report:
 
 
 def rung(name: str) -> Any:
-    """The module of a rung (its `run`, `closed_form` and text), by its name in ORDER; InputError for another name."""
+    """The module of a rung, with its functions `run` and `closed_form`.
+
+    Args:
+        name: a name in ORDER.
+
+    Returns:
+        The module.
+
+    Raises:
+        InputError: an unknown name.
+
+    Example:
+        >>> from tilewise.explain.ladder import rung
+        >>> rung("matmul_naive").closed_form(32, 32, 32)
+        Counts(loads=65536, stores=1024)
+    """
     if name not in ORDER:
         hint = "tilewise explain lists them"
         raise InputError("rung", got=name, expected=f"one of: {', '.join(ORDER)}", hint=hint)
@@ -94,6 +109,17 @@ def climb(name: str, *, size: int = 32, head_dim: int = 8, seed: int = 0, **opti
         head_dim: width of q, k and v for the attention rungs.
         seed: of the random numbers.
         options: passed to the rung: `tile`, `fast_memory`, `block_m`, `block_n`, `causal`, `splits`.
+
+    Returns:
+        A `Report`: the problem, counted and predicted traffic, and the largest error.
+
+    Raises:
+        InputError: an unknown name, or a size below 1.
+
+    Example:
+        >>> from tilewise.explain.ladder import climb
+        >>> climb("matmul_tiled", size=32, tile=16).counts
+        Counts(loads=4096, stores=1024)
     """
     if size < 1 or head_dim < 1:
         hint = "leave them out for 32 and 8"

@@ -50,18 +50,40 @@ class SlowArray:
 
 
 class SlowMemory:
-    """A large memory that is slow to reach; `loads` and `stores` count the elements that crossed its boundary."""
+    """A large memory that is slow to reach; `loads` and `stores` count the elements that crossed its boundary.
+
+    Example:
+        >>> from tilewise.explain.ladder.slow_memory import SlowMemory
+        >>> memory = SlowMemory()
+        >>> row = memory.put([[1.0, 2.0], [3.0, 4.0]])[0]  # a load of two elements
+        >>> memory.counts
+        Counts(loads=2, stores=0)
+    """
 
     def __init__(self) -> None:
         self.loads = 0
         self.stores = 0
 
     def put(self, array: npt.ArrayLike) -> SlowArray:
-        """Place an input; inputs are already there when an algorithm starts, so this is not counted."""
+        """Place an input. Inputs are there before an algorithm starts, so this is not counted.
+
+        Args:
+            array: any shape; stored as float64.
+
+        Returns:
+            A `SlowArray`, whose indexing is counted.
+        """
         return SlowArray(self, np.array(array, dtype=np.float64))
 
     def empty(self, *shape: int) -> SlowArray:
-        """Room for an output: NaN until stored, so that reading what was never written shows."""
+        """Room for an output, which is NaN until it is stored.
+
+        Args:
+            shape: its sizes.
+
+        Returns:
+            A `SlowArray`, whose indexing is counted.
+        """
         return SlowArray(self, np.full(shape, np.nan))
 
     @property
