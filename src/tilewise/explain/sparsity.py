@@ -92,7 +92,7 @@ def fit_sparge(
 
     Example:
         >>> from tilewise.explain.sparsity import fit_sparge
-        >>> fit = fit_sparge(q, k, v, max_error=0.2, mask=tw.causal, block=(25, 25))
+        >>> fit = fit_sparge(q, k, v, max_error=0.2, mask=tw.causal, block=(50, 50))
         >>> max(fit.errors) <= 0.2
         True
     """

@@ -41,6 +41,14 @@ def engine_steps(steps: Sequence[TracedStep]) -> Any:
     Raises:
         InputError: no steps, or more than the picture has room for.
         MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> from tilewise.engine import Engine, EngineConfig
+        >>> from tilewise.engine.models.load import decoder_of
+        >>> from tilewise.explain import draw, engine_steps
+        >>> decoder = decoder_of("random:tiny", device="cpu")
+        >>> engine = Engine(decoder, config=EngineConfig(max_model_len=64, num_pages=64))
+        >>> figure = draw.engine_steps(engine_steps.trace(engine, context=8, prompt=16, steps=2))
     """
     if not 0 < len(steps) <= MOST:
         raise InputError("steps", got=len(steps), expected=f"from 1 to {MOST}", hint="trace fewer steps")
