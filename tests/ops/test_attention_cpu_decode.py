@@ -39,14 +39,16 @@ def call(lengths: list[int], packed: bool, page_size: int = 4, **changes: Any) -
     return {"q": q, "k": pages[0], "v": pages[1], "layout": layout} | changes
 
 
-def batched(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[torch.Tensor, ...], list[bool]]:
+def batched(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[tuple[torch.Tensor, ...], list[list[int]]]:
     """((o, lse), which requests the kernel left)."""
-    left: list[bool] = []
+    left: list[list[int]] = []
     forward = cpu_decode.forward
 
-    def watched(*given: Any) -> torch.Tensor:
+    def watched(*given: Any) -> list[int]:
         found = forward(*given)
-        left.extend(found.tolist())
+        left.append(found)
         return found
 
     with monkeypatch.context() as patch:
@@ -64,7 +66,7 @@ def test_equals_the_reference(
     sinks = torch.linspace(-1.0, 2.0, 6) if sink else None
     arguments = call(LENGTHS[lengths], packed, mask=MASKS[mask], sink=sinks)
     found, left = batched(arguments, monkeypatch)
-    assert (not left) == (lengths == "far")
+    assert left == [[]]
     want = tw.attention_with_lse(**arguments, impl="reference")
     for one, other in zip(found, want, strict=True):
         torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-5, atol=1e-5)
@@ -77,7 +79,7 @@ def test_a_request_that_meets_no_number_is_alone_with_it(value: float, monkeypat
     table = arguments["layout"].block_table
     arguments["k"][table[2, 3], 1, 0, 3] = value
     found, left = batched(arguments, monkeypatch)
-    assert left == [False, False, True, False]
+    assert left == [[2]]
     want = tw.attention_with_lse(**arguments, impl="reference")
     for one, other, before in zip(found, want, clean, strict=True):
         torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -90,11 +92,32 @@ def test_a_request_that_meets_no_number_is_alone_with_it(value: float, monkeypat
 def test_a_row_that_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = call(LENGTHS["equal"], True, mask=tw.mask(lambda b, h, i, j: (b != 1) | (h > 2)))
     found, left = batched(arguments, monkeypatch)
-    assert left == [False, True, False]
+    assert left == [[1]]
     want = tw.attention_with_lse(**arguments, impl="reference")
     assert bool((found[1][:3, 1] == -math.inf).all())
     assert not found[0][1, :3].any()
     torch.testing.assert_close(found[0], want[0].float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_prompts_and_empty_requests_beside(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, counts = [20, 37, 5, 40, 2], [1, 9, 0, 1, 2]
+    arguments = call(lengths, True, mask=MASKS[mask])
+    table, seqlens = arguments["layout"].block_table, torch.tensor([*lengths[:4], 2], dtype=torch.int32)
+    cu = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    arguments["q"] = torch.randn(sum(counts), 6, 16, generator=torch.Generator().manual_seed(3))
+    arguments["layout"] = tw.Paged(table, seqlens, cu)
+    found, left = batched(arguments, monkeypatch)
+    assert left == [[1, 4]]
+    want = tw.attention_with_lse(**arguments, impl="reference")
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-5, atol=1e-5)
+
+
+def test_requests_of_similar_length_go_together() -> None:
+    lengths = [100, 3, 210, 90, 8, 199, 1000]
+    groups = list(cpu_decode._alike(list(range(7)), lengths))
+    assert groups == [[1, 4], [3, 0], [5, 2], [6]]
 
 
 @pytest.mark.parametrize(

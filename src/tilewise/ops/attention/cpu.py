@@ -41,14 +41,10 @@ def tiled_forward(call: Call, of_weights: Weights | None = None) -> tuple[torch.
     of weights up to 1, the largest of a row so far, while sums have these.
     """
     o, lse = call.new_output(), call.new_lse()
-    lengths = cpu_decode.lengths_of(call) if of_weights is None else None
     with _full_precision():
-        left = None if lengths is None else cpu_decode.forward(call, lengths, o, lse)
-        if left is not None and not left.any():
-            return o, lse
-        for part, rows, _ in parts_of(call, apart=call.batch_invariant):
-            if left is not None and not left[part.first_batch]:  # bits of others do not depend on such rows
-                continue
+        ones = of_weights is None and cpu_decode.serves(call)
+        left = cpu_decode.forward(call, o, lse) if ones else None  # bits of others do not depend on these
+        for part, rows, _ in parts_of(call, apart=call.batch_invariant, only=left):
             o_part, lse_part = o, lse
             if rows is not None:
                 o_part, lse_part = (o[None, rows], lse[None, :, rows]) if call.packed else (o[rows], lse[rows])

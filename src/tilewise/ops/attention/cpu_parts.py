@@ -12,12 +12,16 @@ from tilewise.ops.attention.problem import Call, requests, sequences
 MAX_RUN = 8  # key tiles taken in one matmul
 
 
-def parts_of(call: Call, apart: bool = False) -> Iterator[tuple[Call, slice | None, slice | None]]:
+def parts_of(
+    call: Call, apart: bool = False, only: Iterable[int] | None = None
+) -> Iterator[tuple[Call, slice | None, slice | None]]:
     """The call itself, or one dense call of batch 1 for each packed sequence or paged request (`apart`, for each
     element of a dense batch too), with its rows of q (or of the batch) and of k; formulas see its batch index as `b`.
+    Of a paged call these requests `only`.
     """
     if call.pages is not None:
-        for part, rows in requests(call):
+        for b in range(call.batch) if only is None else only:
+            (part, rows) = _request(call, b)
             if part.rows_q:
                 yield part, rows, None
         return
@@ -35,6 +39,22 @@ def parts_of(call: Call, apart: bool = False) -> Iterator[tuple[Call, slice | No
             if apart:  # products of libraries may depend on where memory starts
                 k, v = k.clone(), v.clone()
             yield replace(call, q=q, k=k, v=v, cu_seqlens_q=None, cu_seqlens_k=None, first_batch=b), rows, keys
+
+
+def _request(call: Call, b: int) -> tuple[Call, slice]:
+    """(a dense call of one request of a paged one, its rows of q)."""
+    assert call.pages is not None
+    table, first, seqlens = call.pages
+    some = slice(b, b + 1)
+    if first is None:
+        pages = call.pages._replace(table=table[some], seqlens=seqlens[some])
+    else:
+        pages = call.pages._replace(first=first[b : b + 2], seqlens=seqlens[some])
+    packed = call.cu_seqlens_q is not None
+    starts = call.cu_seqlens_q[b : b + 2] if call.cu_seqlens_q is not None else None
+    q = call.q if packed else call.q[some]
+    ((part, rows),) = requests(replace(call, q=q, pages=pages, cu_seqlens_q=starts))
+    return replace(part, first_batch=b), rows if packed else some
 
 
 def runs_of(tiles: Iterable[int]) -> list[range]:
