@@ -52,7 +52,7 @@ def test_the_plan_keeps_the_budget_of_each_tier() -> None:
     allowed = budget()
     assert set(planned) <= set(allowed)
     assert {tier: seconds for tier, seconds in planned.items() if seconds > allowed[tier]} == {}
-    assert sum(allowed.values()) <= 14 * 60, "of a quiet run, all of it"
+    assert sum(allowed.values()) < 15 * 60, "of a quiet run, all of it"
 
 
 def test_tests_of_unchanged_kernels_take_turns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilewise.cli.output import guarded, say, say_json
+from tilewise.cli.output import FAILED, console, guarded, say, say_json
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or smollm2: fetched on first use.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
@@ -43,9 +44,12 @@ def generate(
     if as_json:
         answers = [{"text": each.text, "tokens": each.token_ids, "why": each.finish_reason} for each in output.outputs]
         say_json({"prompt": prompt, "answers": answers})
-        return
-    for each in output.outputs:
-        say(f"{prompt}{each.text}")
+    else:
+        for each in output.outputs:
+            say(f"{prompt}{each.text}")
+    for wrong in {each.error for each in output.outputs} - {None}:
+        console(stderr=True).print(f"tilewise: {wrong}")
+        raise typer.Exit(FAILED)
 
 
 @guarded
@@ -102,18 +106,24 @@ def _ask() -> str:
 
 def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
     """Show an answer as it comes; returns its text, as far as it got."""
-    engine, shown, tokens, start = llm.engine, "", 0, time.perf_counter()
-    name = engine.add(llm.tokenizer.encode_chat(messages), params)
+    from tilewise.engine.interrupts import Interrupts
+
+    engine, shown, tokens, error, start = llm.engine, "", 0, None, time.perf_counter()
+    name = secrets.token_hex(8)
     try:
+        engine.add(llm.tokenizer.encode_chat(messages), params, request_id=name)
         while engine.has_unfinished:
             for output in engine.step():
-                text, tokens = output.outputs[0].text, len(output.outputs[0].token_ids)
-                sys.stdout.write(text[len(shown) :])
+                answer = output.outputs[0]
+                sys.stdout.write(answer.text[len(shown) :])
                 sys.stdout.flush()
-                shown = text
+                shown, tokens, error = answer.text, len(answer.token_ids), answer.error
     except KeyboardInterrupt:
-        engine.abort(name)
-        engine.step()
+        with Interrupts():
+            engine.abort(name)
+            engine.step()
+    if error is not None:
+        say(f"\n[{error}]")
     seconds = max(time.perf_counter() - start, 1e-9)
     say(f"\n[{tokens} tokens, {tokens / seconds:.1f} tokens/s]")
     return shown

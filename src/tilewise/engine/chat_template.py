@@ -24,7 +24,13 @@ def read_templates(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str,
     if isinstance(written, str):
         found = {"default": written}
     elif isinstance(written, list):
-        found = {entry["name"]: entry["template"] for entry in written}
+        try:
+            found = {str(entry["name"]): str(entry["template"]) for entry in written}
+        except (KeyError, TypeError):
+            expected, hint = "a text, or a list of objects with name and template", "download the file anew"
+            raise InputError(
+                "tokenizer_config.json chat_template", got=shown(written), expected=expected, hint=hint
+            ) from None
     else:
         found = {}
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from tilewise.core.errors import InputError, shown
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.groups import groups_of
+from tilewise.engine.interrupts import Interrupts
 from tilewise.engine.memory import make_pool
 from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.pages import Pages
@@ -56,8 +58,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request goes on."""
-        return bool(self._requests)
+        """Whether a request goes on, or has an end that no step has told yet."""
+        return bool(self._requests or self._changed)
 
     def add(
         self,
@@ -79,17 +81,18 @@ class Engine:
             The request's id.
 
         Raises:
-            InputError: an empty prompt, one as long as the context, tokens outside the vocabulary, an id that lives, or
-                too many that wait.
+            InputError: an empty prompt, one as long as the context, tokens outside the vocabulary, an id that lives,
+                too many that wait, or an argument of another type.
         """
         params = SamplingParams() if params is None else params
+        _check_types(params, request_id, priority)
         tokens, text = self._prompt(prompt)
         room = self.max_model_len - len(tokens)
         if room < 1:
             hint = "shorten it, or give the engine a larger max_model_len"
             expected = f"fewer than max_model_len, {self.max_model_len}, tokens"
             raise InputError("prompt", got=f"{len(tokens)} tokens", expected=expected, hint=hint)
-        params.check_tokens(self.decoder.config.vocab_size)
+        params.check_vocabulary(self.decoder.config.vocab_size)
         name = secrets.token_hex(8) if request_id is None else request_id
         if name in self._requests:
             raise InputError(
@@ -103,17 +106,19 @@ class Engine:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         for index in range(params.n):
             sample = Sample(request, index, seed_of(seed, index), list(tokens))
-            sample.text = Text(self.tokenizer, params, tokens if text is None else text)
+            sample.text = self._text(request)
             request.samples.append(sample)
-            self.scheduler.add(sample)
-        self._requests[name] = request
+        with Interrupts():
+            self._requests[name] = request
+            for sample in request.samples:
+                self.scheduler.add(sample)
         return name
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has is given back at once, and the next step tells of it. Unknown ids do nothing."""
         request = self._requests.get(request_id)
-        if request is not None:
-            for sample in request.samples:
+        with Interrupts():
+            for sample in [] if request is None else request.samples:
                 self._end(sample, "abort")
 
     def stream(
@@ -138,32 +143,51 @@ class Engine:
         return self._streams.stream(prompt, params, priority)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; returns what requests have new."""
+        """Compute one step; returns what requests have new.
+
+        An exception, of the device or by Ctrl-C, leaves the engine whole: that step does not count, requests go on with
+        the tokens that they have, and the next step computes their keys and values anew, beside what the prefix cache
+        has of them.
+        """
         return [request.output() for request in self.advance()]
 
     def advance(self) -> list[Request]:
         """`step`, for callers that look at requests themselves: those that have something new."""
-        work = self.scheduler.plan()
-        if work:
-            self._launch(work)
-        while self._under_way and (len(self._under_way) > self._lag or not work):
-            self._take(self._under_way.popleft())
-        changed, self._changed = list(self._changed), {}
+        with Interrupts() as interrupts:
+            try:
+                work = self.scheduler.plan()
+                if work:
+                    self._launch(work, interrupts)
+                while self._under_way and (len(self._under_way) > self._lag or not work):
+                    self._take_next()
+            except BaseException:
+                self._recover()
+                raise
+        changed = list(self._changed)
         for request in changed:
-            if request.finished:
-                self._requests.pop(request.request_id, None)
+            if request.finished and self._requests.get(request.request_id) is request:
+                del self._requests[request.request_id]
+        self._changed = {}  # last: where Ctrl-C comes before, the next step tells of these
         return changed
 
-    def _launch(self, work: list[Work]) -> None:
+    def _recover(self) -> None:
+        """After an exception: what was planned and not launched does not count, and nobody has pages."""
+        with contextlib.suppress(Exception):  # of a device that gives nothing any more
+            self._drain()
+        self.scheduler.restart([sample for request in self._requests.values() for sample in request.samples])
+
+    def _launch(self, work: list[Work], interrupts: Interrupts) -> None:
         seated = [each for each in work if each.sample.seated != each.turn]
         if seated:
             self.runner.seat([each.sample for each in seated])
             for each in seated:
                 each.sample.seated = each.turn
-        self._under_way.append(self.runner.launch(work, self.pages.grown()))
+        with interrupts.let_through():
+            step = self.runner.launch(work, self.pages.grown())
+        self._under_way.append(step)
         size = self.pages.page_size
         for each in work:
-            end = each.start + each.count
+            end = each.sample.written = each.start + each.count
             if each.start // size < end // size:  # later launches find what this one writes
                 self._remember(each.sample, end)
                 self.pages.drop_unseen(each.slot)
@@ -175,7 +199,16 @@ class Engine:
     def _drain(self) -> None:
         """Take what all steps under way give."""
         while self._under_way:
-            self._take(self._under_way.popleft())
+            self._take_next()
+
+    def _take_next(self) -> None:
+        """Take what the first step under way gives. Where that raises, later steps do not count: they go on from it."""
+        step = self._under_way.popleft()
+        try:
+            self._take(step)
+        except BaseException:
+            self._under_way.clear()
+            raise
 
     def _take(self, step: Step) -> None:
         """Give samples what a step gave."""
@@ -191,7 +224,12 @@ class Engine:
         tokens = step.given.tokens.tolist()
         for row, (each, token) in enumerate(zip(sampled, tokens, strict=True)):
             if each.turn == each.sample.turn:  # else it has ended, or begins anew
-                self._give(each.sample, token, step.given, row)
+                known = len(each.sample.tokens)
+                try:
+                    self._give(each.sample, token, step.given, row)
+                except BaseException:
+                    self._take_back(each.sample, known)
+                    raise
 
     def _give(self, sample: Sample, token: int, given: Given, row: int) -> None:
         """Add a token to an answer, which it may end."""
@@ -220,10 +258,23 @@ class Engine:
             return
         sample.finish_reason, sample.stop_reason = reason, why
         sample.text.end()
-        if sample.sequence is not None and reason in ("stop", "length"):  # a later prompt may go on from here
-            self._remember(sample, sample.sequence.length)
+        if reason in ("stop", "length"):  # a later prompt may go on from here
+            self._remember(sample, sample.written)
         self.scheduler.end(sample)
         self._changed[sample.request] = None
+
+    def _take_back(self, sample: Sample, known: int) -> None:
+        """Leave a sample the first `known` of its tokens, unless it has ended: the next one comes again."""
+        if sample.state is State.FINISHED:
+            return
+        del sample.tokens[known:], sample.logprobs[known - sample.prompt_length :]
+        sample.finish_reason = sample.stop_reason = sample.error = None
+        sample.text = self._text(sample.request)
+        for count, token in enumerate(sample.output_tokens, 1):
+            sample.text.push(token, may_stop=count >= sample.request.params.min_tokens)
+
+    def _text(self, request: Request) -> Text:
+        return Text(self.tokenizer, request.params, request.tokens if request.prompt is None else request.prompt)
 
     def _prompt(self, prompt: Any) -> tuple[list[int], str | None]:
         """(tokens, text)."""
@@ -231,11 +282,14 @@ class Engine:
             if self.tokenizer is None:
                 raise InputError("prompt", got="text", expected="tokens", hint="this engine has no tokenizer")
             tokens, text = self.tokenizer.encode(prompt), prompt
-        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-            tokens, text = list(prompt), None
         else:
-            got = type(prompt).__name__
-            raise InputError("prompt", got=got, expected="text or a list of tokens", hint="a tensor's are .tolist()")
+            listed = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))
+            wrong = next((token for token in prompt if type(token) is not int), None) if listed else None
+            if not listed or wrong is not None:
+                got = type(prompt).__name__ + (f" with {shown(wrong)}" if listed else "")
+                hint = "a tensor's are .tolist()"
+                raise InputError("prompt", got=got, expected="text or a list of tokens, integers", hint=hint)
+            tokens, text = list(prompt), None
         if not tokens:
             raise InputError("prompt", got="no token", expected="at least one", hint="begin with a first token")
         size = self.decoder.config.vocab_size
@@ -245,6 +299,16 @@ class Engine:
                 "prompt", got=f"token {outside[0]}", expected=f"0 to {size - 1}", hint="another tokenizer?"
             )
         return tokens, text
+
+
+def _check_types(params: object, request_id: object, priority: object) -> None:
+    if not isinstance(params, SamplingParams):
+        hint = "SamplingParams(max_tokens=32)"
+        raise InputError("params", got=shown(params), expected="SamplingParams", hint=hint)
+    if request_id is not None and not isinstance(request_id, str):
+        raise InputError("request_id", got=shown(request_id), expected="text, or None", hint="None makes one")
+    if type(priority) is not int:
+        raise InputError("priority", got=shown(priority), expected="an integer", hint="lower ones go first")
 
 
 def _logprob(given: Given, row: int, token: int, count: int) -> Logprob:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from tilewise.core.errors import InputError
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.engine import Engine
+from tilewise.engine.interrupts import Interrupts
 from tilewise.engine.models.load import decoder_of, folder_of
 from tilewise.engine.params import SamplingParams
 from tilewise.engine.request import RequestOutput
@@ -79,16 +81,17 @@ class LLM:
         if len(each) != len(listed):
             hint = "one for each prompt, or one for all"
             raise InputError("params", got=f"{len(each)}", expected=f"{len(listed)}", hint=hint)
-        names: list[str] = []
+        names = [secrets.token_hex(8) for _ in listed]
         try:
-            for prompt, own in zip(listed, each, strict=True):
-                names.append(self.engine.add(prompt, own))
-        except Exception:
-            for name in names:
-                self.engine.abort(name)
-            self.engine.advance()
+            for name, prompt, own in zip(names, listed, each, strict=True):
+                self.engine.add(prompt, own, request_id=name)
+            return self._answers(names)
+        except BaseException:  # Ctrl-C too: nothing of these requests stays
+            with Interrupts():
+                for name in names:
+                    self.engine.abort(name)
+                self.engine.advance()
             raise
-        return self._answers(names)
 
     def chat(
         self, messages: Messages | Sequence[Messages], params: SamplingParams | None = None, **template: Any
@@ -106,7 +109,8 @@ class LLM:
         Raises:
             InputError: no chat template, or messages that it refuses.
         """
-        chats = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping)
+        chats = messages if several else [messages]
         return self.generate([self.tokenizer.encode_chat(chat, **template) for chat in chats], params)  # type: ignore[arg-type]
 
     def why(self) -> str:
@@ -132,17 +136,11 @@ class LLM:
     def _answers(self, names: list[str]) -> list[RequestOutput]:
         """Run until these requests have ended."""
         left, found = set(names), {}
-        try:
-            while left:
-                for request in self.engine.advance():
-                    if request.finished and request.request_id in left:
-                        found[request.request_id] = request.output()
-                        left.discard(request.request_id)
-        except BaseException:  # Ctrl-C too: nothing of these requests stays
-            for name in left:
-                self.engine.abort(name)
-            self.engine.advance()
-            raise
+        while left:
+            for request in self.engine.advance():
+                if request.finished and request.request_id in left:
+                    found[request.request_id] = request.output()
+                    left.discard(request.request_id)
         return [found[name] for name in names]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewise.core.errors import InputError
+from tilewise.core.errors import InputError, TilewiseError
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.groups import Group
 from tilewise.engine.models.decoder import Decoder
@@ -48,7 +48,13 @@ def make_pool(decoder: Decoder, groups: Sequence[Group], config: EngineConfig, m
         got = f"{pages} pages of {size} tokens"
         expected = f"{least} pages, for max_model_len={max_length} tokens"
         raise InputError("KV cache", got=got, expected=expected, hint=hint)
-    return pool(pages + windows, decoder.device)  # with windows, one more that stays zero
+    try:
+        return pool(pages + windows, decoder.device)  # with windows, one more that stays zero
+    except RuntimeError as error:
+        if isinstance(error, TilewiseError):
+            raise
+        got, expected = f"{pages} pages of {size} tokens", f"as many as {decoder.device} has memory for"
+        raise InputError("KV cache", got=got, expected=expected, hint="set num_pages or max_model_len") from error
 
 
 def _fitting(groups: Sequence[Group], config: EngineConfig, pages: int, max_length: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,6 +101,11 @@ class Pages:
         for part in held.parts:
             self.allocator.free(part)
 
+    def free_all(self) -> None:
+        """End all sequences; those of slots have left them."""
+        for part in self.allocator.sequences:
+            self.allocator.free(part)
+
     def matched(self, tokens: Sequence[int]) -> int:
         """How many tokens `start` would find: a prefix that all groups know."""
         if self._prefixes is None:
@@ -149,9 +154,13 @@ class Pages:
             del self._places[part]
         self.free(held)
 
-    def fits(self, wanted: Iterable[tuple[Held, int]]) -> bool:
-        """Whether there are pages for these more tokens of these sequences."""
-        return self.allocator.shortfall([(part, count) for held, count in wanted for part in held.parts]) == 0
+    def needed(self, held: Held, count: int) -> int:
+        """Pages that so many more tokens of a sequence take."""
+        return sum(self.allocator.needed(part, count) for part in held.parts)
+
+    def fits(self, held: Held, count: int, reserve: int = 0) -> bool:
+        """Whether there are these, and a `reserve` beside them."""
+        return self.needed(held, count) + reserve <= self.allocator.num_available
 
     def grow(self, slot: int, count: int) -> None:
         """Make room for more tokens of a slot's sequence, in the next step."""

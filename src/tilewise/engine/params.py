@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
 from tilewise.core.real import is_finite
 
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which logits are
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 128
 MOST_STOPS = 16
@@ -88,12 +88,12 @@ class SamplingParams:
             if not set(allowed) - set(self.bad_token_ids):
                 hint = "leave allowed_token_ids out to allow all"
                 raise InputError("allowed_token_ids", got=shown(allowed), expected="one that is not bad", hint=hint)
-        _check_number("temperature", self.temperature, 0.0, math.inf, "0 is greedy")
+        _check_number("temperature", self.temperature, 0.0, _LARGEST, "0 is greedy")
         _check_number("top_p", self.top_p, 0.0, 1.0, "1 keeps all tokens", open_low=True)
         _check_number("min_p", self.min_p, 0.0, 1.0, "0 keeps all tokens")
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 is none", open_low=True)
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-30, 1e30, "1 is none")
         for name in ("presence_penalty", "frequency_penalty"):
-            _check_number(name, getattr(self, name), -math.inf, math.inf, "0 is none")
+            _check_number(name, getattr(self, name), -_LARGEST, _LARGEST, "0 is none")
         _check_count("top_k", self.top_k, 0, 2**31 - 1, "0 keeps all tokens")
         _check_count("n", self.n, 1, MOST_SAMPLES, "answers to one prompt")
         _check_count("min_tokens", self.min_tokens, 0, 2**31 - 1, "0 is none")
@@ -114,15 +114,15 @@ class SamplingParams:
             raise InputError("logit_bias", got=got, expected="numbers by token", hint="logit_bias={17: -2.0}")
         for token, bias in self.logit_bias.items():
             _check_count("logit_bias token", token, 0, 2**31 - 1, "token ids are keys")
-            _check_number("logit_bias", bias, -math.inf, math.inf, "bad_token_ids forbids a token")
+            _check_number("logit_bias", bias, -_LARGEST, _LARGEST, "bad_token_ids forbids a token")
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature == 0.0
 
-    def check_tokens(self, vocab_size: int) -> None:
-        """Raise InputError where a token is outside the vocabulary."""
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InputError where a token is outside the vocabulary, or more are to be listed than it has."""
         named = {
             "stop_token_ids": self.stop_token_ids,
             "bad_token_ids": self.bad_token_ids,
@@ -133,6 +133,10 @@ class SamplingParams:
             outside = [token for token in tokens if not 0 <= token < vocab_size]
             if outside:
                 raise InputError(name, got=outside[0], expected=f"0 to {vocab_size - 1}", hint="ids of the vocabulary")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                expected, hint = f"at most {vocab_size}", "as many as the vocabulary has"
+                raise InputError(name, got=getattr(self, name), expected=expected, hint=hint)
 
 
 def _listed(name: str, values: Any, kind: type) -> tuple[Any, ...]:
@@ -144,10 +148,7 @@ def _listed(name: str, values: Any, kind: type) -> tuple[Any, ...]:
 
 def _check_number(name: str, value: Any, low: float, high: float, hint: str, open_low: bool = False) -> None:
     if not is_finite(value) or not low <= value <= high or (open_low and value == low):
-        between = (
-            "a finite number" if low == -math.inf else f"a number {'above' if open_low else 'of at least'} {low:g}"
-        )
-        expected = between if high == math.inf else f"{between}, up to {high:g}"
+        expected = f"a number {'above' if open_low else 'of at least'} {low:g}, up to {high:g}"
         raise InputError(name, got=shown(value), expected=expected, hint=hint)
 
 

@@ -98,7 +98,8 @@ class Sample:
     state: State = State.WAITING
     sequence: Held | None = None
     slot: int = -1
-    computed: int = 0  # tokens whose keys and values are written, or are written by a step under way
+    computed: int = 0  # tokens whose keys and values are written, or are by a step under way or planned
+    written: int = 0  # the same without the step that is planned
     launched: int = 0
     seated: int = -1  # the turn in which its tokens were sent to its slot
     turn: int = 0  # grows when it is preempted: what older steps give does not count

@@ -50,6 +50,17 @@ class Scheduler:
         self.num_waiting += 1
         heapq.heappush(self._waiting, ((request.priority, request.number, sample.index), sample))
 
+    def restart(self, samples: Sequence[Sample]) -> None:
+        """After an exception, which may have come while a step was planned: all `samples` that have not ended wait."""
+        for sample in [*self.running]:
+            self.preempt(sample)
+        self._pages.free_all()
+        self._waiting.clear()
+        self.num_waiting = 0
+        for sample in samples:
+            if sample.state is State.WAITING:
+                self.add(sample)
+
     def end(self, sample: Sample) -> None:
         """Take back what a sample has, in whatever state it is."""
         if sample.state is State.RUNNING:
@@ -71,31 +82,39 @@ class Scheduler:
                 work.append(self._taken(sample, count))
                 budget -= count
         work = [each for each in work if each.turn == each.sample.turn]  # who ended when others lost pages is out
-        return work + self._admitted(budget)
+        return work + self._admitted(budget, work)
 
-    def _admitted(self, budget: int) -> list[Work]:
-        """First parts of samples that wait, as far as budget, slots and pages go."""
+    def _admitted(self, budget: int, planned: Sequence[Work]) -> list[Work]:
+        """First parts of samples that wait, as far as budget, slots and pages go beside those who run."""
         work: list[Work] = []
         deferred = []
+        if not (budget and self._slots and self._waiting):
+            return work
+        filling = _Filling(self._pages.page_size)
+        for each in planned:
+            filling.add(each)
+        reserve = sum(self._pages.needed(each.sequence, 1) for each in self.running if each.sequence is not None)
         while budget and self._slots and self._waiting:
             entry = heapq.heappop(self._waiting)
             sample = entry[1]
             if sample.state is not State.WAITING:
                 continue  # it was aborted
-            if self._awaits_another(sample):
+            if self._awaits_another(sample, filling):
                 deferred.append(entry)
                 continue
-            started = self._admit(sample, budget)
-            if started is None:
+            started = self._admit(sample, budget, reserve)
+            if started is None or sample.sequence is None:
                 deferred.append(entry)
                 break
             work.append(started)
+            filling.add(started)
+            reserve += self._pages.needed(sample.sequence, 1)
             budget -= started.count
         for entry in deferred:
             heapq.heappush(self._waiting, entry)
         return work
 
-    def _awaits_another(self, sample: Sample) -> bool:
+    def _awaits_another(self, sample: Sample, filling: _Filling) -> bool:
         """Whether a running sample is just computing what this one could share: it waits until that is there."""
         first = sample.request.samples[0]
         if first is not sample and not sample.turn and first.state is not State.FINISHED:
@@ -103,14 +122,9 @@ class Scheduler:
                 return True
             if first.computed < sample.prompt_length or first in self._fresh:
                 return True
-        if sample.request.params.prompt_logprobs is not None:
+        if sample.request.params.prompt_logprobs is not None or not self._config.prefix_cache:
             return False
-        size = self._pages.page_size
-        computing = [each for each in self.running if each.computed < each.prompt_length or each in self._fresh]
-        if not self._config.prefix_cache or not computing:
-            return False
-        known = self._pages.matched(sample.tokens)
-        return any(_common(sample.tokens, each.tokens) // size * size > known for each in computing)
+        return filling.fills(sample.tokens, self._pages.matched(sample.tokens))
 
     def _may_go_on(self, sample: Sample) -> bool:
         """Whether there is a token to compute: not where the last of all that it may have is on its way."""
@@ -127,9 +141,9 @@ class Scheduler:
 
     def _make_room(self, sample: Sample, count: int) -> bool:
         """Whether there are pages for so many more tokens of a sample, after others lost theirs if need be."""
-        while sample.sequence is not None and not self._pages.fits([(sample.sequence, count)]):
+        while sample.sequence is not None and not self._pages.fits(sample.sequence, count):
             self._drain()
-            if sample.sequence is None or self._pages.fits([(sample.sequence, count)]):
+            if sample.sequence is None or self._pages.fits(sample.sequence, count):
                 break
             others = [each for each in self.running if each not in self._fresh]
             last = max(others, key=lambda each: (each.request.priority, each.request.number, each.index))
@@ -145,8 +159,10 @@ class Scheduler:
         self.preemptions += 1
         self.add(sample)
 
-    def _admit(self, sample: Sample, budget: int) -> Work | None:
-        """Give the first who waits pages and a slot for a part of its prompt; None where that must wait."""
+    def _admit(self, sample: Sample, budget: int, reserve: int) -> Work | None:
+        """Give the first who waits pages and a slot for a part of its prompt; None where that must wait, since a
+        `reserve` of pages is left to those who run.
+        """
         request = sample.request
         first = request.samples[0]
         sequence = None
@@ -155,14 +171,14 @@ class Scheduler:
         if sequence is None:
             sequence = self._pages.start(sample.tokens, shared=request.params.prompt_logprobs is None)
         count = min(len(sample.tokens) - sequence.length, budget)
-        running = [(each.sequence, 1) for each in self.running if each.sequence is not None]
-        if not self._pages.fits([*running, (sequence, count)]):
+        if not self._pages.fits(sequence, count, reserve):
             self._pages.free(sequence)
             return None
         self.num_waiting -= 1
         sample.sequence, sample.slot = sequence, heapq.heappop(self._slots)
         sample.state = State.RUNNING
-        sample.computed, sample.launched = sequence.length, len(sample.tokens)
+        sample.computed = sample.written = sequence.length
+        sample.launched = len(sample.tokens)
         if not sample.turn and not sample.index:
             request.cached_tokens = sequence.length
         self._pages.seat(sample.slot, sequence)
@@ -176,10 +192,24 @@ class Scheduler:
         del self.running[sample]
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading tokens are the same, but the last of `one`, which is always computed."""
-    low, high = 0, min(len(one) - 1, len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
+class _Filling:
+    """Pages that a step is about to fill: whoever begins with the same tokens waits until they can be shared."""
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._work: dict[tuple[int, tuple[int, ...]], list[Sequence[int]]] = {}  # by place and tokens of the first page
+
+    def add(self, work: Work) -> None:
+        """Note a sample's part of the step, if others may share its pages."""
+        if work.sample.request.params.prompt_logprobs is not None:
+            return
+        start, tokens = work.start // self._size * self._size, work.sample.tokens
+        page = tuple(tokens[start : start + self._size])
+        if len(page) == self._size:
+            self._work.setdefault((start, page), []).append(tokens)
+
+    def fills(self, tokens: Sequence[int], known: int) -> bool:
+        """Whether it fills their page that follows the `known` ones. The last token is computed in any case."""
+        stop = known + self._size
+        found = self._work.get((known, tuple(tokens[known:stop])), ())
+        return stop < len(tokens) and any(other[:known] == tokens[:known] for other in found)

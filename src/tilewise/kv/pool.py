@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tilewise.core.devices import checked_device
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
 from tilewise.core.readback import host_range, values_checked
@@ -89,7 +90,7 @@ class PagePool:
             )
         if dtype not in DTYPES:
             raise InputError("dtype", got=dtype, expected="float16, bfloat16 or float32", hint="that of k and v")
-        device = _device(device)
+        device = checked_device(device, "cpu is where pages lie without it")
         order = order or ("HND" if encoding else "NHD")
         if order not in ORDERS:
             raise InputError("order", got=shown(order), expected="'NHD' or 'HND'", hint="how a page lies in memory")
@@ -249,21 +250,6 @@ class PagePool:
         """Bytes of all pages of all layers, scales, open pages and summaries included."""
         summaries = (x for layer in self._summaries for x in layer.tensors.values())
         return sum(x.nbytes for x in (*self._memory, *self._channels, *summaries))
-
-
-def _device(device: torch.device | str) -> torch.device:
-    """The device, if it is there; raises InputError."""
-    try:
-        if not isinstance(device, (str, torch.device)):
-            raise TypeError
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        hint = "cpu is where pages lie without it"
-        raise InputError("device", got=shown(device), expected="a torch.device or its name", hint=hint) from None
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        expected = f"one of {torch.cuda.device_count()} CUDA devices, or cpu"
-        raise InputError("device", got=shown(device), expected=expected, hint="tilewise needs a CUDA build of PyTorch")
-    return found
 
 
 def _check_pairs(name: str, x: torch.Tensor, device: torch.device, ends: tuple[int, ...]) -> None:

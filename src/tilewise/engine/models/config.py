@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tilewise.core.errors import InputError, UnsupportedError, shown
+from tilewise.core.real import is_finite
 from tilewise.frequencies import (
     DynamicScaling,
     LinearScaling,
@@ -126,7 +127,7 @@ class ModelConfig:
             raise InputError(
                 "config.json num_key_value_heads", got=heads_kv, expected=f"a divisor of {heads}", hint=hint
             )
-        bias = bool(keys.take("attention_bias", False))
+        bias = keys.flag("attention_bias")
         max_length = keys.count("max_position_embeddings")
         base, scaling = _rope(given, head_dim, max_length)
         found = ModelConfig(
@@ -138,15 +139,15 @@ class ModelConfig:
             num_heads_kv=heads_kv,
             head_dim=head_dim,
             vocab_size=keys.count("vocab_size"),
-            norm_eps=float(keys.take("rms_norm_eps", 1e-6)),
+            norm_eps=_number("config.json rms_norm_eps", keys.take("rms_norm_eps", 1e-6)),
             max_length=max_length,
             rope_base=base,
             scaling=scaling,
             qkv_bias=family == "qwen2" or bias,
             o_bias=family != "qwen2" and bias,
-            mlp_bias=bool(keys.take("mlp_bias", False)),
+            mlp_bias=keys.flag("mlp_bias"),
             qk_norm=family == "qwen3",
-            tied=bool(keys.take("tie_word_embeddings", False)),
+            tied=keys.flag("tie_word_embeddings"),
             windows=_windows(keys, family, layers),
             eos_token_ids=_ends(given) if eos_token_ids is None else eos_token_ids,
             dtype=_dtype(given),
@@ -169,6 +170,12 @@ class _Keys:
         value = self.take(name, default)
         if type(value) is not int or value < 1:
             raise InputError(f"config.json {name}", got=shown(value), expected="a positive integer", hint="a size")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.take(name, default)
+        if type(value) is not bool:
+            raise InputError(f"config.json {name}", got=shown(value), expected="true or false", hint="a choice")
         return value
 
     def end(self) -> None:
@@ -196,7 +203,7 @@ def _json(path: Path, hint: str) -> dict[str, Any]:
 
 def _architecture(given: dict[str, Any]) -> str:
     named = given.get("architectures")
-    if isinstance(named, list) and len(named) == 1 and named[0] in ARCHITECTURES:
+    if isinstance(named, list) and len(named) == 1 and str(named[0]) in ARCHITECTURES:
         return str(named[0])
     if not named:  # files of older tools name the model's type alone
         for architecture, family in ARCHITECTURES.items():
@@ -212,7 +219,16 @@ def _architecture(given: dict[str, Any]) -> str:
 
 def _ends(given: dict[str, Any]) -> tuple[int, ...]:
     ends = given.get("eos_token_id")
-    return () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+    found = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+    if not all(type(end) is int and end >= 0 for end in found):
+        raise InputError("eos_token_id", got=shown(ends), expected="an id from 0, or a list of them", hint="of tokens")
+    return found
+
+
+def _number(name: str, value: Any) -> float:
+    if not is_finite(value) or value < 0:
+        raise InputError(name, got=shown(value), expected="a finite number of at least 0", hint="as a number, not text")
+    return float(value)
 
 
 def _dtype(given: dict[str, Any]) -> torch.dtype | None:
@@ -223,14 +239,17 @@ def _dtype(given: dict[str, Any]) -> torch.dtype | None:
 def _windows(keys: _Keys, family: str, layers: int) -> tuple[int | None, ...]:
     """The window of each layer: by `layer_types` where a file has them, else by the older keys."""
     window = keys.take("sliding_window")
-    used = bool(keys.take("use_sliding_window", family == "mistral"))
+    used = keys.flag("use_sliding_window", family == "mistral")
     from_layer = keys.take("max_window_layers", 0)
+    if type(from_layer) is not int:
+        hint = "layers before it see all keys"
+        raise InputError("config.json max_window_layers", got=shown(from_layer), expected="an integer", hint=hint)
     types = keys.take("layer_types")
     if types is None:
         slides = [used and window is not None and (family == "mistral" or n >= from_layer) for n in range(layers)]
     else:
         known = {"full_attention": False, "sliding_attention": True}
-        if not isinstance(types, list) or len(types) != layers or any(each not in known for each in types):
+        if not isinstance(types, list) or len(types) != layers or any(str(each) not in known for each in types):
             expected = f"{layers} of {' and '.join(known)}"
             raise UnsupportedError(
                 "config.json layer_types", got=shown(types), expected=expected, hint="other kinds are not offered"
@@ -257,6 +276,9 @@ def _rope(given: dict[str, Any], head_dim: int, max_length: int) -> tuple[float,
     if keys.pop("partial_rotary_factor", given.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedError("config.json partial_rotary_factor", got="less than 1", expected="1", hint="whole heads")
     original = keys.pop("original_max_position_embeddings", given.get("original_max_position_embeddings"))
+    if original is not None and (type(original) is not int or original < 1):
+        name, hint = "config.json original_max_position_embeddings", "positions before the model was stretched"
+        raise InputError(name, got=shown(original), expected="a positive integer", hint=hint)
 
     def needed(name: str) -> Any:
         if keys.get(name) is None:
@@ -296,4 +318,4 @@ def _rope(given: dict[str, Any], head_dim: int, max_length: int) -> tuple[float,
     if unknown:
         hint = "they may change every position"
         raise UnsupportedError(f"config.json {kind} rope", got=f"keys {', '.join(unknown)}", expected="none", hint=hint)
-    return float(theta), scaling
+    return _number("config.json rope_theta", theta), scaling

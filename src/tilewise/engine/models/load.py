@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tilewise.core.devices import checked_device
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.engine.models.config import ModelConfig
 from tilewise.engine.models.decoder import Decoder
@@ -32,15 +33,19 @@ def decoder_of(
         The decoder.
 
     Raises:
-        InputError: a folder without what is needed, or a shape that is not known.
-        UnsupportedError: an architecture, a part of a config or a dtype that is not known.
+        InputError: a folder without what is needed, a shape that is not known, or a device that is not there.
+        UnsupportedError: an architecture, a part of a config, a dtype or a kind of device that is not known.
 
     Example:
         >>> from tilewise.engine.models.load import decoder_of
         >>> decoder_of("random:tiny", device="cpu").config.num_layers
         4
     """
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    chosen = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    where = checked_device(chosen, "None is a GPU if there is one")
+    if where.type not in ("cpu", "cuda"):
+        hint = "None is a GPU if there is one"
+        raise UnsupportedError("device", got=shown(device), expected="cpu or cuda", hint=hint)
     if isinstance(model, str) and model.startswith(RANDOM):
         return random_decoder(model[len(RANDOM) :], dtype=_dtype(dtype, None, where), device=where, seed=seed)
     folder = folder_of(model)

@@ -78,7 +78,11 @@ def files_of(folder: Path) -> list[str]:
     """The files that an index names, or the one without, or all `*.safetensors`."""
     index = folder / _INDEX
     if index.exists():
-        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            named = sorted(set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            expected = "an object with weight_map, a file for each tensor"
+            raise InputError(_INDEX, got=f"another {index}", expected=expected, hint="fetch it again") from None
     else:
         named = sorted(path.name for path in folder.glob("*.safetensors"))
     missing = [file for file in named if not (folder / file).is_file()]

@@ -1,0 +1,154 @@
+"""What an engine does when a part of it raises: the caller gets the exception, and the engine goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.disturbed import ASKED, SIZES, answers, ask, finish, undisturbed
+from tests.engine.failing import ERRORS, FAULTS, failing
+from tests.engine.small import engine_of
+from tests.engine.whole import check_empty, check_prefixes, check_whole, samples_of
+from tilewise.engine import Engine, RequestOutput, SamplingParams
+from tilewise.engine.request import State
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("where", FAULTS)
+def test_a_step_that_raises_does_not_count(where: str, lag: int) -> None:
+    """At each step in turn, in one engine after the other."""
+    raised = 0
+    for number, error in zip((0, 2, 5, 9, 14), itertools.cycle(ERRORS)):
+        engine, told = engine_of(**SIZES, lag=lag), {}
+        ask(engine)
+        for _ in range(number):
+            told |= {output.request_id: output for output in engine.step()}
+        with failing(engine, where, error) as fault:
+            try:
+                told |= {output.request_id: output for output in engine.step()}
+            except error:
+                raised += 1
+        assert fault.raised == (raised > 0) or not fault.raised
+        check_whole(engine)
+        finish(engine, told, engine.step)
+        assert answers(told) == undisturbed()
+    assert raised
+
+
+def test_what_was_computed_before_is_found_again() -> None:
+    engine, told = engine_of(page_size=4, num_pages=64), {}
+    prompt = list(range(40))
+    engine.add(prompt, GREEDY, request_id="one")
+    engine.step()
+    counts = []
+    with failing(engine, "first layer", RuntimeError), pytest.raises(RuntimeError, match="at first layer"):
+        engine.step()
+    launch = engine.runner.launch
+    engine.runner.launch = lambda work, growth: (counts.append(work[0].count), launch(work, growth))[1]  # type: ignore[method-assign]
+    finish(engine, told, engine.step)
+    assert counts[0] == 1  # of 41 tokens 40 lie in pages that are known
+    assert len(told["one"].outputs[0].token_ids) == 8
+
+
+def test_an_answer_that_ends_while_a_step_is_planned_leaves_no_page_that_nobody_wrote() -> None:
+    """Its next token was planned, and the host then learns that it has ended: the one that needs a page drains. That
+    token's keys and values are never computed, although it is the last of a page.
+    """
+    first, ends, needs = [7, 8, 9], list(range(8)), [1, 2, 3, 4, 5]
+    (stop,) = _greedy(ends, 4)[3:]
+    assert stop not in _greedy(ends, 3)
+    engine, told = engine_of(max_model_len=20, page_size=4, num_pages=7, lag=1), {}
+    engine.add(first, SamplingParams(temperature=0.0, max_tokens=4))
+    engine.add(ends, SamplingParams(temperature=0.0, max_tokens=10, stop_token_ids=[stop]), request_id="ends")
+    engine.add(needs, SamplingParams(temperature=0.0, max_tokens=10))
+    while "ends" not in told or not told["ends"].finished:
+        told |= {output.request_id: output for output in engine.step()}
+    assert engine.pages.matched([*ends, *told["ends"].outputs[0].token_ids, 0]) == 8
+    check_prefixes(engine)
+    finish(engine, told, engine.step)
+
+
+def test_a_request_whose_logits_are_no_numbers_leaves_pages_that_others_use() -> None:
+    engine, told = engine_of(page_size=4, prefix_cache=False), {}
+    engine.add(list(range(24)), GREEDY, request_id="bad")
+    engine.add([3, 4, 5], GREEDY, request_id="good")
+    engine.step()
+    (bad,) = [sample for sample in samples_of(engine) if sample.request.request_id == "bad"]
+    assert bad.sequence is not None
+    for memory in engine.pages.pool.pages(0):
+        assert isinstance(memory, torch.Tensor)
+        memory[bad.sequence.parts[0].pages] = torch.nan
+    finish(engine, told, engine.step)
+    assert told["bad"].outputs[0].finish_reason == "error"
+    assert "no numbers" in (told["bad"].outputs[0].error or "")
+    assert told["good"].outputs[0].token_ids == _greedy([3, 4, 5], 8)
+    long = list(range(30, 60))
+    engine.add(long, GREEDY, request_id="later")
+    finish(engine, told, engine.step)
+    assert told["later"].outputs[0].token_ids == _greedy(long, 8)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_pages_for_one_sequence_alone_answer_all(lag: int) -> None:
+    """Each of them grows to the last page that there is, and all others lose theirs."""
+    engine, told = engine_of(page_size=4, num_pages=12, lag=lag), {}
+    asked = {f"{n}": ([n, n + 1, n + 2], SamplingParams(temperature=0.0, max_tokens=45, n=1 + n % 2)) for n in range(4)}
+    for name, (prompt, params) in asked.items():
+        engine.add(prompt, params, request_id=name, priority=int(name) % 3)
+    finish(engine, told, engine.step)
+    assert engine.scheduler.preemptions > 4
+    for name, (prompt, _) in asked.items():
+        assert all(each.token_ids == _greedy(prompt, 45) for each in told[name].outputs)
+
+
+def test_who_asks_for_log_probabilities_of_a_prompt_lets_others_begin_with_it() -> None:
+    """Its pages are not shared, so that nobody waits for them."""
+    engine = engine_of(page_size=4, num_pages=64)
+    prompt = list(range(12))
+    engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=30, prompt_logprobs=0))
+    engine.step()
+    engine.add(prompt, GREEDY, request_id="other")
+    engine.step()
+    (other,) = [sample for sample in samples_of(engine) if sample.request.request_id == "other"]
+    assert other.state is State.RUNNING
+
+
+def test_streams_get_the_exception_and_leave_nothing() -> None:
+    engine = engine_of()
+
+    async def run(where: str | None) -> list[Any]:
+        async def whole(prompt: list[int]) -> list[int]:
+            seen: list[int] = []
+            async for output in engine.stream(prompt, GREEDY):
+                seen = output.outputs[0].token_ids
+            return seen
+
+        both = asyncio.gather(whole([1, 2, 3]), whole([4, 5]), return_exceptions=True)
+        if where is None:
+            return await both
+        with failing(engine, where, RuntimeError):
+            return await both
+
+    assert [type(found) for found in asyncio.run(run("last layer"))] == [RuntimeError] * 2
+    engine.step()
+    check_empty(engine)
+    assert asyncio.run(run(None)) == [_greedy([1, 2, 3], 8), _greedy([4, 5], 8)]
+
+
+def test_the_kinds_of_requests_are_all_there() -> None:
+    assert set(undisturbed()) == set(ASKED)
+
+
+def _greedy(prompt: list[int], count: int) -> list[int]:
+    engine: Engine = engine_of(num_pages=64)
+    engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=count))
+    found: list[RequestOutput] = []
+    while engine.has_unfinished:
+        found = engine.step()
+    return found[0].outputs[0].token_ids
