@@ -16,7 +16,7 @@ ASKED: dict[str, tuple[list[int], SamplingParams]] = {
     "sampled": ([*PREFIX, 7, 8], SamplingParams(temperature=1.0, max_tokens=7, seed=1, n=2, logprobs=2)),
     "stopped by text": (
         PREFIX[:9],
-        SamplingParams(temperature=1.5, max_tokens=9, seed=6, min_tokens=3, stop=["in", "I"]),
+        SamplingParams(temperature=1.5, max_tokens=9, seed=6, min_tokens=3, stop=["in", "k>I"]),
     ),
     "stopped by a token": (
         [*PREFIX, 5, 6],

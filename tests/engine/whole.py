@@ -27,6 +27,7 @@ def check_whole(engine: Engine) -> None:
     assert set(engine.pages.allocator.sequences) == set(parts)
     for each in samples:
         assert (each.sequence is None) == (each.slot < 0) == (each.state is not State.RUNNING)
+        assert (each.finish_reason is None) == (each.state is not State.FINISHED)
     for each in running:
         assert each.sequence is not None
         assert each.sequence.length == each.computed <= each.launched <= each.most
