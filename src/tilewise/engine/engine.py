@@ -149,7 +149,13 @@ class Engine:
         the tokens that they have, and the next step computes their keys and values anew, beside what the prefix cache
         has of them.
         """
-        return [request.output() for request in self.advance()]
+        changed: list[Request] = []
+        try:
+            changed = self.advance()
+            return [request.output() for request in changed]
+        except BaseException:  # Ctrl-C before the outputs are there: the next step gives them
+            self._changed = dict.fromkeys(changed) | self._changed
+            raise
 
     def advance(self) -> list[Request]:
         """`step`, for callers that look at requests themselves: those that have something new."""
@@ -163,12 +169,13 @@ class Engine:
             except BaseException:
                 self._recover()
                 raise
-        changed = list(self._changed)
-        for request in changed:
+        for request in self._changed:
             if request.finished and self._requests.get(request.request_id) is request:
                 del self._requests[request.request_id]
-        self._changed = {}  # last: where Ctrl-C comes before, the next step tells of these
-        return changed
+        try:
+            return list(self._changed)
+        finally:
+            self._changed = {}  # nothing follows: where Ctrl-C comes before, the next step tells of these
 
     def _recover(self) -> None:
         """After an exception: what was planned and not launched does not count, and nobody has pages."""
