@@ -259,26 +259,6 @@ def test_streams_share_steps_and_leaving_one_aborts_it() -> None:
     assert engine.pages.allocator.num_used == 0
 
 
-BAD_PROMPTS: dict[str, tuple[Any, str]] = {
-    "empty": ([], "got no token"),
-    "long": ([1] * 128, "fewer than max_model_len, 128"),
-    "outside": ([1, 199], "got token 199; expected 0 to 198"),
-    "text": ("text", "has no tokenizer"),
-    "number": (7, "got int"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_PROMPTS)
-def test_a_bad_prompt_is_refused_and_the_engine_lives(name: str) -> None:
-    prompt, words = BAD_PROMPTS[name]
-    engine = engine_of("llama")
-    with pytest.raises(InputError, match=words):
-        engine.add(prompt)
-    assert not engine.has_unfinished
-    (output,) = answers(engine, [engine.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=2))])
-    assert len(output.outputs[0].token_ids) == 2
-
-
 def test_no_more_requests_wait_than_may() -> None:
     engine = engine_of("llama", max_waiting=3, max_running=1)
     params = SamplingParams(temperature=0.0, max_tokens=2)
