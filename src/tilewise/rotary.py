@@ -146,10 +146,12 @@ def check_positions(rope: Rope, slots: torch.Tensor | None = None) -> None:
 def rotated(x: torch.Tensor, rope: Rope, back: bool = False) -> torch.Tensor:
     """x (tokens, heads, head_dim), turned, or turned back, not rounded yet: in float32, of float64 in float64."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (table[rope.positions].to(wide)[:, None] for table in (rope.cos, rope.sin))
-    sin = -sin if back else sin
+    cos, sin = (table.index_select(0, rope.positions).to(wide)[:, None] for table in (rope.cos, rope.sin))
+    less, more = (sin, -sin) if back else (-sin, sin)
     half, turned = rope.rotary_dim // 2, rope.rotary_dim
-    parts, axis = ((half, 2), -1) if rope.interleaved else ((2, half), -2)
-    a, b = x[..., :turned].to(wide).reshape(*x.shape[:-1], *parts).unbind(axis)
-    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), axis)
-    return torch.cat((pairs.flatten(-2), x[..., turned:].to(wide)), -1)
+    paired, axis = ((half, 2), -1) if rope.interleaved else ((2, half), -2)
+    pairs = x[..., :turned].to(wide).reshape(*x.shape[:-1], *paired)
+    # of a pair (a, b): (a cos, b cos) + (b (-sin), a sin), whose bits are those of a cos - b sin and b cos + a sin
+    found = (pairs * torch.stack((cos, cos), axis)).add_(pairs.flip(axis).mul_(torch.stack((less, more), axis)))
+    found = found.flatten(-2)
+    return found if turned == x.shape[-1] else torch.cat((found, x[..., turned:].to(wide)), -1)

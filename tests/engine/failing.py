@@ -12,13 +12,15 @@ import torch
 
 from tilewise.engine import Engine, runner
 from tilewise.engine.text import Text
+from tilewise.ops.attention.planned import AttentionPlan
+from tilewise.ops.qkv_prologue import QKVPrologue
 
 ERRORS: tuple[type[BaseException], ...] = (RuntimeError, torch.OutOfMemoryError, KeyboardInterrupt)
 # name: what raises, and before which of its calls
 FAULTS: dict[str, tuple[Callable[[Engine], Any], str, int]] = {
-    "first layer": (lambda engine: runner, "kv_write", 1),
-    "first layer's attention": (lambda engine: runner, "attention", 1),
-    "last layer": (lambda engine: runner, "attention", 2),
+    "first layer": (lambda engine: QKVPrologue, "run", 1),
+    "first layer's attention": (lambda engine: runner, "plan", 1),
+    "last layer": (lambda engine: AttentionPlan, "run", 2),
     "logits": (lambda engine: engine.decoder, "logits", 1),
     "sampling": (lambda engine: runner, "choose", 1),
     "send": (lambda engine: runner, "send_lists", 1),

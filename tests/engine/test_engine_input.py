@@ -194,6 +194,10 @@ def test_a_request_that_is_refused_leaves_the_others(name: str) -> None:
     check_empty(engine)
 
 
+def test_an_id_to_abort_is_text() -> None:
+    refused(lambda: engine_of().abort([1]), InputError, r"request_id: got \[1\]; expected text")  # type: ignore[arg-type]
+
+
 def test_text_needs_a_tokenizer() -> None:
     engine = Engine(small.decoder(), config=EngineConfig(max_model_len=16, num_pages=1))
     refused(lambda: engine.add("text"), InputError, "prompt: got text; expected tokens")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tilewise as tw
 from tests.engine.tiny import MODELS, SIZES, decoder_of, pair, prompts, random_model
+from tests.engine.whole import attend_of
 from tilewise.core.errors import InputError, UnsupportedError
 from tilewise.engine.models.config import ModelConfig
 
@@ -23,16 +23,8 @@ def test_logits_equal_those_of_transformers(name: str) -> None:
     model, decoder = pair(name)
     (prompt,) = prompts(60)
     tokens = torch.tensor(prompt)
-    rope = tw.Rope(*decoder.rope_tables(len(prompt)), torch.arange(len(prompt)))
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        window = decoder.config.windows[layer]
-        mask = tw.causal if window is None else tw.window(window)
-        q, k = (tw.rope(x, rope=rope)[None] for x in (q, k))
-        return tw.attention(q, k, v[None], mask=mask)[0]
-
     with torch.no_grad():
-        got = decoder.logits(decoder.hidden(tokens, attend))
+        got = decoder.logits(decoder.hidden(tokens, attend_of(decoder, len(prompt))))
         want = model(tokens[None]).logits[0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -78,7 +70,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_no_folder_and_no_config(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="expected a folder"):
+    with pytest.raises(InputError, match="expected the folder of a checkpoint, or 'smollm2'"):
         ModelConfig.read(tmp_path / "none")
     with pytest.raises(InputError, match=r"no config\.json"):
         ModelConfig.read(tmp_path)

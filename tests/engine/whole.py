@@ -6,6 +6,7 @@ import torch
 
 import tilewise as tw
 from tilewise.engine import Engine
+from tilewise.engine.models.decoder import Attend, Decoder, Norms
 from tilewise.engine.request import Sample, State
 
 _RELATIVE = 1e-5  # of the largest magnitude: sums in float32 are taken in another order
@@ -89,19 +90,30 @@ def _compare(engine: Engine, tokens: list[int], number: int, pages: dict[int, in
                 assert error <= _RELATIVE * want.abs().max(), f"layer {layer}, page {index} of {tokens}"
 
 
+def attend_of(decoder: Decoder, length: int, kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None) -> Attend:
+    """Attention of one whole sequence without pages; rotated keys, and values, of each layer go to `kept`."""
+    config = decoder.config
+    rope = tw.Rope(*decoder.rope_tables(length), torch.arange(length))
+
+    def attend(layer: int, qkv: torch.Tensor, norms: Norms) -> torch.Tensor:
+        q, k, v = torch.split(qkv, [config.num_heads, config.num_heads_kv, config.num_heads_kv], 1)
+        if norms[0] is not None:
+            q, k = (tw.rms_norm(x, weight, eps=config.norm_eps) for x, weight in zip((q, k), norms, strict=True))
+        q, k = (tw.rope(x, rope=rope) for x in (q, k))
+        if kept is not None:
+            kept.append((k, v.clone()))
+        window = config.windows[layer]
+        mask = tw.causal if window is None else tw.window(window)
+        return tw.attention(q[None], k[None], v[None], mask=mask)[0]
+
+    return attend
+
+
 @torch.no_grad()
 def _computed(engine: Engine, tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys, rotated, and values of each layer."""
-    decoder, found = engine.decoder, []
-    rope = tw.Rope(*decoder.rope_tables(len(tokens)), torch.arange(len(tokens)))
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        window = decoder.config.windows[layer]
-        mask = tw.causal if window is None else tw.window(window)
-        q, k = (tw.rope(x, rope=rope) for x in (q, k))
-        found.append((k, v.clone()))
-        return tw.attention(q[None], k[None], v[None], mask=mask)[0]
-
+    decoder = engine.decoder
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
     if tokens:
-        decoder.hidden(torch.tensor(tokens), attend)
+        decoder.hidden(torch.tensor(tokens), attend_of(decoder, len(tokens), found))
     return found or [(torch.zeros(0), torch.zeros(0))] * decoder.config.num_layers

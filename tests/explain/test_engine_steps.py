@@ -40,8 +40,8 @@ def test_the_prompt_arrives_in_parts_beside_requests_that_decode(traced: list[Tr
 
 
 def test_every_call_of_a_step_is_noted_once(traced: list[TracedStep]) -> None:
-    pieces = {"embedding": 1, "norm": 2 * LAYERS + 1, "projections": 2 * LAYERS, ROTATION: 2 * LAYERS}
-    pieces |= {"attention": LAYERS, "MLP": 3 * LAYERS, "head": 1, "sampling": 1}
+    pieces = {"embedding": 1, "norm": 2 * LAYERS + 1, "projections": 2 * LAYERS, ROTATION: LAYERS}
+    pieces |= {"attention": LAYERS + 1, "MLP": 3 * LAYERS, "head": 1, "sampling": 1}
     for step in traced:
         found = Counter(span.kind for span in step.spans if span.lane == "compute")
         assert found == pieces

@@ -40,6 +40,11 @@ def cache() -> kv.KVCache:
     return kv.KVCache(1, 4, 4, 2, 8)
 
 
+def written(tokens: int) -> None:
+    found = cache()
+    found.extend([found.new()], 2).write(0, *torch.zeros(2, tokens, 2, 8))
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a page of ByChannel": (lambda: BY_CHANNEL.keys(torch.tensor([0, 3])), "pages"),
     "a negative page": (lambda: BY_CHANNEL.keys(torch.tensor([-1])), "pages"),
@@ -57,6 +62,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no sequences": (lambda: kv.shared_prefixes(given(3)), "sequences"),
     "lists for sequences": (lambda: kv.shared_prefixes(given([[1, 2]])), "sequences"),
     "no codes": (lambda: quant.decode(given(torch.zeros(3))), "encoded"),
+    "keys of more tokens than a batch has": (lambda: written(3), "k"),
     "tokens in floats": (lambda: cache().new([1.5]), "tokens"),
     "tokens that are flags": (lambda: cache().new([True, 2, 3]), "tokens"),
     "text among tokens": (lambda: cache().new([1, "a"]), "tokens"),

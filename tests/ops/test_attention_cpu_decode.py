@@ -131,3 +131,30 @@ def test_requests_of_similar_length_go_together() -> None:
 )
 def test_other_calls_go_other_ways(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert batched(call(LENGTHS["equal"], True, mask=tw.causal, **changes), monkeypatch)[1] == []
+
+
+def test_runs_of_a_plan_read_what_layout_and_mask_hold() -> None:
+    hidden = torch.zeros(64, dtype=torch.bool)
+    arguments = call(LENGTHS["ragged"], True, mask=tw.mask(lambda b, h, i, j: ~hidden[j.clamp(max=63)] | (j == i)))
+    tensors, layout = (arguments["q"], arguments["k"], arguments["v"]), arguments["layout"]
+    planned = tw.plan(*tensors, mask=arguments["mask"], layout=layout)
+
+    def check() -> None:
+        assert torch.equal(planned.run(*tensors), tw.attention(**arguments))
+
+    check()
+    before = planned.run(*tensors)
+    changes: list[tuple[torch.Tensor, torch.Tensor]] = [
+        (layout.seqlens_k, layout.seqlens_k - 3),
+        (layout.block_table, layout.block_table.roll(1, 0)),
+        (hidden, torch.arange(64) % 3 == 0),
+    ]
+    for tensor, value in changes:
+        if tensor is layout.block_table:
+            layout.seqlens_k.fill_(20)  # that many keys are in each row's pages
+        tensor.copy_(value)
+        check()
+        assert not torch.equal(planned.run(*tensors), before)
+    layout.seqlens_k[2] = 1000
+    with pytest.raises(tw.errors.InputError, match="seqlens_k: got 1000 in request 2"):
+        planned.run(*tensors)

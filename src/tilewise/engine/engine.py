@@ -116,6 +116,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has is given back at once, and the next step tells of it. Unknown ids do nothing."""
+        if not isinstance(request_id, str):
+            raise InputError("request_id", got=shown(request_id), expected="text", hint="one id, as `add` returned it")
         request = self._requests.get(request_id)
         with Interrupts():
             for sample in [] if request is None else request.samples:

@@ -84,7 +84,7 @@ def _step_bytes(decoder: Decoder, config: EngineConfig) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     tokens = torch.zeros(config.max_batch_tokens, dtype=torch.int64, device=device)
-    hidden = decoder.hidden(tokens, lambda layer, q, k, v: q.contiguous())
+    hidden = decoder.hidden(tokens, lambda layer, qkv, norms: qkv[:, : decoder.config.num_heads].contiguous())
     rows = min(config.max_running, config.max_batch_tokens, _ROWS)
     logits = decoder.logits(hidden[:rows])
     torch.softmax(logits, -1)  # sampling takes about as much again

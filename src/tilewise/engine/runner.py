@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.engine.config import EngineConfig
-from tilewise.engine.models.decoder import Decoder
+from tilewise.engine.models.decoder import Decoder, Norms
 from tilewise.engine.pages import Growth, Pages
 from tilewise.engine.request import Sample
 from tilewise.engine.scheduler import Work
@@ -18,9 +18,9 @@ from tilewise.engine.slot_params import SlotParams
 from tilewise.formula.library import causal, window
 from tilewise.kv.transfer import send_lists
 from tilewise.layouts import Paged
-from tilewise.ops.attention import attention
-from tilewise.ops.kv_write import kv_write
-from tilewise.ops.rope import rope as rotate
+from tilewise.ops.attention import plan
+from tilewise.ops.attention.planned import AttentionPlan
+from tilewise.ops.qkv_prologue import QKVPrologue
 from tilewise.ops.sampling import sample as choose
 from tilewise.rotary import Rope
 
@@ -111,16 +111,18 @@ class Runner:
         layouts = [Paged(table, lengths, batch.cu) for table in tables.unbind()]
         rope = Rope(self._cos, self._sin, positions)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        eps = self.decoder.config.norm_eps
+        prologues = [QKVPrologue(slots, rope=rope, eps=eps) for slots in where.unbind()]
+        plans: dict[int, AttentionPlan] = {}  # by group: its layers attend over the same pages
+
+        def attend(layer: int, qkv: torch.Tensor, norms: Norms) -> torch.Tensor:
             number, place = self._places[layer]
-            k_pages, v_pages = self.pages.pool.pages(place)
-            kv_write(k, v, k_pages, v_pages, where[number], rope=rope)
-            mask = self._masks[self.pages.groups[number].window]
-            q = rotate(q, rope=rope)
-            o: torch.Tensor = attention(
-                q, k_pages, v_pages, mask=mask, layout=layouts[number], batch_invariant=self._invariant
-            )
-            return o
+            k, v = self.pages.pool.pages(place)
+            q = prologues[number].run(qkv, k, v, q_norm=norms[0], k_norm=norms[1])
+            if number not in plans:
+                mask, layout = self._masks[self.pages.groups[number].window], layouts[number]
+                plans[number] = plan(q, k, v, mask=mask, layout=layout, batch_invariant=self._invariant)
+            return plans[number].run(q, k, v)
 
         hidden = self.decoder.hidden(self._tokens[slots, positions], attend)
         prompted = {n: self._prompted(each, hidden, batch, n) for n, each in enumerate(work) if _asks_of_prompt(each)}

@@ -15,18 +15,18 @@ import torch.nn.functional as F
 
 from tilewise.engine import Engine, runner
 from tilewise.engine.models import decoder
+from tilewise.ops.attention.planned import AttentionPlan
+from tilewise.ops.qkv_prologue import QKVPrologue
 
 HOST = ("plan", "send", "launch", "wait", "take")
 ROTATION = "rotation and KV write"
 COMPUTE = ("embedding", "norm", "projections", ROTATION, "attention", "MLP", "head", "sampling", "other")
 # where a step looks a function up, its name there, and what its time counts as
 _OPERATIONS = (
-    (runner, "kv_write", ROTATION),
-    (runner, "rotate", ROTATION),
-    (runner, "attention", "attention"),
+    (QKVPrologue, "run", ROTATION),
+    (runner, "plan", "attention"),
+    (AttentionPlan, "run", "attention"),
     (runner, "choose", "sampling"),
-    (decoder, "rms_norm", "norm"),
-    (decoder, "swiglu", "MLP"),
 )
 _NOTHING = 1e-6  # milliseconds: two stamps of one call
 
@@ -36,7 +36,7 @@ class Span:
     """What ran from `begin` to `end`, in milliseconds since tracing began.
 
     Attributes:
-        lane: "host", or "compute" for the model on the device; on a CPU both are the same thread, and take turns.
+        lane: "host", or "compute" for the model on the device; on a CPU one thread runs both.
         kind: one of `HOST` or of `COMPUTE`.
         begin, end: milliseconds.
     """
@@ -121,7 +121,8 @@ class Tracer:
             for module, name, kind in _OPERATIONS:
                 enter(_replaced(module, name, self._timed(self._device, kind, getattr(module, name))))
             model = engine.decoder
-            enter(_replaced(model, "logits", self._timed(self._device, "head", model.logits)))
+            for name, kind in (("logits", "head"), ("_normed", "norm"), ("_swiglu", "MLP")):
+                enter(_replaced(model, name, self._timed(self._device, kind, getattr(model, name))))
             enter(_replaced(model, "_linear", self._products(model._linear)))
             enter(_replaced(decoder, "F", _Functional(self._timed(self._device, "embedding", F.embedding))))
         if self._on_gpu:

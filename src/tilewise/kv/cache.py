@@ -62,6 +62,10 @@ class Batch:
             InputError: a tensor does not fit, or takes a gradient while gradients are enabled.
         """
         k_pages, v_pages = self.pool.pages(layer)
+        rows = self.slot_mapping.shape[0]
+        if isinstance(k, torch.Tensor) and k.ndim == 3 and k.shape[0] != rows:
+            expected, hint = f"{rows}, the new tokens of this batch", "rows lie one sequence after another"
+            raise InputError("k", got=f"{k.shape[0]} tokens", expected=expected, hint=hint)
         kv_write(k, v, k_pages, v_pages, self.slot_mapping, rope=rope)
         summaries = self.pool.summaries(layer)
         if summaries is not None:

@@ -101,8 +101,9 @@ class ModelConfig:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            hint = "give the folder of a checkpoint, with config.json and *.safetensors in it"
-            raise InputError("model", got=shown(str(folder)), expected="a folder", hint=hint)
+            expected = "the folder of a checkpoint, or 'smollm2', a small model that is fetched"
+            hint = "a checkpoint has config.json, *.safetensors and tokenizer.json"
+            raise InputError("model", got=shown(str(folder)), expected=expected, hint=hint)
         given = _json(folder / "config.json", "a checkpoint's folder has one")
         generation = folder / "generation_config.json"
         ends = _ends(given) + (_ends(_json(generation, "")) if generation.exists() else ())

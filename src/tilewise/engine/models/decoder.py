@@ -12,10 +12,13 @@ from tilewise.engine.models.config import ModelConfig
 from tilewise.frequencies import rope_tables
 from tilewise.ops.glu import swiglu
 from tilewise.ops.linear import linear
+from tilewise.ops.linear.fast import fast_linear
 from tilewise.ops.norm import rms_norm
 
-# (layer, queries, keys, values) -> output, all (tokens, heads, head_dim); what attends also rotates
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Norms = tuple[torch.Tensor | None, torch.Tensor | None]  # weights of the norms of q and k, or none
+# (layer, projections, norms) -> output (tokens, heads, head_dim): norms of q and k, rotation and attention. Projections
+# are (tokens, heads, head_dim), heads of q, then of k, then of v.
+Attend = Callable[[int, torch.Tensor, Norms], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -96,24 +99,21 @@ class Decoder:
 
         Args:
             tokens: integers (tokens,), of any requests one after another.
-            attend: attention of one layer over what the tokens may see.
+            attend: attention of one layer over what the tokens may see, with all between its projections.
 
         Returns:
             (tokens, hidden_size).
         """
-        config = self.config
-        heads, heads_kv = config.num_heads, config.num_heads_kv
         x = F.embedding(tokens, self.embedding)
         residual: torch.Tensor | None = None
         for n, layer in enumerate(self.layers):
             x, residual = self._normed(x, layer.norm, residual)
-            qkv = self._linear(x, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * heads_kv, config.head_dim)
-            q, k, v = torch.split(qkv, [heads, heads_kv, heads_kv], 1)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = self._normed(q, layer.q_norm, None)[0], self._normed(k, layer.k_norm, None)[0]
-            x = self._linear(attend(n, q, k, v).flatten(1), layer.o, layer.o_bias)
+            qkv = self._linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.config.head_dim)
+            x = self._linear(attend(n, qkv, (layer.q_norm, layer.k_norm)).flatten(1), layer.o, layer.o_bias)
             x, residual = self._normed(x, layer.mlp_norm, residual)
-            x = self._linear(swiglu(self._linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+            x = self._linear(
+                self._swiglu(self._linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias
+            )
         return self._normed(x, self.norm, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -122,18 +122,28 @@ class Decoder:
             return linear(hidden, self.head, out_dtype=torch.float32)
         if hidden.is_cuda and hidden.dtype != torch.float32:  # not rounded: many logits would be equal
             return torch.mm(hidden, self.head.t(), out_dtype=torch.float32)
-        return F.linear(hidden, self.head).float()
+        return fast_linear(hidden, self.head).float()
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear(x, weight, bias) if self.invariant else F.linear(x, weight, bias)
+        return linear(x, weight, bias) if self.invariant else fast_linear(x, weight, bias)
 
     def _normed(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the norm of x + residual, that sum)."""
+        """(the norm of x + residual, that sum). On a CPU PyTorch's own, which has the least host time there."""
+        if x.device.type == "cpu":
+            total = x if residual is None else x + residual
+            return F.rms_norm(total, weight.shape, weight, self.config.norm_eps), total
         found = rms_norm(x, weight, residual=residual, eps=self.config.norm_eps)
         normed, total = (found, x) if isinstance(found, torch.Tensor) else found
         return normed, total
+
+    def _swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up; on a CPU by PyTorch's own operations."""
+        if x.device.type == "cpu":
+            gate, up = x.chunk(2, -1)
+            return F.silu(gate).mul_(up)
+        return swiglu(x)
 
     def _layer(self) -> Layer:
         config = self.config

@@ -69,7 +69,7 @@ def folder_of(model: str | Path) -> Path:
 
         return folder()
     if not isinstance(model, (str, Path)):
-        raise InputError("model", got=shown(model), expected="a folder", hint="'smollm2' is a small model")
+        raise InputError("model", got=shown(model), expected="a folder, or 'smollm2'", hint="a path is text or a Path")
     return Path(model)
 
 

@@ -215,8 +215,8 @@ def attention(
 @catches_unknown
 def plan(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | Encoded | ByChannel,
+    v: torch.Tensor | Encoded,
     *,
     mask: MaskLike = None,
     score: ScoreLike = None,

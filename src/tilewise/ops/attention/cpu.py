@@ -40,10 +40,17 @@ def tiled_forward(call: Call, of_weights: Weights | None = None) -> tuple[torch.
     """Tiled online softmax for any formula, head dimension and layout; `of_weights` makes what values are multiplied by
     of weights up to 1, the largest of a row so far, while sums have these.
     """
+    decoding = cpu_decode.prepare(call) if of_weights is None and cpu_decode.serves(call) else None
+    return _forward(call, decoding, of_weights)
+
+
+def _forward(
+    call: Call, decoding: cpu_decode.Decoding | None, of_weights: Weights | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = call.new_output(), call.new_lse()
     with _full_precision():
-        ones = of_weights is None and cpu_decode.serves(call)
-        left = cpu_decode.forward(call, o, lse) if ones else None  # bits of others do not depend on these
+        # bits of other requests do not depend on those that decode
+        left = None if decoding is None else cpu_decode.forward(call, decoding, o, lse)
         for part, rows, _ in parts_of(call, apart=call.batch_invariant, only=left):
             o_part, lse_part = o, lse
             if rows is not None:
@@ -59,6 +66,11 @@ def tiled_forward(call: Call, of_weights: Weights | None = None) -> tuple[torch.
                 o_part.copy_(torch.where(doubtful.transpose(1, 2)[..., None], o_tiled, o_part))
                 lse_part.copy_(torch.where(doubtful, lse_tiled, lse_part))
     return o, lse
+
+
+def planned(call: Call) -> cpu_decode.Planned | None:
+    """What runs of a plan share; None for nothing."""
+    return cpu_decode.Planned(call, _forward) if cpu_decode.serves(call) else None
 
 
 def _fused_blocks(part: Call) -> list[cpu_fused.Block] | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from tilewise.formula.evaluate import evaluate
 from tilewise.formula.optimize import written_once
 from tilewise.ops.attention.cpu_fused import LARGEST, SHORTEST, add_sink
-from tilewise.ops.attention.problem import Call
+from tilewise.ops.attention.problem import Call, check_values
 from tilewise.ops.attention.variant import CAUSAL
 
 _WASTE = 2  # padded keys for each real one in a call of the kernel
@@ -33,13 +36,38 @@ def serves(call: Call) -> bool:
     )
 
 
-def forward(call: Call, o: torch.Tensor, lse: torch.Tensor) -> list[int]:
-    """Write o and lse of requests that have one query.
+@dataclass(frozen=True)
+class Group:
+    """Requests of one query and similar length: what every layer's call has in common."""
 
-    Returns:
-        The other requests, those without keys, and those that the kernel cannot compute: where a row meets an infinity
-        or NaN.
-    """
+    requests: list[int]
+    rows: torch.Tensor | None  # of q, one for each request; None where these are all rows
+    where: torch.Tensor  # (requests * keys,): where each key lies in the pool
+    bias: torch.Tensor | None  # added to scores
+
+    @staticmethod
+    def of(call: Call, requests: list[int], rows: list[int], lengths: list[int]) -> Group:
+        """Of some requests, whose queries are `rows`."""
+        which = torch.tensor(requests, device="cpu")
+        where = _slots(call, which, lengths, call.k.shape[1])
+        whole = rows == list(range(len(call.q)))
+        return Group(
+            requests,
+            None if whole else torch.tensor(rows, device="cpu"),
+            where.flatten(),
+            _bias(call, which, lengths, where.shape[1]),
+        )
+
+
+class Decoding(NamedTuple):
+    """The requests of one query in groups, and all others that have queries."""
+
+    groups: list[Group]
+    others: list[int]
+
+
+def prepare(call: Call) -> Decoding:
+    """Read lengths and pages; of keys and values nothing."""
     assert call.pages is not None
     lengths: list[int] = call.pages.seqlens.tolist()
     rows = list(range(len(lengths)))  # the row of q of each
@@ -49,12 +77,60 @@ def forward(call: Call, o: torch.Tensor, lse: torch.Tensor) -> list[int]:
     else:
         counts = [call.q.shape[1]] * len(lengths)
     sizes = list(enumerate(zip(counts, lengths, strict=True)))
-    left = [b for b, (count, length) in sizes if count > 1 or (count and not length)]
+    others = [b for b, (count, length) in sizes if count > 1 or (count and not length)]
     ones = [b for b, (count, length) in sizes if count == 1 and length]
-    for some in _alike(ones, lengths):
-        doubtful = _of_some(call, some, [rows[b] for b in some], [lengths[b] for b in some], o, lse)
-        left += [b for b, doubt in zip(some, doubtful.tolist(), strict=True) if doubt]
+    groups = [
+        Group.of(call, some, [rows[b] for b in some], [lengths[b] for b in some]) for some in _alike(ones, lengths)
+    ]
+    return Decoding(groups, others)
+
+
+def forward(call: Call, decoding: Decoding, o: torch.Tensor, lse: torch.Tensor) -> list[int]:
+    """Write o and lse of requests that have one query.
+
+    Returns:
+        The other requests, those without keys, and those that the kernel cannot compute: where a row meets an infinity
+        or NaN.
+    """
+    left = list(decoding.others)
+    for group in decoding.groups:
+        doubtful = _of_group(call, group, o, lse)
+        if doubtful is not None:
+            left += [b for b, doubt in zip(group.requests, doubtful.tolist(), strict=True) if doubt]
     return sorted(left)
+
+
+class Planned:
+    """What runs of a plan share, as long as lengths and pages stay the same.
+
+    Args:
+        call: an example.
+        attend: gives (o, lse) of a call, with what `prepare` found.
+    """
+
+    def __init__(self, call: Call, attend: Callable[[Call, Decoding], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._attend = attend
+        self.update(call)
+
+    def update(self, call: Call) -> None:
+        """For the lengths and pages that there are now."""
+        self._index = [x.clone() for x in self._index_of(call)]
+        self._decoding = prepare(call)
+
+    def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """o and lse of one run."""
+        same = all(torch.equal(x, y) for x, y in zip(self._index_of(call), self._index, strict=True))
+        if not same:
+            check_values(call)
+            self.update(call)
+        return self._attend(call, self._decoding)
+
+    def _index_of(self, call: Call) -> list[torch.Tensor]:
+        """All that `prepare` reads."""
+        assert call.pages is not None
+        masking = () if call.mask is None else call.mask.tensors
+        found = (call.pages.table, call.pages.seqlens, call.cu_seqlens_q, *masking)
+        return [x for x in found if x is not None]
 
 
 def _alike(requests: list[int], lengths: list[int]) -> Iterator[list[int]]:
@@ -69,35 +145,40 @@ def _alike(requests: list[int], lengths: list[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _of_some(
-    call: Call, some: list[int], rows: list[int], lengths: list[int], o: torch.Tensor, lse: torch.Tensor
-) -> torch.Tensor:
-    """Write o and lse of requests `some`, whose queries are `rows`; returns which of them are doubtful."""
-    count, whole = len(some), rows == list(range(len(call.q)))
-    which = torch.tensor(some, device="cpu")
-    where = _slots(call, which, lengths, call.k.shape[1])
-    q = call.q if whole else call.q[torch.tensor(rows, device="cpu")]
+def _of_group(call: Call, group: Group, o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
+    """Write o and lse of a group; returns which of its requests are doubtful, None for none."""
+    count, rows = len(group.requests), group.rows
+    q = call.q if rows is None else call.q[rows]
     k, v = (
-        x.view(-1, *x.shape[2:]).index_select(0, where.flatten()).view(count, -1, *x.shape[2:]).transpose(1, 2)
+        x.view(-1, *x.shape[2:]).index_select(0, group.where).view(count, -1, *x.shape[2:]).transpose(1, 2)
         for x in (call.k, call.v)
     )
     found_o, found_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.reshape(count, call.num_heads_kv, call.group, call.head_dim), k, v, 0.0, False,
-        attn_mask=_bias(call, which, lengths, where.shape[1]), scale=call.scale,
+        q.reshape(count, call.num_heads_kv, call.group, call.head_dim), k, v, 0.0, False, attn_mask=group.bias,
+        scale=call.scale,
     )  # fmt: skip
     rows_o = found_o.reshape(count, 1, call.num_heads_q, call.head_dim)
     rows_lse = found_lse.reshape(count, call.num_heads_q, 1)
-    doubtful: torch.Tensor = ~(rows_lse.abs() < LARGEST) | (rows_lse == 0.0) & (rows_o == 0.0).all(-1).transpose(1, 2)
+    doubtful = None
+    if not _plain(rows_o, rows_lse):
+        zero = (rows_lse == 0.0) & (rows_o == 0.0).all(-1).transpose(1, 2)
+        doubtful = ~(rows_lse.abs() < LARGEST) | zero | ~rows_o.isfinite().all(-1).transpose(1, 2)
     if call.sink is not None:
         add_sink(call.sink, rows_o, rows_lse)
-    doubtful |= ~rows_o.isfinite().all(-1).transpose(1, 2)
-    at = slice(None) if whole else torch.tensor(rows, device="cpu")
+    at = slice(None) if rows is None else rows
     o[at] = rows_o.view(count, *o.shape[1:])
     if call.cu_seqlens_q is None:
         lse[at] = rows_lse
     else:
         lse[:, at] = rows_lse[..., 0].t()
-    return doubtful.flatten(1).any(1)
+    return None if doubtful is None else doubtful.flatten(1).any(1)
+
+
+def _plain(o: torch.Tensor, lse: torch.Tensor) -> bool:
+    """Whether all is finite, and no row looks like one whose scores are all -inf: for most calls, in few operations."""
+    low, high = (float(x) for x in torch.aminmax(lse))
+    some_zero = low <= 0.0 <= high and bool((lse == 0.0).any())
+    return -LARGEST < low <= high < LARGEST and not some_zero and math.isfinite(float(o.sum()))
 
 
 def _slots(call: Call, which: torch.Tensor, lengths: list[int], size: int) -> torch.Tensor:
@@ -118,7 +199,7 @@ def _slots(call: Call, which: torch.Tensor, lengths: list[int], size: int) -> to
 
 
 def _bias(call: Call, which: torch.Tensor, lengths: list[int], most: int) -> torch.Tensor | None:
-    """What is added to scores: -inf behind a request's last key, and where the mask hides a key."""
+    """What is added to scores, None for nothing: -inf behind a request's last key, and where the mask hides a key."""
     own = torch.tensor(lengths, device="cpu")[:, None, None, None]
     j = torch.arange(most, device="cpu")
     seen = None if min(lengths) == most else j < own

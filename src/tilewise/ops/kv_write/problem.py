@@ -89,17 +89,24 @@ def write_call(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, rope: Any
         check_rope(rope, "k", k)
         check_all_dense({"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions})
         _check_no_gradient(cos=rope.cos, sin=rope.sin)
-    if encoded:
-        _check_no_gradient(k=k, v=v)
-        channels = k_pages if isinstance(k_pages, ByChannel) else None
-        if channels is not None:
-            _check_alike("k", k, "k_pages.open", channels.open)
-        call = Write(k, v, k_pages.data, v_pages.data, slots, (k_pages.scale, v_pages.scale), rope, channels)
-    else:
-        _check_no_gradient(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
-        call = Write(k, v, k_pages, v_pages, slots, None, rope)
-    check_apart("v_pages", call.v_pages, "k_pages", call.k_pages)
+    _check_no_gradient(k=k, v=v, **({} if encoded else {"k_pages": k_pages, "v_pages": v_pages}))
+    if isinstance(k_pages, ByChannel):
+        _check_alike("k", k, "k_pages.open", k_pages.open)
+    call = write_of(k, v, k_pages, v_pages, slots, rope)
     check_values(call)
+    return call
+
+
+def write_of(
+    k: torch.Tensor, v: torch.Tensor, k_pages: Any, v_pages: Any, slots: torch.Tensor, rope: Rope | None
+) -> Write:
+    """The call of arguments that fit, but for pages that overlap."""
+    if isinstance(k_pages, torch.Tensor):
+        call = Write(k, v, k_pages, v_pages, slots, None, rope)
+    else:
+        channels = k_pages if isinstance(k_pages, ByChannel) else None
+        call = Write(k, v, k_pages.data, v_pages.data, slots, (k_pages.scale, v_pages.scale), rope, channels)
+    check_apart("v_pages", call.v_pages, "k_pages", call.k_pages)
     return call
 
 

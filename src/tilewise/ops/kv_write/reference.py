@@ -18,7 +18,7 @@ def write(call: Write) -> None:
     for token, slot in enumerate(call.slots.tolist()):
         if slot >= 0:
             page, offset = divmod(slot, call.k_pages.shape[1])
-            k = call.k[token] if call.rope is None else _turned(call.k[token], call.rope, token)
+            k = call.k[token] if call.rope is None else turned(call.k[token], call.rope, token)
             for n, (x, pages) in enumerate(((k, call.k_pages), (call.v[token], call.v_pages))):
                 if call.scales is None:
                     pages[page, offset].copy_(x)
@@ -31,7 +31,7 @@ def write(call: Write) -> None:
 def _write_by_channel(call: Write, channels: ByChannel) -> None:
     slots, page_size = call.slots.tolist(), channels.data.shape[1]
     keys = [
-        (k if call.rope is None or slot < 0 else _turned(k, call.rope, token)).to(channels.open.dtype)
+        (k if call.rope is None or slot < 0 else turned(k, call.rope, token)).to(channels.open.dtype)
         for token, (k, slot) in enumerate(zip(call.k, slots, strict=True))
     ]
     for token, slot in enumerate(slots):
@@ -54,7 +54,7 @@ def _write_by_channel(call: Write, channels: ByChannel) -> None:
             call.scales[1][page, offset].copy_(values.scale)
 
 
-def _turned(x: torch.Tensor, rope: Rope, token: int) -> torch.Tensor:
+def turned(x: torch.Tensor, rope: Rope, token: int) -> torch.Tensor:
     """The heads of a token, one pair of dimensions after another, float32."""
     cos, sin = (table[rope.positions[token]].float() for table in (rope.cos, rope.sin))
     x = x.float()

@@ -20,21 +20,22 @@ def forward(call: Call, results: Tensors) -> None:
     if call.residual is not None:
         x = torch.add(x, call.residual, out=results["x"])
     x, weight, bias = x.to(call.wide), _scaling(call), _wide(call, call.bias)
-    stats = []
+    encoded = call.quantize is not None
+    stats = x.new_empty(1 + call.centred, *x.shape[:-1]) if encoded else results["stats"]
     if call.centred:
-        stats.append(x.mean(-1, keepdim=True))
-        x = x - stats[0]
-    stats.append(torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + call.eps))
-    o = x * stats[-1]
+        x = x - torch.mean(x, -1, keepdim=True, out=stats[0, ..., None])
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inverse = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(call.eps), out=stats[-1, ..., None])
+    direct = not encoded and call.dtype == call.wide
+    o = torch.mul(x, inverse, out=results["o"]) if direct else x * inverse
     o = o if weight is None else o.mul_(weight)
     o = o if bias is None else o.add_(bias)
-    if call.quantize is None:
+    if call.quantize is not None:
+        codes = encode(o, call.quantize)
+        results["codes"].copy_(codes.data)
+        results["scale"].copy_(codes.scale)
+    elif not direct:
         results["o"].copy_(o)
-        results["stats"].copy_(torch.stack([x[..., 0] for x in stats]))
-    else:
-        encoded = encode(o, call.quantize)
-        results["codes"].copy_(encoded.data)
-        results["scale"].copy_(encoded.scale)
 
 
 def backward(call: Call, kept: Tensors, incoming: Sequence[torch.Tensor], gradients: Tensors) -> None:

@@ -48,4 +48,5 @@ TILED: Row[Call] = Row(
     "PyTorch's fused kernel with a bias by block where a formula only adds to float32 scores, else a tiled softmax",
     forward="tiled_forward",
     backward="tiled_backward",
+    plan="planned",
 )
