@@ -26,6 +26,7 @@ GROUPS = {  # modules and names in tilewise, in order of the page; the longest t
     "Quantization": "quant.schemes ops.quantize quant",
     "Selections": "schedule ops.attention.selected ops.attention.choice",
     "Fused layers": "ops nn rotary frequencies",
+    "Engine": "engine",
     "Tools": "ops.attention.why ops.attention.Explanation schedule.tilemap selections",
     "Errors": "core.errors",
 }
@@ -35,14 +36,14 @@ INTERNAL = """
     Quantized.rows Quantized.values Quantized.of_sequences Quantized.of_blocks ByChannel.check_places TopK.counts
     Sage.text Sage.v_largest Sage.p_largest FP8.text FP8.v_largest FP8.p_largest FP8.qk FP8.pv FP8.smooth Selected.near
     Selected.rest Selected.layout_of_rest Selected.kept_apart Selected.places Selected.skip_of Selected.under
-    Selected.check
+    Selected.check SamplingParams.check_vocabulary EngineConfig.lag_on
 """  # methods and properties that the library alone calls
 
 
 def names() -> dict[str, Any]:
     """Every public name, as users write it, and what it names."""
     found: dict[str, Any] = {}
-    for path, short in (("tilewise", "tw"), *((f"tilewise.{x}", f"tw.{x}") for x in ("nn", "kv", "quant"))):
+    for path, short in (("tilewise", "tw"), *((f"tilewise.{x}", f"tw.{x}") for x in ("nn", "kv", "quant", "engine"))):
         module = importlib.import_module(path)
         more = [x for x in module.__all__ if f"tw.{x}" not in found]
         named = {f"{short}.{x}": getattr(module, x) for x in more}

@@ -51,7 +51,7 @@ from tilewise.schedule.selection import Select, Sparge, Threshold, TopK
 from tilewise.selections import load_selections
 
 if _typing.TYPE_CHECKING:
-    from tilewise import errors, kv, nn
+    from tilewise import engine, errors, kv, nn
     from tilewise.kv import KVCache
 
 __version__ = "0.2.0.dev0"
@@ -141,7 +141,7 @@ __all__ = [
     "window",
 ]
 
-_LAZY = {"KVCache": "tilewise.kv", "errors": "tilewise.errors", "kv": "tilewise.kv", "nn": "tilewise.nn"}
+_LAZY = {"KVCache": "tilewise.kv"} | {name: f"tilewise.{name}" for name in ("engine", "errors", "kv", "nn")}
 
 
 def __getattr__(name: str) -> _typing.Any:

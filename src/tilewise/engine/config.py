@@ -35,6 +35,10 @@ class EngineConfig:
 
     Raises:
         InputError: a value out of range.
+
+    Example:
+        >>> tw.engine.EngineConfig(max_model_len=4096, kv_encoding="int8").page_size
+        16
     """
 
     max_model_len: int | None = None

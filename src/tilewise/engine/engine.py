@@ -36,6 +36,19 @@ class Engine:
 
     Raises:
         InputError: the pages hold less than one sequence of `max_model_len`.
+
+    Source: Yu et al., "Orca", 2022; Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", 2023; Zheng et al., "SGLang", 2023 (shared prefixes).
+
+    Example:
+        >>> from tilewise.engine import Engine, EngineConfig, SamplingParams
+        >>> from tilewise.engine.models.load import decoder_of
+        >>> decoder = decoder_of("random:tiny", device="cpu")
+        >>> engine = Engine(decoder, config=EngineConfig(max_model_len=64, num_pages=8))
+        >>> name = engine.add([5, 6, 7], SamplingParams(max_tokens=2))
+        >>> outputs = [engine.step()[0], engine.step()[0]]  # a token each
+        >>> [(len(output.outputs[0].token_ids), output.finished) for output in outputs]
+        [(1, False), (2, True)]
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
@@ -115,7 +128,14 @@ class Engine:
         return name
 
     def abort(self, request_id: str) -> None:
-        """End a request; what it has is given back at once, and the next step tells of it. Unknown ids do nothing."""
+        """End a request. What it has is given back at once, and the next step tells of it.
+
+        Args:
+            request_id: as `add` returned it; an id that no live request has does nothing.
+
+        Raises:
+            InputError: the id is no text.
+        """
         if not isinstance(request_id, str):
             raise InputError("request_id", got=shown(request_id), expected="text", hint="one id, as `add` returned it")
         request = self._requests.get(request_id)
@@ -145,7 +165,13 @@ class Engine:
         return self._streams.stream(prompt, params, priority)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; returns what requests have new.
+        """Compute one step.
+
+        Returns:
+            The requests that have something new, as they are now. Empty where nothing is left to do.
+
+        Raises:
+            BaseException: what the device raises, or Ctrl-C.
 
         An exception, of the device or by Ctrl-C, leaves the engine whole: that step does not count, requests go on with
         the tokens that they have, and the next step computes their keys and values anew, beside what the prefix cache
@@ -160,7 +186,14 @@ class Engine:
             raise
 
     def advance(self) -> list[Request]:
-        """`step`, for callers that look at requests themselves: those that have something new."""
+        """`step`, for callers that look at requests themselves.
+
+        Returns:
+            The requests that have something new.
+
+        Raises:
+            BaseException: as `step` does.
+        """
         with Interrupts() as interrupts:
             try:
                 work = self.scheduler.plan()

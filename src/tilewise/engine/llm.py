@@ -114,7 +114,11 @@ class LLM:
         return self.generate([self.tokenizer.encode_chat(chat, **template) for chat in chats], params)  # type: ignore[arg-type]
 
     def why(self) -> str:
-        """What this engine runs on: the model, its dtype and device, pages and limits."""
+        """What this engine runs on.
+
+        Returns:
+            Lines about the model, its dtype and device, pages and limits; print them.
+        """
         engine = self.engine
         config, pool, weights = engine.decoder.config, engine.pages.pool, engine.decoder.bytes / 2**20
         groups = ", ".join(

@@ -28,6 +28,11 @@ class Logprob:
         token: the one that stands there.
         logprob: its own.
         top: of the most likely tokens, most likely first.
+
+    Example:
+        >>> found = tw.engine.Logprob(token=7, logprob=-0.1, top={7: -0.1, 3: -2.5})
+        >>> max(found.top, key=found.top.get)
+        7
     """
 
     token: int
@@ -48,6 +53,11 @@ class Completion:
         seed: with which it was sampled.
         logprobs: one for each token, if asked for.
         error: what went wrong where the reason is "error".
+
+    Example:
+        >>> answer = tw.engine.Completion(0, " Paris.", [7042, 30], "stop", None, seed=7, logprobs=None)
+        >>> answer.text
+        ' Paris.'
     """
 
     index: int
@@ -72,6 +82,12 @@ class RequestOutput:
         finished: whether all of them have ended.
         prompt_logprobs: one for each token of the prompt but the first, if asked for.
         cached_tokens: tokens of the prompt whose keys and values were found in the prefix cache.
+
+    Example:
+        >>> answer = tw.engine.Completion(0, " Paris.", [7042, 30], "stop", None, seed=7, logprobs=None)
+        >>> output = tw.engine.RequestOutput("a", "The capital of France is", [504, 3575], [answer], True, None, 0)
+        >>> output.prompt + output.outputs[0].text
+        'The capital of France is Paris.'
     """
 
     request_id: str
