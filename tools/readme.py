@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tools import api_page, serving_table, speed_table, summary_table, support_matrix
+from tools import api_page, cpu_table, serving_table, speed_table, summary_table, support_matrix
 from tools.families import ROOT
 
 README = ROOT / "README.md"
@@ -25,6 +25,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "paged decode": serving_table.table,
         "serving": serving_table.gains,
         "fused layers": speed_table.fused,
+        "formulas on a cpu": cpu_table.table,
     },
     ROOT / "docs" / "reference.md": {"names": api_page.page},
     ROOT / "docs" / "support.md": {
