@@ -36,7 +36,8 @@ INTERNAL = """
     Quantized.rows Quantized.values Quantized.of_sequences Quantized.of_blocks ByChannel.check_places TopK.counts
     Sage.text Sage.v_largest Sage.p_largest FP8.text FP8.v_largest FP8.p_largest FP8.qk FP8.pv FP8.smooth Selected.near
     Selected.rest Selected.layout_of_rest Selected.kept_apart Selected.places Selected.skip_of Selected.under
-    Selected.check SamplingParams.check_vocabulary EngineConfig.lag_on
+    Selected.check SamplingParams.check_vocabulary
+    SamplingParams.changes_logits EngineConfig.lag_on
 """  # methods and properties that the library alone calls
 
 

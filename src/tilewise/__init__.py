@@ -100,6 +100,7 @@ __all__ = [
     "cross_entropy",
     "dilated",
     "document",
+    "engine",
     "errors",
     "explicit",
     "geglu",

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from tilewise.engine import Engine, runner
+from tilewise.engine import Engine, forward, runner
 from tilewise.engine.text import Text
 from tilewise.ops.attention.planned import AttentionPlan
 from tilewise.ops.qkv_prologue import QKVPrologue
@@ -19,7 +19,7 @@ ERRORS: tuple[type[BaseException], ...] = (RuntimeError, torch.OutOfMemoryError,
 # name: what raises, and before which of its calls
 FAULTS: dict[str, tuple[Callable[[Engine], Any], str, int]] = {
     "first layer": (lambda engine: QKVPrologue, "run", 1),
-    "first layer's attention": (lambda engine: runner, "plan", 1),
+    "first layer's attention": (lambda engine: forward, "plan", 1),
     "last layer": (lambda engine: AttentionPlan, "run", 2),
     "logits": (lambda engine: engine.decoder, "logits", 1),
     "sampling": (lambda engine: runner, "choose", 1),

@@ -18,10 +18,17 @@ COUNT = 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"page_size": 4, "max_batch_tokens": 16, "lag": 1},
-    "late": {"page_size": 1, "max_batch_tokens": 24, "lag": 2},
-    "few_pages": {"page_size": 4, "max_model_len": 64, "num_pages": 18, "max_batch_tokens": 16, "lag": 1},
+    "late": {"page_size": 1, "max_batch_tokens": 24, "lag": 2, "graphs": True},
+    "few_pages": {
+        "graphs": True,
+        "page_size": 4,
+        "max_model_len": 64,
+        "num_pages": 18,
+        "max_batch_tokens": 16,
+        "lag": 1,
+    },
     "few_pages_unshared": {"page_size": 4, "max_model_len": 64, "num_pages": 18, "prefix_cache": False},
-    "few_slots": {"max_running": 2, "lag": 1},
+    "few_slots": {"max_running": 2, "lag": 1, "graphs": True},
 }
 
 

@@ -30,6 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "at_once": {"lag": 0, "prefix_cache": False},
     "few_pages": {"page_size": 16, "max_model_len": 512, "num_pages": 44, "max_batch_tokens": 64},
     "few_slots": {"max_running": 2},
+    "graphs": {"graphs": True, "max_running": 12},
+    "late_graphs": {"graphs": True, "max_running": 12, "lag": 2, "max_batch_tokens": 64},
 }
 PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=COUNT, logprobs=3),
@@ -94,7 +96,7 @@ def test_deterministic_answers_have_the_bits_of_the_request_alone(name: str, opt
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("options", ["plain", "chunks", "few_slots"])
+@pytest.mark.parametrize("options", ["plain", "chunks", "few_slots", "graphs"])
 def test_other_greedy_tokens_come_where_two_are_near(options: str, dtype: torch.dtype) -> None:
     """The first token that differs from the deterministic answer's is one of two whose logits rounding can exchange."""
     model = decoder("qwen3", dtype)
@@ -117,6 +119,31 @@ def test_other_greedy_tokens_come_where_two_are_near(options: str, dtype: torch.
                 first, second = list(one.top.values())[:2]
                 assert first - second < unit * largest[0]
                 break
+
+
+@pytest.mark.parametrize("kinds", ["greedy", "drawn", "cut", "all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_graphs_are_those_without(name: str, kinds: str) -> None:
+    """Sampling is part of the graph where nobody asks for more than temperature, top-k, top-p and min-p."""
+    some = {
+        "greedy": SamplingParams(temperature=0.0, max_tokens=COUNT),
+        "drawn": SamplingParams(temperature=0.9, seed=3, max_tokens=COUNT, n=2),
+        "cut": SamplingParams(temperature=0.7, seed=5, top_k=40, top_p=0.9, min_p=0.01, max_tokens=COUNT),
+    }
+    params = list(some.values()) if kinds == "all" else [some[kinds]] * 3
+    found = []
+    for graphs in (False, True):
+        config = EngineConfig(num_pages=2048, deterministic=True, graphs=graphs, max_running=12)
+        engine = Engine(decoder(name, torch.bfloat16), config=config)
+        ids = [engine.add(prompt, each) for prompt, each in zip(prompts(), params, strict=False)]
+        ended: dict[str, list[list[int]]] = {}
+        while engine.has_unfinished:
+            ended |= {out.request_id: [x.token_ids for x in out.outputs] for out in engine.step() if out.finished}
+        found.append([ended[one] for one in ids])
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.failed is None
+    assert engine.runner.graphs.recorded == [1, 2, 4, 8, 12]
+    assert found[0] == found[1]
 
 
 class _With:

@@ -10,6 +10,7 @@ from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
 from tilewise.kv.arguments import check_count
 
+LARGEST_GRAPH = 512  # requests of a step that is a graph, at most
 ENCODINGS = (None, "int8", "fp8", "int4")
 
 
@@ -31,6 +32,8 @@ class EngineConfig:
         deterministic: whether an answer's bits, and so its tokens, are the same whatever shares the batch: on a GPU by
             products and attention whose sums do not depend on it, which are slower. On a CPU in float32 tokens are the
             same either way.
+        graphs: whether steps of requests that all decode are CUDA graphs, recorded at the start. On a CPU such steps
+            are padded in the same way, and nothing is recorded.
         lag: steps that the host is behind the device; None is 1 on a GPU and 0 on a CPU.
 
     Raises:
@@ -51,6 +54,7 @@ class EngineConfig:
     max_waiting: int = 16384
     prefix_cache: bool = True
     deterministic: bool = False
+    graphs: bool = False
     lag: int | None = None
 
     def __post_init__(self) -> None:
@@ -67,7 +71,7 @@ class EngineConfig:
             raise InputError(
                 "kv_encoding", got=shown(self.kv_encoding), expected=expected, hint="None keeps them exact"
             )
-        check_flags(prefix_cache=self.prefix_cache, deterministic=self.deterministic)
+        check_flags(prefix_cache=self.prefix_cache, deterministic=self.deterministic, graphs=self.graphs)
 
     def lag_on(self, device: torch.device) -> int:
         """Steps that may be under way while the host plans the next."""

@@ -133,7 +133,7 @@ class LLM:
                 f"{pool.page_size}, {pool.nbytes / 2**20:,.0f} MiB, {engine.config.kv_encoding or dtype}; {groups}",
                 f"limits: {engine.max_model_len:,} tokens a request, {engine.config.max_running:,} requests at a time, "
                 f"{engine.config.max_batch_tokens:,} tokens a step",
-                f"prefix cache: {'on' if engine.config.prefix_cache else 'off'}; CUDA graphs: none",
+                f"prefix cache: {'on' if engine.config.prefix_cache else 'off'}; {_graphs(engine)}",
             )
         )
 
@@ -146,6 +146,17 @@ class LLM:
                     found[request.request_id] = request.output()
                     left.discard(request.request_id)
         return [found[name] for name in names]
+
+
+def _graphs(engine: Engine) -> str:
+    """How steps of requests that all decode run."""
+    graphs = engine.runner.graphs
+    if graphs is None:
+        return "CUDA graphs: none"
+    kind = "CUDA graphs" if engine.decoder.device.type == "cuda" else "padded steps"
+    numbers = graphs.recorded
+    found = f"{kind} of {numbers[0]:,} to {numbers[-1]:,} requests" if numbers else f"{kind}: none"
+    return found if graphs.failed is None else f"{found}; {graphs.failed}"
 
 
 def _listed(prompts: Any) -> list[Prompt]:

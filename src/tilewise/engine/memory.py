@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tilewise.core.errors import InputError, TilewiseError
-from tilewise.engine.config import EngineConfig
+from tilewise.engine.config import LARGEST_GRAPH, EngineConfig
 from tilewise.engine.groups import Group
 from tilewise.engine.models.decoder import Decoder
 from tilewise.kv.pool import PagePool
@@ -71,21 +71,25 @@ def _budget(decoder: Decoder, config: EngineConfig) -> int:
     """Bytes for pages: of a GPU's memory the share that was asked for, less what is taken and what a step needs."""
     if decoder.device.type == "cpu":
         return _ON_CPU
-    step = _step_bytes(decoder, config)
+    rows = min(config.max_running, config.max_batch_tokens)
+    step = _step_bytes(decoder, config.max_batch_tokens, min(rows, _ROWS))
+    if config.graphs:  # which keep memory of their own
+        step += _step_bytes(decoder, min(rows, LARGEST_GRAPH), min(rows, LARGEST_GRAPH))
     free, total = torch.cuda.mem_get_info(decoder.device)
     reserved = torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
     return max(0, int(total * config.memory) - (total - free - reserved) - step)
 
 
 @torch.no_grad()
-def _step_bytes(decoder: Decoder, config: EngineConfig) -> int:
-    """The most memory that the largest step takes while it runs, by a trial without attention."""
+def _step_bytes(decoder: Decoder, count: int, rows: int) -> int:
+    """The most memory that a step of so many tokens takes while it runs, with some rows of logits, by a trial without
+    attention.
+    """
     device = decoder.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    tokens = torch.zeros(config.max_batch_tokens, dtype=torch.int64, device=device)
+    tokens = torch.zeros(count, dtype=torch.int64, device=device)
     hidden = decoder.hidden(tokens, lambda layer, qkv, norms: qkv[:, : decoder.config.num_heads].contiguous())
-    rows = min(config.max_running, config.max_batch_tokens, _ROWS)
     logits = decoder.logits(hidden[:rows])
     torch.softmax(logits, -1)  # sampling takes about as much again
     return torch.cuda.max_memory_allocated(device) - before

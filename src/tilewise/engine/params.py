@@ -121,6 +121,12 @@ class SamplingParams:
         """Whether the most likely token is taken."""
         return self.temperature == 0.0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before a token is drawn from them."""
+        penalties = (self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or bool(self.logit_bias or self.bad_token_ids) or self.allowed_token_ids is not None
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InputError where a token is outside the vocabulary, or more are to be listed than it has."""
         named = {

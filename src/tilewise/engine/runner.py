@@ -9,20 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.engine.config import EngineConfig
-from tilewise.engine.models.decoder import Decoder, Norms
+from tilewise.engine.config import LARGEST_GRAPH, EngineConfig
+from tilewise.engine.forward import Forward, Tokens
+from tilewise.engine.graphs import DecodeGraphs
+from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.pages import Growth, Pages
 from tilewise.engine.request import Sample
 from tilewise.engine.scheduler import Work
 from tilewise.engine.slot_params import SlotParams
-from tilewise.formula.library import causal, window
 from tilewise.kv.transfer import send_lists
 from tilewise.layouts import Paged
-from tilewise.ops.attention import plan
-from tilewise.ops.attention.planned import AttentionPlan
-from tilewise.ops.qkv_prologue import QKVPrologue
 from tilewise.ops.sampling import sample as choose
-from tilewise.rotary import Rope
 
 _ROWS = 256  # of a prompt whose log-probabilities are made at a time
 
@@ -69,19 +66,18 @@ class Runner:
     def __init__(self, decoder: Decoder, pages: Pages, config: EngineConfig, max_length: int) -> None:
         self.decoder, self.pages = decoder, pages
         self._config, self._device = config, decoder.device
-        self._tokens = torch.zeros(config.max_running, max_length + 1, dtype=torch.int32, device=self._device)
-        self._params = SlotParams(
-            config.max_running, decoder.config.vocab_size, self._tokens, decoder.config.eos_token_ids
-        )
-        self._cos, self._sin = decoder.rope_tables(max_length)
-        self._masks = {each.window: causal if each.window is None else window(each.window) for each in pages.groups}
-        self._places = {  # of a layer: its group, and its place among that group's
-            layer: (number, place)
-            for number, group in enumerate(pages.groups)
-            for place, layer in enumerate(group.layers)
-        }
+        rows = config.max_running + config.graphs  # the last one is that of requests that pad a step
+        self._tokens = torch.zeros(rows, max_length + 1, dtype=torch.int32, device=self._device)
+        self._params = SlotParams(rows, decoder.config.vocab_size, self._tokens, decoder.config.eos_token_ids)
         # on a CPU float32 is near enough: another order of sums changes no token
-        self._invariant = decoder.invariant = config.deterministic and decoder.device.type == "cuda"
+        decoder.invariant = config.deterministic and decoder.device.type == "cuda"
+        self._forward = Forward(decoder, pages, max_length, invariant=decoder.invariant)
+        self.graphs: DecodeGraphs | None = None
+        if config.graphs:
+            most = min(config.max_running, config.max_batch_tokens, LARGEST_GRAPH)
+            self.graphs = DecodeGraphs(self._forward, pages, self._tokens, self._params, most)
+            if self._device.type == "cuda":
+                self.graphs.record()
 
     def seat(self, samples: Sequence[Sample]) -> None:
         """Send samples' tokens and parameters to their slots."""
@@ -101,33 +97,35 @@ class Runner:
     @torch.no_grad()
     def launch(self, work: list[Work], growth: Growth) -> Step:
         """Start a step."""
+        decoding = all(each.count == 1 and each.samples for each in work)
+        if decoding and self.graphs is not None and len(work) <= self.graphs.largest:
+            return self._replay(work, growth, self.graphs)
         batch = self._sent(work, growth)
         rows = torch.repeat_interleave(batch.counts, output_size=batch.total)
         positions = batch.starts[rows] + torch.arange(batch.total, device=self._device) - batch.cu[rows]
         slots, lengths = batch.slots[rows], batch.starts + batch.counts
-        size = self.pages.page_size
-        where = self.pages.tables[:, slots, positions // size] * size + positions % size
         tables = self.pages.tables[:, batch.slots, : batch.width]
         layouts = [Paged(table, lengths, batch.cu) for table in tables.unbind()]
-        rope = Rope(self._cos, self._sin, positions)
-
-        eps = self.decoder.config.norm_eps
-        prologues = [QKVPrologue(slots, rope=rope, eps=eps) for slots in where.unbind()]
-        plans: dict[int, AttentionPlan] = {}  # by group: its layers attend over the same pages
-
-        def attend(layer: int, qkv: torch.Tensor, norms: Norms) -> torch.Tensor:
-            number, place = self._places[layer]
-            k, v = self.pages.pool.pages(place)
-            q = prologues[number].run(qkv, k, v, q_norm=norms[0], k_norm=norms[1])
-            if number not in plans:
-                mask, layout = self._masks[self.pages.groups[number].window], layouts[number]
-                plans[number] = plan(q, k, v, mask=mask, layout=layout, batch_invariant=self._invariant)
-            return plans[number].run(q, k, v)
-
-        hidden = self.decoder.hidden(self._tokens[slots, positions], attend)
+        where = self._forward.where(slots, positions)
+        hidden = self._forward.hidden(Tokens(self._tokens[slots, positions], positions, where, layouts))
         prompted = {n: self._prompted(each, hidden, batch, n) for n, each in enumerate(work) if _asks_of_prompt(each)}
         given = None if batch.ends is None else self._choose(work, hidden, batch, batch.ends)
         return self._received(work, given, prompted)
+
+    def _replay(self, work: list[Work], growth: Growth, graphs: DecodeGraphs) -> Step:
+        """Start a step in which all decode."""
+        count, samples = len(work), [each.sample for each in work]
+        padding = graphs.padded(count) - count
+        slots = [each.slot for each in work] + [len(self._tokens) - 1] * padding
+        starts = [each.start for each in work] + [0] * padding
+        slots_, starts_ = self._sent_with([slots, starts], growth)
+        counts = [each.start + 1 - each.sample.prompt_length for each in work]
+        kind = self._params.kind(samples, counts)
+        found = graphs.run(slots_, starts_, count, kind)
+        if kind is not None:
+            return self._received(work, Given(found, None, None, None), {})
+        rows, lengths = slots_[:count].long(), starts_[:count] + 1
+        return self._received(work, self._given(found, samples, counts, rows, lengths), {})
 
     def _choose(self, work: Sequence[Work], hidden: torch.Tensor, batch: _Batch, ends: torch.Tensor) -> Given:
         """The next token of each sample whose last token was computed; it joins the sample's others on the device."""
@@ -135,8 +133,16 @@ class Runner:
         samples = [each.sample for each in sampled]
         slots, lengths = batch.slots[ends].long(), batch.starts[ends] + batch.counts[ends]
         counts = [each.start + each.count - each.sample.prompt_length for each in sampled]
+        logits = self.decoder.logits(hidden[batch.cu[ends + 1] - 1])
+        return self._given(logits, samples, counts, slots, lengths)
+
+    def _given(
+        self, logits: torch.Tensor, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> Given:  # fmt: skip
+        """Tokens of rows of logits, which join those of their samples."""
         arguments = self._params.of(samples, counts, slots, lengths)
-        found = choose(self.decoder.logits(hidden[batch.cu[ends + 1] - 1]), **arguments)
+        found = choose(logits, **arguments)
         self._tokens[slots, lengths.long()] = found.tokens.clamp(min=0).int()  # the next step may have begun
         asked = arguments["logprobs"] is not None
         return Given(found.tokens, found.logprobs if asked else None, found.top_tokens, found.top_logprobs)
@@ -162,18 +168,21 @@ class Runner:
         starts, counts = [each.start for each in work], [each.count for each in work]
         ends = [at for at, each in enumerate(work) if each.samples]
         cu = list(itertools.accumulate(counts, initial=0))
-        parts = [cu, slots, starts, counts, ends, *map(list, zip(*growth.changes, strict=True))]
-        parts += [[page for pair in growth.copies for page in pair]]
-        on_device = send_lists(parts, self._device)
+        cu_, slots_, starts_, counts_, ends_ = self._sent_with([cu, slots, starts, counts, ends], growth)
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        width = -(-longest // self.pages.page_size)
+        return _Batch(work, cu_, slots_, starts_, counts_, ends_ if ends else None, cu[-1], width)
+
+    def _sent_with(self, lists: list[list[int]], growth: Growth) -> list[torch.Tensor]:
+        """Send lists and what grew in one transfer, and bring the block tables up to date."""
+        parts = [*lists, *map(list, zip(*growth.changes, strict=True))]
+        on_device = send_lists([*parts, [page for pair in growth.copies for page in pair]], self._device)
         if growth.changes:
-            group, slot, index, page = on_device[5:9]
+            group, slot, index, page = on_device[len(lists) : len(lists) + 4]
             self.pages.tables[group.long(), slot.long(), index.long()] = page
         if growth.copies:
             self.pages.pool.copy(on_device[-1].view(-1, 2))
-        longest = max(start + count for start, count in zip(starts, counts, strict=True))
-        width = -(-longest // self.pages.page_size)
-        cu_, slots_, starts_, counts_, ends_ = on_device[:5]
-        return _Batch(work, cu_, slots_, starts_, counts_, ends_ if ends else None, cu[-1], width)
+        return on_device[: len(lists)]
 
     def _received(self, work: list[Work], given: Given | None, prompted: dict[int, Prompted]) -> Step:
         """A step whose results are on their way to the host."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,15 @@ from tilewise.ops.sampling import Penalties
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _OFF = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+class Kind(NamedTuple):
+    """What the samples of a step use, where that is no more than this."""
+
+    greedy: bool
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
 
 
 class SlotParams:
@@ -47,6 +56,34 @@ class SlotParams:
             if each.allowed_token_ids is not None:
                 self._masks[sample.slot] = self._mask(each.allowed_token_ids)
 
+    def kind(self, samples: Sequence[Sample], counts: Sequence[int]) -> Kind | None:
+        """What these samples use; None where logits are changed first, or log-probabilities are asked for."""
+        params = [sample.request.params for sample in samples]
+        if any(each.changes_logits or each.logprobs is not None for each in params):
+            return None
+        if any(count < each.min_tokens for count, each in zip(counts, params, strict=True)):
+            return None
+        greedy = all(each.greedy for each in params)
+        used = (any(each.top_k for each in params), any(each.top_p != 1.0 for each in params))
+        return Kind(greedy, *used, any(each.min_p for each in params)) if not greedy else Kind(True)
+
+    def plain(self, slots: torch.Tensor, lengths: torch.Tensor, kind: Kind) -> dict[str, Any]:
+        """Arguments of `tilewise.sample` for samples of one kind.
+
+        Args:
+            slots: int64 (rows,), theirs, on the device.
+            lengths: int32 (rows,), tokens that each has, prompt included.
+            kind: of all of them.
+        """
+        if kind.greedy:
+            return {"temperature": 0.0}
+        numbers = self._numbers[slots]
+        found: dict[str, Any] = {"seeds": self._seeds[slots], "positions": lengths}
+        for name, used in (("temperature", True), ("top_p", kind.top_p), ("min_p", kind.min_p)):
+            if used:
+                found[name] = numbers[:, _NUMBERS.index(name)].contiguous()
+        return found | ({"top_k": self._top_k[slots]} if kind.top_k else {})
+
     def of(
         self, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor, lengths: torch.Tensor
     ) -> dict[str, Any]:
@@ -62,11 +99,9 @@ class SlotParams:
         numbers = self._numbers[slots]
         columns = {name: numbers[:, n].contiguous() for n, name in enumerate(_NUMBERS)}
         used = {name: any(getattr(each, name) != off for each in params) for name, off in _OFF.items()}
-        found: dict[str, Any] = {name: columns[name] if used[name] else None for name in ("top_p", "min_p")}
-        found["temperature"] = 0.0 if all(each.greedy for each in params) else columns["temperature"]
-        found["top_k"] = self._top_k[slots] if any(each.top_k for each in params) else None
-        if not all(each.greedy for each in params):
-            found |= {"seeds": self._seeds[slots], "positions": lengths}
+        greedy = all(each.greedy for each in params)
+        kind = Kind(greedy, any(each.top_k for each in params), used["top_p"], used["min_p"])
+        found = self.plain(slots, lengths, kind)
         kinds = {kind: f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")}
         if any(used[name] for name in kinds.values()):
             chosen = {kind: columns[name] if used[name] else None for kind, name in kinds.items()}
