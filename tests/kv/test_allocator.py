@@ -285,3 +285,23 @@ def test_sequences_without_their_front_share_nothing_there() -> None:
     sequence = _of_length(allocator, 8)
     allocator.drop_front(sequence, 1)
     assert shared_prefixes([sequence, *allocator.fork(sequence)]) == []
+
+
+def test_append_in_place_is_append_where_no_page_is_taken() -> None:
+    pages = PageAllocator(8, 4)
+    one, other, empty = pages.create(), pages.create(), pages.create()
+    pages.append(one, 5), pages.append(other, 6)
+    assert pages.append_in_place([one, other])
+    assert (one.length, other.length) == (6, 7)
+    assert not pages.append_in_place([one, other], 2)  # the other would need a page: neither grows
+    assert not pages.append_in_place([empty])
+    (fork,) = pages.fork(one)
+    assert not pages.append_in_place([one])  # shared: append copies the page
+    pages.free(fork)
+    assert pages.append_in_place([one])
+    pages.append(one, 1)
+    pages.append(one, 3)
+    pages.keep(one.pages[-1])
+    assert not pages.append_in_place([one])  # known by its content
+    assert (one.length, other.length, empty.length) == (11, 7, 0)
+    assert pages.violations() == []

@@ -162,6 +162,13 @@ class Pages:
         """Whether there are these, and a `reserve` beside them."""
         return self.needed(held, count) + reserve <= self.allocator.num_available
 
+    def grow_in_place(self, slot: int, count: int) -> bool:
+        """`grow`, if the device need not hear of it, as in most steps of a sequence that decodes; whether it did."""
+        parts = self._rows[slot].parts
+        if self._stale[slot] or self._sent[slot] != [len(part.pages) for part in parts]:
+            return False
+        return self.allocator.append_in_place(parts, count)
+
     def grow(self, slot: int, count: int) -> None:
         """Make room for more tokens of a slot's sequence, in the next step."""
         parts, sent, stale = self._rows[slot].parts, self._sent[slot], self._stale[slot]

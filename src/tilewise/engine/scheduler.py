@@ -78,8 +78,9 @@ class Scheduler:
             if sample.state is not State.RUNNING or not budget or not self._may_go_on(sample):
                 continue
             count = min(sample.pending, budget)
-            if self._make_room(sample, count):
-                work.append(self._taken(sample, count))
+            grown = self._pages.grow_in_place(sample.slot, count)
+            if grown or self._make_room(sample, count):
+                work.append(self._taken(sample, count, grown=grown))
                 budget -= count
         work = [each for each in work if each.turn == each.sample.turn]  # who ended when others lost pages is out
         return work + self._admitted(budget, work)
@@ -130,9 +131,10 @@ class Scheduler:
         """Whether there is a token to compute: not where the last of all that it may have is on its way."""
         return sample.pending > 0 and sample.launched < sample.most
 
-    def _taken(self, sample: Sample, count: int) -> Work:
+    def _taken(self, sample: Sample, count: int, *, grown: bool = False) -> Work:
         start = sample.computed
-        self._pages.grow(sample.slot, count)
+        if not grown:
+            self._pages.grow(sample.slot, count)
         self._fresh.add(sample)
         sample.computed += count
         samples = sample.computed == sample.launched

@@ -135,6 +135,25 @@ class PageAllocator:
         start, sequence.length = sequence.length, sequence.length + n
         return Write(runs_of(pages, start, sequence.length, self.page_size), copies)
 
+    def append_in_place(self, sequences: Iterable[Sequence], n: int = 1) -> bool:
+        """`append` of `n` tokens to each of the live `sequences`, if that takes no page and copies none. Unlike `append`
+        it checks no argument: it is for steps of many sequences that grow by a token.
+
+        Returns:
+            Whether it did; else nothing has changed.
+        """
+        size = self.page_size
+        for sequence in sequences:
+            used = sequence.length % size
+            if not used or used + n > size:
+                return False
+            last = sequence.pages[-1]
+            if self._holders[last] > 1 or last in self._kept:
+                return False
+        for sequence in sequences:
+            sequence.length += n
+        return True
+
     def append_all(self, wanted: Iterable[tuple[Sequence, int]]) -> list[Write]:
         """Append to each of `wanted`, pairs (sequence, n), in their order, or to none of them.
 
