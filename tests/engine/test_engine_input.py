@@ -245,3 +245,12 @@ def test_messages_that_are_refused(messages: Any, llm: LLM) -> None:
 def test_sizes_are_counts() -> None:
     for name in ("page_size", "max_batch_tokens", "max_running", "max_waiting", "num_pages", "max_model_len"):
         refused(lambda name=name: EngineConfig(**{name: 0}), InputError, f"{name}: got 0")  # type: ignore[misc]
+
+
+def test_random_weights_answer_lists_of_tokens() -> None:
+    llm = LLM("random:tiny", device="cpu", max_model_len=32, num_pages=8)
+    (output,) = llm.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 4
+    refused(lambda: llm.generate("text"), InputError, "prompt: got text; expected tokens")
+    refused(lambda: llm.chat([{"role": "user", "content": "text"}]), InputError, "tokenizer: got random weights")
+    refused(lambda: LLM("random:nope"), InputError, "shape: got 'nope'; expected tiny")

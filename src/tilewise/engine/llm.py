@@ -13,7 +13,7 @@ from tilewise.core.errors import InputError
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.engine import Engine
 from tilewise.engine.interrupts import Interrupts
-from tilewise.engine.models.load import decoder_of, folder_of
+from tilewise.engine.models.load import RANDOM, decoder_of, folder_of
 from tilewise.engine.params import SamplingParams
 from tilewise.engine.request import RequestOutput
 from tilewise.engine.tokenizer import Tokenizer
@@ -26,8 +26,8 @@ class LLM:
     """A model of Hugging Face's format, which answers many prompts at a time.
 
     Args:
-        model: its folder, with config.json, *.safetensors and tokenizer.json; or "smollm2", a small one that is fetched
-            on first use.
+        model: its folder, with config.json, *.safetensors and tokenizer.json; "smollm2", a small one that is fetched on
+            first use; or "random:NAME", random weights of a published shape, whose prompts are lists of tokens.
         dtype: "float32", "float16" or "bfloat16"; "auto" is the checkpoint's on a GPU, and float32 on a CPU.
         device: where it runs; None is a GPU if there is one.
         options: fields of `EngineConfig`, such as max_model_len, memory, kv_encoding and prefix_cache.
@@ -46,18 +46,26 @@ class LLM:
     def __init__(
         self, model: str | Path, *, dtype: str = "auto", device: torch.device | str | None = None, **options: Any
     ) -> None:
-        folder = folder_of(model)
+        random = isinstance(model, str) and model.startswith(RANDOM)
+        found = model if random else folder_of(model)
         unknown = sorted(options.keys() - EngineConfig.__dataclass_fields__.keys())
         if unknown:
             expected = ", ".join(EngineConfig.__dataclass_fields__)
             raise InputError("LLM", got=f"{unknown[0]}=", expected=expected, hint="see tilewise.engine.EngineConfig")
-        decoder = decoder_of(folder, dtype=dtype, device=device)
-        self.engine = Engine(decoder, Tokenizer.read(folder), EngineConfig(**options))
-        self.name = Path(folder).name
+        decoder = decoder_of(found, dtype=dtype, device=device)
+        self.engine = Engine(decoder, None if random else Tokenizer.read(found), EngineConfig(**options))
+        self.name = Path(found).name
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The model's.
+
+        Raises:
+            InputError: random weights have none.
+        """
+        if self.engine.tokenizer is None:
+            hint = "give prompts as lists of tokens to `generate`"
+            raise InputError("tokenizer", got="random weights", expected="a model with one", hint=hint)
         tokenizer: Tokenizer = self.engine.tokenizer
         return tokenizer
 

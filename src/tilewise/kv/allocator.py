@@ -136,8 +136,8 @@ class PageAllocator:
         return Write(runs_of(pages, start, sequence.length, self.page_size), copies)
 
     def append_in_place(self, sequences: Iterable[Sequence], n: int = 1) -> bool:
-        """`append` of `n` tokens to each of the live `sequences`, if that takes no page and copies none. Unlike `append`
-        it checks no argument: it is for steps of many sequences that grow by a token.
+        """`append` of `n` tokens to each of the live `sequences`, if that takes no page and copies none. Unlike
+        `append` it checks no argument: it is for steps of many sequences that grow by a token.
 
         Returns:
             Whether it did; else nothing has changed.
