@@ -142,7 +142,7 @@ def test_only_kernel_files_import_triton_at_module_level() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("operation", ["attention", "merge", "kv_write", *NEIGHBOURS])
+@pytest.mark.parametrize("operation", ["attention", "merge", "kv_write", "qkv_prologue", *NEIGHBOURS])
 def test_implementations_do_not_import_each_other(operation: str) -> None:
     """Rows of one operation share `problem` and `configs`, never another row and never the reference."""
     folder = SOURCE / "ops" / operation

@@ -126,6 +126,9 @@ _WRITE_SHARED = (
     *(_WRITE + name for name in ("__init__.py", "problem.py", "table.py", "torch_op.py")),
 )
 
+_PROLOGUE = "src/tilewise/ops/qkv_prologue/"
+_PROLOGUE_SHARED = (*_WRITE_SHARED, *(_PROLOGUE + name for name in ("__init__.py", "problem.py", "table.py")))
+
 _OF_TOKENS = (
     "src/tilewise/schedule/page_selection.py",
     "src/tilewise/tiles/early.py",
@@ -201,6 +204,22 @@ def _neighbour(name: str) -> tuple[Family, Family]:
     return (
         Family(f"{name}_triton", kernels, tests, ("triton",), _CI, name, (name,)),
         Family(f"{name}_cpu", (*shared, folder + "cpu.py"), (f"tests/ops/{name}/*.py",), ("cpu",), "", name),
+    )
+
+
+def _writes(
+    name: str, shared: tuple[str, ...], beside: tuple[str, ...] = (), tests: tuple[str, ...] = (), more: str = ""
+) -> tuple[Family, Family]:
+    """The families of an operation that writes into pages: its Triton kernels, its CPU path and the row `more`;
+    `beside` are the folders of operations whose implementations it calls.
+    """
+    folders = (f"src/tilewise/ops/{name}/", *beside)
+    kernels = (*shared, *(folder + "triton_*.py" for folder in folders), _LAUNCH, _CODES, _ROTARY)
+    rows = ("cpu", more) if more else ("cpu",)
+    host = (*shared, *(folder + "cpu.py" for folder in folders), *(folders[0] + f"{row}.py" for row in rows[1:]))
+    return (
+        Family(f"{name}_triton", kernels, (f"tests/gpu/test_{name}.py", *tests), ("triton",), _CI, name, (name,)),
+        Family(f"{name}_cpu", host, (f"tests/ops/{name}/*.py",), rows, "", name),
     )
 
 
@@ -339,22 +358,8 @@ FAMILIES: dict[str, Family] = {
             rows=("cpu",),
             operation="merge",
         ),
-        Family(
-            name="kv_write_triton",
-            sources=(*_WRITE_SHARED, _WRITE + "triton_*.py", _LAUNCH, _CODES, _ROTARY),
-            tests=("tests/gpu/test_kv_write.py", _FAR),
-            rows=("triton",),
-            ci=_CI,
-            operation="kv_write",
-            compiled=("kv_write",),
-        ),
-        Family(
-            name="kv_write_cpu",
-            sources=(*_WRITE_SHARED, _WRITE + "cpu.py"),
-            tests=("tests/ops/kv_write/*.py",),
-            rows=("cpu",),
-            operation="kv_write",
-        ),
+        *_writes("kv_write", _WRITE_SHARED, tests=(_FAR,)),
+        *_writes("qkv_prologue", _PROLOGUE_SHARED, beside=(_WRITE,), more="apart"),
         *itertools.chain.from_iterable(map(_neighbour, NEIGHBOURS)),
         Family(
             name="token_scores_hopper",

@@ -16,7 +16,7 @@ from benchmarks.records import RESULTS
 from tools.families import NEIGHBOURS, ROOT, family_of
 from tools.receipts import read_all, verified
 
-OPERATIONS = ("attention", "merge", "kv_write", *NEIGHBOURS)
+OPERATIONS = ("attention", "merge", "kv_write", "qkv_prologue", *NEIGHBOURS)
 KINDS = {"cpu": "on a CPU, PyTorch", "triton": "on a GPU, Triton", "hopper": "on Hopper, Gluon"}
 VERIFIED = "✓"
 HARDWARE = {

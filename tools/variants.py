@@ -17,7 +17,15 @@ from tilewise.ops.kv_write.problem import Copy, Write, copy_calls, write_call
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.merge.problem import joined_call, separate_call
 from tilewise.quant import KINDS, encode, encode_by_channel
-from tilewise.testing.offline import Resources, compile_call, compile_kv_write, compile_merge, compile_operation
+from tilewise.testing import qkv_prologue
+from tilewise.testing.offline import (
+    Resources,
+    compile_call,
+    compile_kv_write,
+    compile_merge,
+    compile_operation,
+    compile_qkv_prologue,
+)
 from tools.families import NEIGHBOURS
 
 ARCHITECTURES = (80, 90, 100)
@@ -150,8 +158,8 @@ def _neighbour(name: str) -> dict[str, Callable[[int, torch.dtype], tuple[Any, .
 @dataclass(frozen=True)
 class Variant:
     """One call to compile: `row` of attention with a formula, "merge" of states that lie so, "kv_write" of tokens or
-    pages, or another operation on rows as wide as `head_dim`. Of the `quick` ones the compile tier compiles a
-    part, the tool compiles all.
+    pages, "qkv_prologue" into pages, or another operation on rows as wide as `head_dim`. Of the `quick` ones the
+    compile tier compiles a part, the tool compiles all.
     """
 
     sm: int
@@ -206,6 +214,8 @@ class Variant:
             return compile_merge(STATES[self.formula](self.head_dim, DTYPES[self.dtype]), self.sm)
         if self.row == "kv_write":
             return compile_kv_write(WRITES[self.formula](self.head_dim, DTYPES[self.dtype]), self.sm)
+        if self.row == "qkv_prologue":
+            return compile_qkv_prologue(qkv_prologue.VARIANTS[self.formula](self.head_dim, DTYPES[self.dtype]), self.sm)
         if self.row in NEIGHBOURS:
             operation, call, *backward = _neighbour(self.row)[self.formula](self.head_dim, DTYPES[self.dtype])
             return compile_operation(operation, call, self.sm, *backward)
@@ -285,6 +295,9 @@ def variants() -> Iterator[Variant]:
     for sm, moved in itertools.product(ARCHITECTURES, WRITES):
         for dtype, head_dim in (("bf16", 128), ("bf16", 40), ("fp32", 128)):
             yield Variant(sm, "kv_write", dtype, head_dim, moved, head_dim == 128)
+    for sm, kind in itertools.product(ARCHITECTURES, qkv_prologue.VARIANTS):
+        for dtype, head_dim in (("bf16", 128), ("bf16", 40), ("fp32", 128)):
+            yield Variant(sm, "qkv_prologue", dtype, head_dim, kind, head_dim == 128)
     for sm, name in itertools.product(ARCHITECTURES, NEIGHBOURS):
         for formula, (dtype, width) in itertools.product(_neighbour(name), _WIDTHS):
             yield Variant(sm, name, dtype, width, formula, sm == 90 and (dtype, width) == _WIDTHS[0])

@@ -131,7 +131,7 @@ class TestTable:
             chosen = [variant for variant in variants() if variant.quick and variant.sm == sm]
             assert {v.dtype for v in chosen} == set(DTYPES)
             assert {v.head_dim for v in chosen if v.row not in NEIGHBOURS} == {64, 128, 256, 512}
-            rows = {"triton", "triton_codes", "triton_decode", "triton_paged", "merge", "kv_write"}
+            rows = {"triton", "triton_codes", "triton_decode", "triton_paged", "merge", "kv_write", "qkv_prologue"}
             assert {v.row for v in chosen} == rows | (
                 {"hopper", "hopper_codes", "hopper_decode", "hopper_mixed", *NEIGHBOURS} if sm == 90 else set()
             )

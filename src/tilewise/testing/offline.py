@@ -21,6 +21,7 @@ from tilewise.ops.attention.table import named
 from tilewise.ops.kv_write.problem import Copy, Write
 from tilewise.ops.merge.problem import Call as MergeCall
 from tilewise.ops.operation import Operation, fields_of
+from tilewise.ops.qkv_prologue.problem import Call as Prologue
 from tilewise.ops.triton_operands import too_wide
 from tilewise.ops.uniform_registers import read_unset
 from tilewise.testing.barriers import reused_barriers
@@ -156,6 +157,15 @@ def compile_kv_write(call: Write | Copy, sm: int) -> list[Resources]:
 
     with compiling_for(sm) as kernels:
         triton_kv_write.write(call) if isinstance(call, Write) else triton_kv_write.copy(call)
+    return kernels.resources()
+
+
+def compile_qkv_prologue(call: Prologue, sm: int) -> list[Resources]:
+    """As `compile_call`, the kernel that a call of `qkv_prologue` launches."""
+    from tilewise.ops.qkv_prologue import triton_qkv_prologue
+
+    with compiling_for(sm) as kernels:
+        triton_qkv_prologue.forward(call)
     return kernels.resources()
 
 

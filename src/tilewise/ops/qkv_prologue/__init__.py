@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.core.dispatch import Row, named
-from tilewise.core.readback import values_checked
+from tilewise.core.readback import unreadable, values_checked
 from tilewise.ops.qkv_prologue.problem import Call, check_eps, kind_of, make_call
 from tilewise.ops.qkv_prologue.table import ROWS, choose, run
 from tilewise.quant import ByChannel, Encoded
@@ -24,7 +24,7 @@ class QKVPrologue:
             A token with a negative slot is not written; its query is still returned.
         rope: a `tilewise.Rope` of these tokens; those that are not written need a position of the tables, too.
         eps: added to the mean of squares.
-        impl: "cpu", "apart" or "reference"; None takes the first one that can run a call.
+        impl: "triton", "cpu", "apart" or "reference"; None takes the first one that can run a call.
 
     Raises:
         InputError: eps is not a finite number, at least 0, or there is no such implementation.
@@ -86,11 +86,15 @@ class QKVPrologue:
         return run(self._row, call)
 
     def _read(self) -> tuple[torch.Tensor, ...]:
-        """Tensors whose values were checked."""
-        return (self._slots, self._rope.positions) if values_checked(self._slots.device) else ()
+        """Tensors whose values are checked, where they can be read now."""
+        index = (self._slots, self._rope.positions)
+        return () if not values_checked(self._slots.device) or any(map(unreadable, index)) else index
 
     def _values_are_known(self) -> bool:
-        return all(torch.equal(x, y) for x, y in zip(self._read(), self._index, strict=True))
+        read = self._read()
+        if not read:
+            return True
+        return bool(self._index) and all(torch.equal(x, y) for x, y in zip(read, self._index, strict=True))
 
 
 def qkv_prologue(

@@ -11,10 +11,10 @@ import torch
 from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.core.readback import values_checked
 from tilewise.core.real import is_finite
-from tilewise.core.tensors import check_dense, plain, recorded
-from tilewise.ops.kv_write.problem import Write, write_call, write_of
+from tilewise.core.tensors import check_dense, not_dense, plain, recorded, refuse_transforms
+from tilewise.ops.kv_write.problem import DTYPES, Write, write_call, write_of
 from tilewise.quant import ByChannel, Encoded
-from tilewise.rotary import Rope, check_positions
+from tilewise.rotary import Rope, check_positions, check_rope
 
 _SHAPE = "(tokens, num_heads_q + 2 * num_heads_kv, head_dim)"
 
@@ -61,28 +61,66 @@ def kind_of(parts: Parts) -> object:
 def make_call(parts: Parts, slots: Any, rope: Any, eps: float) -> Call:
     """The call of these arguments; raises InputError."""
     qkv, k_pages, v_pages, *norms = parts
-    check_dense("qkv", qkv, f"a dense tensor {_SHAPE}", "the joint projection, its last dimension split in heads")
-    pages = k_pages.shape if isinstance(k_pages, (torch.Tensor, Encoded, ByChannel)) else ()
-    heads_kv = pages[2] if len(pages) == 4 else 0
-    heads = qkv.shape[1] - 2 * heads_kv if qkv.ndim == 3 else 0
-    if heads_kv and (heads < 1 or heads % heads_kv):
-        raise InputError(
-            "qkv",
-            got=f"shape {tuple(qkv.shape)}, with k_pages {tuple(pages)}",
-            expected=f"{_SHAPE}, num_heads_kv as k_pages has it and a divisor of num_heads_q",
-            hint="view the projection as (tokens, heads, head_dim)",
-        )
+    _check_qkv(qkv)
     if rope is None:
         raise InputError("rope", got="None", expected="a tilewise.Rope", hint="tilewise.kv_write needs none")
+    check_rope(rope, "qkv", qkv)
     if recorded((qkv,)):
         hint = "call rms_norm, rope and kv_write there"
         raise UnsupportedError("qkv_prologue", got="a call that PyTorch records", expected="an eager call", hint=hint)
+    heads, heads_kv = _heads(qkv, k_pages, v_pages)
     k, v = qkv[:, heads : heads + heads_kv], qkv[:, heads + heads_kv :]
     write_call(k, v, k_pages, v_pages, slots, rope)
     if values_checked(qkv.device):
         check_positions(rope)  # of all tokens: each has a query
     _check_norms(norms, qkv)
     return Call.of(parts, slots, rope, eps)
+
+
+def _check_qkv(qkv: Any) -> None:
+    """What `kv_write` checks of keys and values, by the name that they have here."""
+    check_dense("qkv", qkv, f"a dense tensor {_SHAPE}", "the joint projection, its last dimension split in heads")
+    refuse_transforms("qkv_prologue", (qkv,))
+    fits = qkv.ndim == 3 and qkv.shape[2] > 0 and qkv.dtype in DTYPES and (qkv.stride(2) == 1 or qkv.shape[2] == 1)
+    gradient = qkv.requires_grad and torch.is_grad_enabled()
+    if not fits or gradient:
+        raise InputError(
+            "qkv",
+            got=f"{qkv.dtype} {tuple(qkv.shape)}, strides {qkv.stride()}" + ", with a gradient" * gradient,
+            expected=f"float16, bfloat16 or float32 {_SHAPE}, unit stride in head_dim, without a gradient",
+            hint="view the projection as (tokens, heads, head_dim); call it under torch.no_grad()",
+        )
+
+
+def _heads(qkv: torch.Tensor, k_pages: Any, v_pages: Any) -> tuple[int, int]:
+    """(heads of q, heads of k); zeros for pages of which `kv_write` has to say what is wrong."""
+    pages = {"k_pages": k_pages, "v_pages": v_pages}
+    if not all(isinstance(x, (Encoded, ByChannel)) or not_dense(x) is None for x in pages.values()):
+        return 0, 0
+    if not all(len(x.shape) == 4 for x in pages.values()):
+        return 0, 0
+    heads_kv = k_pages.shape[2]
+    heads = qkv.shape[1] - 2 * heads_kv
+    if heads_kv < 1:
+        raise InputError("k_pages", got=f"shape {tuple(k_pages.shape)}", expected="1 head or more", hint=_SHAPE)
+    if heads < 1 or heads % heads_kv:
+        raise InputError(
+            "qkv",
+            got=f"shape {tuple(qkv.shape)}, with k_pages {tuple(k_pages.shape)}",
+            expected=f"{_SHAPE}, num_heads_kv as k_pages has it and a divisor of num_heads_q",
+            hint="view the projection as (tokens, heads, head_dim)",
+        )
+    for name, x in pages.items():
+        raw = x.open if isinstance(x, ByChannel) else x  # numbers of the dtype of qkv, or codes
+        dtype = qkv.dtype if isinstance(raw, Encoded) else raw.dtype
+        if x.shape[3] != qkv.shape[2] or dtype != qkv.dtype or x.device != qkv.device:
+            raise InputError(
+                name,
+                got=f"{dtype} {tuple(x.shape)} on {x.device}",
+                expected=f"{qkv.dtype} (..., {qkv.shape[2]}) on {qkv.device}, as qkv",
+                hint="keys and values are as wide as queries; `tilewise.kv_write` takes values of another width",
+            )
+    return heads, heads_kv
 
 
 def check_eps(eps: Any) -> None:
@@ -101,6 +139,7 @@ def _check_norms(norms: Sequence[Any], qkv: torch.Tensor) -> None:
         raise InputError(missing[0], got="None", expected=expected, hint="both q_norm and k_norm, or none of them")
     for name, x in given.items():
         check_dense(name, x, expected, "a weight for each column of a head")
+        refuse_transforms("qkv_prologue", (x,))
         fits = x.shape == qkv.shape[-1:] and x.dtype in (qkv.dtype, torch.float32) and x.device == qkv.device
         gradient = x.requires_grad and torch.is_grad_enabled()
         if not fits or not x.is_contiguous() or gradient:
