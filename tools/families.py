@@ -208,17 +208,18 @@ def _neighbour(name: str) -> tuple[Family, Family]:
 
 
 def _writes(
-    name: str, shared: tuple[str, ...], beside: tuple[str, ...] = (), tests: tuple[str, ...] = ()
+    name: str, shared: tuple[str, ...], beside: tuple[str, ...] = (), tests: tuple[str, ...] = (), more: str = ""
 ) -> tuple[Family, Family]:
-    """The families of an operation that writes into pages: its Triton kernels, its CPU path; `beside` are the folders
-    of operations whose implementations it calls.
+    """The families of an operation that writes into pages: its Triton kernels, its CPU path and the row `more`;
+    `beside` are the folders of operations whose implementations it calls.
     """
     folders = (f"src/tilewise/ops/{name}/", *beside)
     kernels = (*shared, *(folder + "triton_*.py" for folder in folders), _LAUNCH, _CODES, _ROTARY)
-    host = (*shared, *(folder + "cpu.py" for folder in folders))
+    rows = ("cpu", more) if more else ("cpu",)
+    host = (*shared, *(folder + "cpu.py" for folder in folders), *(folders[0] + f"{row}.py" for row in rows[1:]))
     return (
         Family(f"{name}_triton", kernels, (f"tests/gpu/test_{name}.py", *tests), ("triton",), _CI, name, (name,)),
-        Family(f"{name}_cpu", host, (f"tests/ops/{name}/*.py",), ("cpu",), "", name),
+        Family(f"{name}_cpu", host, (f"tests/ops/{name}/*.py",), rows, "", name),
     )
 
 
@@ -358,7 +359,7 @@ FAMILIES: dict[str, Family] = {
             operation="merge",
         ),
         *_writes("kv_write", _WRITE_SHARED, tests=(_FAR,)),
-        *_writes("qkv_prologue", _PROLOGUE_SHARED, beside=(_WRITE,)),
+        *_writes("qkv_prologue", _PROLOGUE_SHARED, beside=(_WRITE,), more="apart"),
         *itertools.chain.from_iterable(map(_neighbour, NEIGHBOURS)),
         Family(
             name="token_scores_hopper",
