@@ -148,9 +148,9 @@ def test_a_second_ctrl_c_waits_until_the_engine_is_whole(monkeypatch: pytest.Mon
     interrupt_computing(engine, monkeypatch, at=1)
     restart = engine.scheduler.restart
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
         signal.raise_signal(signal.SIGINT)
-        restart(*args)
+        restart(*args, **kwargs)
 
     monkeypatch.setattr(engine.scheduler, "restart", interrupted)
     with pytest.raises(KeyboardInterrupt):

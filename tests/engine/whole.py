@@ -32,8 +32,9 @@ def check_whole(engine: Engine) -> None:
     for each in running:
         assert each.sequence is not None
         assert each.sequence.length == each.computed <= each.launched <= each.most
-        assert each.seated == each.turn
-        assert engine.runner._tokens[each.slot, : len(each.tokens)].tolist() == each.tokens
+        assert each.seated <= each.turn
+        if each.seated == each.turn:  # else the next step sends its tokens
+            assert engine.runner._tokens[each.slot, : len(each.tokens)].tolist() == each.tokens
 
 
 def check_empty(engine: Engine) -> None:

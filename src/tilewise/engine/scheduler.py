@@ -50,11 +50,17 @@ class Scheduler:
         self.num_waiting += 1
         heapq.heappush(self._waiting, ((request.priority, request.number, sample.index), sample))
 
-    def restart(self, samples: Sequence[Sample]) -> None:
-        """After an exception, which may have come while a step was planned: all `samples` that have not ended wait."""
+    def restart(self, samples: Sequence[Sample], *, keep: bool) -> None:
+        """After an exception, which may have come while a step was planned: `samples` go on from what was launched.
+
+        Args:
+            samples: all that there are.
+            keep: whether pages hold what was launched; else all that have not ended wait, and compute theirs anew.
+        """
         for sample in [*self.running]:
-            self.preempt(sample)
-        self._pages.free_all()
+            if not keep or not self._rewind(sample):
+                self.preempt(sample)
+        self._pages.free_unseated()
         self._waiting.clear()
         self.num_waiting = 0
         for sample in samples:
@@ -158,6 +164,16 @@ class Scheduler:
         sample.computed, sample.launched = 0, len(sample.tokens)
         self.preemptions += 1
         self.add(sample)
+
+    def _rewind(self, sample: Sample) -> bool:
+        """Let a running sample go on from the tokens that are certain; False where it lacks pages for that."""
+        length = self._pages.rewind(sample.slot, sample.certain)
+        if length is None:
+            return False
+        sample.turn += 1
+        sample.computed = sample.written = length
+        sample.launched = len(sample.tokens)
+        return True
 
     def _admit(self, sample: Sample, budget: int, reserve: int) -> Work | None:
         """Give the first who waits pages and a slot for a part of its prompt; None where that must wait, since a
