@@ -130,6 +130,43 @@ def test_a_page_that_was_to_be_copied_is_computed_anew() -> None:
     assert told["one"].outputs[0].token_ids == _greedy(prompt, 8)
 
 
+@pytest.mark.parametrize("number", range(1, 5))
+def test_answers_that_share_a_page_compute_it_anew_where_it_was_not_copied(number: int) -> None:
+    """The answers share a page of their prompt until each writes into one of its own."""
+    engine, told = engine_of(page_size=4, num_pages=64, prefix_cache=False), {}
+    engine.add([3, 1, 4, 1, 5, 9], SamplingParams(temperature=0.0, max_tokens=8, n=3), request_id="all")
+    for _ in range(number):
+        engine.step()
+    with failing(engine, "send", RuntimeError), pytest.raises(RuntimeError, match="at send"):
+        engine.step()
+    for sample in samples_of(engine):
+        if sample.state is State.RUNNING:
+            check_pages(engine, sample)
+    finish(engine, told, engine.step)
+    assert [each.token_ids for each in told["all"].outputs] == [_greedy([3, 1, 4, 1, 5, 9], 8)] * 3
+
+
+def test_an_answer_does_not_begin_with_a_page_that_is_just_copied() -> None:
+    """The first one goes on in a copy of its page; the second one, which shares that, waits for it."""
+    engine, told = engine_of(page_size=4, num_pages=64, max_running=2), {}
+    engine.add([7, 7, 7], SamplingParams(temperature=0.0, max_tokens=3))
+    engine.add([3, 1, 4, 1, 5, 9], SamplingParams(temperature=0.0, max_tokens=8, n=2), request_id="both")
+    for _ in range(2):
+        engine.step()
+    with failing(engine, "second text", RuntimeError), pytest.raises(RuntimeError, match="at second text"):
+        engine.step()
+    first = next(sample for sample in samples_of(engine) if sample.request.request_id == "both")
+    assert first.computed == 7
+    assert engine.pages.needed(first.sequence, 1) == 1  # type: ignore[arg-type]
+    for _ in range(2):
+        engine.step()
+        for sample in engine.scheduler.running:
+            check_pages(engine, sample)
+    assert len(engine.scheduler.running) == 2
+    finish(engine, told, engine.step)
+    assert [each.token_ids for each in told["both"].outputs] == [_greedy([3, 1, 4, 1, 5, 9], 8)] * 2
+
+
 def test_nobody_finds_pages_of_a_step_that_fails_on_the_device() -> None:
     """It was launched, and others may begin with its pages from then on: until its failure is known."""
     engine, told, prompt = engine_of(page_size=4, num_pages=64, lag=1), {}, list(range(20))

@@ -183,6 +183,10 @@ class Pages:
         self._grown[slot] = Growth(copies, changes)
         stale.clear()
 
+    def copies(self, slot: int) -> bool:
+        """Whether a page of a slot's sequence gets its content in the next step, from another page."""
+        return slot in self._grown and bool(self._grown[slot].copies)
+
     def grown(self) -> Growth:
         """What the device has to do before the next step, all together."""
         found = self._grown.values()

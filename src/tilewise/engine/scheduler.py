@@ -40,7 +40,7 @@ class Scheduler:
         self.running: dict[Sample, None] = {}  # in the order in which they were admitted
         self._waiting: list[tuple[tuple[int, int, int], Sample]] = []
         self._slots = list(range(config.max_running))  # a heap
-        self._fresh: set[Sample] = set()  # in the step that is planned: nobody can read what they write
+        self._fresh: set[Sample] = set()  # in the step that is planned: they keep their pages
         self.preemptions = 0
         self.num_waiting = 0  # samples without pages
 
@@ -126,7 +126,7 @@ class Scheduler:
         if first is not sample and not sample.turn and first.state is not State.FINISHED:
             if first.state is State.WAITING:
                 return True
-            if first.computed < sample.prompt_length or first in self._fresh:
+            if first.written < sample.prompt_length or self._pages.copies(first.slot):
                 return True
         if sample.request.params.prompt_logprobs is not None or not self._config.prefix_cache:
             return False
