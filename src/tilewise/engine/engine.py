@@ -77,7 +77,8 @@ class Engine:
             prompt: text, or its tokens.
             params: how tokens are chosen, and when the answer ends.
             request_id: a name that no live request has; None makes one.
-            priority: lower ones go first.
+            priority: lower ones go first, and equal ones in the order in which they came. Where pages run out, the last
+                in this order loses its own, waits in its old place, and computes them anew.
 
         Returns:
             The request's id.

@@ -110,6 +110,11 @@ class Sample:
     logprobs: list[Logprob] = field(default_factory=list)
 
     @property
+    def order(self) -> tuple[int, int, int]:
+        """Its place among all samples: by priority, then by arrival, which preemption does not change."""
+        return self.request.priority, self.request.number, self.index
+
+    @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.tokens)

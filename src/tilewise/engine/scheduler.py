@@ -28,6 +28,9 @@ class Work:
 class Scheduler:
     """Samples that wait and samples that run.
 
+    There is one order, by priority and then by arrival: who comes first starts first, and who comes last loses its
+    pages first. So a sample waits for those before it and for those that ran when it came, and for nobody else.
+
     Args:
         config: budget and limits.
         pages: what samples take memory from.
@@ -37,18 +40,16 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, pages: Pages, drain: Callable[[], None]) -> None:
         self._config, self._pages, self._drain = config, pages, drain
-        self.running: dict[Sample, None] = {}  # in the order in which they were admitted
+        self.running: dict[Sample, None] = {}
         self._waiting: list[tuple[tuple[int, int, int], Sample]] = []
         self._slots = list(range(config.max_running))  # a heap
-        self._fresh: set[Sample] = set()  # in the step that is planned: they keep their pages
         self.preemptions = 0
         self.num_waiting = 0  # samples without pages
 
     def add(self, sample: Sample) -> None:
         """Let a sample wait its turn: by priority, then by arrival."""
-        request = sample.request
         self.num_waiting += 1
-        heapq.heappush(self._waiting, ((request.priority, request.number, sample.index), sample))
+        heapq.heappush(self._waiting, (sample.order, sample))
 
     def restart(self, samples: Sequence[Sample], *, keep: bool) -> None:
         """After an exception, which may have come while a step was planned: `samples` go on from what was launched.
@@ -78,16 +79,15 @@ class Scheduler:
     def plan(self) -> list[Work]:
         """The next step; empty where nobody can go on. Sequences have room for it when this returns."""
         budget = self._config.max_batch_tokens
-        self._fresh.clear()
         work: list[Work] = []
-        for sample in sorted(self.running, key=lambda each: each.pending > 1):  # those that decode come first
+        for sample in sorted(self.running, key=lambda each: (each.pending > 1, each.order)):  # decoding comes first
             if sample.state is not State.RUNNING or not budget or not self._may_go_on(sample):
                 continue
             count = min(sample.pending, budget)
             if self._make_room(sample, count):
                 work.append(self._taken(sample, count))
                 budget -= count
-        work = [each for each in work if each.turn == each.sample.turn]  # who ended when others lost pages is out
+        work = [each for each in work if each.turn == each.sample.turn]  # who ended or lost its pages is out
         return work + self._admitted(budget, work)
 
     def _admitted(self, budget: int, planned: Sequence[Work]) -> list[Work]:
@@ -139,7 +139,6 @@ class Scheduler:
     def _taken(self, sample: Sample, count: int) -> Work:
         start = sample.computed
         self._pages.grow(sample.slot, count)
-        self._fresh.add(sample)
         sample.computed += count
         samples = sample.computed == sample.launched
         sample.launched += samples
@@ -151,9 +150,7 @@ class Scheduler:
             self._drain()
             if sample.sequence is None or self._pages.fits(sample.sequence, count):
                 break
-            others = [each for each in self.running if each not in self._fresh]
-            last = max(others, key=lambda each: (each.request.priority, each.request.number, each.index))
-            self.preempt(last)
+            self.preempt(max(self.running, key=lambda each: each.order))
         return sample.sequence is not None
 
     def preempt(self, sample: Sample) -> None:
