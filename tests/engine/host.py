@@ -27,6 +27,6 @@ def host_engine(**options: Any) -> Engine:
     def seat(samples: list[Sample]) -> None:
         pass
 
-    engine.runner.launch = launch  # type: ignore[method-assign, assignment]
+    engine.runner.launch = launch  # type: ignore[method-assign]
     engine.runner.seat = seat  # type: ignore[method-assign, assignment]
     return engine

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +12,7 @@ from tests.engine.host import host_engine
 from tests.engine.whole import samples_of
 from tilewise.engine import Engine, SamplingParams
 from tilewise.engine.request import Sample, State
+from tilewise.engine.scheduler import _PASSED_OVER
 
 LENGTH = 24
 REQUEST = st.tuples(st.integers(1, 16), st.integers(1, 8))  # tokens of a prompt, and of an answer
@@ -89,3 +93,30 @@ def test_no_stream_of_later_requests_starves_one(
         if any(output.request_id == name and output.finished for output in engine.step()):
             return
     raise AssertionError("it waits for ever")
+
+
+@pytest.mark.parametrize("n", [1, 100])
+def test_a_step_looks_at_few_of_those_that_wait(n: int) -> None:
+    """Of many that all wait for the first one's prompt, which takes several steps beside others."""
+    engine = host_engine(page_size=4, num_pages=4000, max_running=300, max_batch_tokens=24, prefix_cache=True)
+    engine.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=60))
+    engine.step()
+    params = SamplingParams(temperature=0.0, max_tokens=2, n=n)
+    for _ in range(2000 // n):
+        engine.add([*range(50)], params)
+    scheduler, looked = engine.scheduler, [0]
+    awaits = scheduler._awaits_another
+
+    def looking(*args: Any) -> bool:
+        looked[0] += 1
+        return awaits(*args)
+
+    scheduler._awaits_another = looking  # type: ignore[method-assign]
+    deferred = 0
+    while engine.has_unfinished:
+        before, looked[0] = scheduler.num_waiting, 0
+        engine.step()
+        started = before - scheduler.num_waiting
+        assert looked[0] - started <= _PASSED_OVER
+        deferred = max(deferred, looked[0] - started)
+    assert deferred == _PASSED_OVER

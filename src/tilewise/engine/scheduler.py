@@ -12,6 +12,8 @@ from tilewise.engine.config import EngineConfig
 from tilewise.engine.pages import Pages
 from tilewise.engine.request import Sample, State
 
+_PASSED_OVER = 16  # samples that a step lets wait for what others compute; it looks at none behind them
+
 
 @dataclass(frozen=True)
 class Work:
@@ -93,14 +95,14 @@ class Scheduler:
     def _admitted(self, budget: int, planned: Sequence[Work]) -> list[Work]:
         """First parts of samples that wait, as far as budget, slots and pages go beside those who run."""
         work: list[Work] = []
-        deferred = []
+        deferred: list[tuple[tuple[int, int, int], Sample]] = []
         if not (budget and self._slots and self._waiting):
             return work
         filling = _Filling(self._pages.page_size)
         for each in planned:
             filling.add(each)
         reserve = sum(self._pages.needed(each.sequence, 1) for each in self.running if each.sequence is not None)
-        while budget and self._slots and self._waiting:
+        while budget and self._slots and self._waiting and len(deferred) < _PASSED_OVER:
             entry = heapq.heappop(self._waiting)
             sample = entry[1]
             if sample.state is not State.WAITING:
