@@ -57,13 +57,13 @@ def answers(told: dict[str, RequestOutput]) -> dict[str, Any]:
 
 
 @functools.cache
-def undisturbed() -> dict[str, Any]:
+def undisturbed(model: str = "full") -> dict[str, Any]:
     """The answers, each request alone."""
     told: dict[str, RequestOutput] = {}
     for name, (prompt, params) in ASKED.items():
-        engine = engine_of(num_pages=64)
+        engine = engine_of(model, num_pages=64)
         engine.add(prompt, params, request_id=name)
         finish(engine, told, engine.step)
     reasons = [each.finish_reason for output in told.values() for each in output.outputs]
-    assert sorted(reasons) == ["length", "length", "length", "stop", "stop"]
+    assert model != "full" or sorted(reasons) == ["length", "length", "length", "stop", "stop"]
     return answers(told)

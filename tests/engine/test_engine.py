@@ -89,7 +89,11 @@ def test_a_prefix_is_computed_once_and_its_pages_are_shared() -> None:
 def test_answers_of_one_request_share_its_prompt() -> None:
     engine = engine_of("llama", page_size=8, prefix_cache=False)
     (prompt,) = prompts(50)
+    counts: list[list[int]] = []
+    launch = engine.runner.launch
+    engine.runner.launch = lambda work, growth: (counts.append([x.count for x in work]), launch(work, growth))[1]  # type: ignore[method-assign]
     (output,) = answers(engine, [engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=COUNT, n=5))])
+    assert counts == [[50], *[[1] * 5] * (COUNT - 1), [1] * 4]  # the others compute the prompt's last token
     want = greedy("llama", prompt, COUNT)
     assert [each.token_ids for each in output.outputs] == [want] * 5
     assert len({each.seed for each in output.outputs}) == 5

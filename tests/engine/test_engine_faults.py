@@ -12,7 +12,7 @@ import torch
 from tests.engine.disturbed import ASKED, SIZES, answers, ask, finish, undisturbed
 from tests.engine.failing import ERRORS, FAULTS, failing
 from tests.engine.small import engine_of
-from tests.engine.whole import check_empty, check_prefixes, check_whole, samples_of
+from tests.engine.whole import check_empty, check_pages, check_prefixes, check_whole, samples_of
 from tilewise.engine import Engine, RequestOutput, SamplingParams
 from tilewise.engine.request import State
 
@@ -74,6 +74,28 @@ def test_answers_come_although_every_sixth_step_raises(where: str, lag: int) -> 
     assert answers(told) == undisturbed()
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("where", ["last layer", "take", "second text", "second grow"])
+@pytest.mark.parametrize("model", ["full", "windows"])
+def test_answers_come_although_every_second_step_raises(model: str, where: str, lag: int) -> None:
+    """Without shared pages, and with prompts of several steps: what was computed before stays."""
+    engine, numbers, told = engine_of(model, **SIZES | {"max_batch_tokens": 5}, prefix_cache=False, lag=lag), [0], {}
+    ask(engine)
+
+    def step() -> list[RequestOutput]:
+        numbers[0] += 1
+        if numbers[0] % 2:
+            return engine.step()
+        with failing(engine, where, RuntimeError):
+            try:
+                return engine.step()
+            except RuntimeError:
+                return []
+
+    finish(engine, told, step)
+    assert answers(told) == undisturbed(model)
+
+
 def test_what_was_computed_before_is_found_again() -> None:
     engine, told = engine_of(page_size=4, num_pages=64), {}
     prompt = list(range(40))
@@ -85,8 +107,83 @@ def test_what_was_computed_before_is_found_again() -> None:
     launch = engine.runner.launch
     engine.runner.launch = lambda work, growth: (counts.append(work[0].count), launch(work, growth))[1]  # type: ignore[method-assign]
     finish(engine, told, engine.step)
-    assert counts[0] == 1  # of 41 tokens 40 lie in pages that are known
+    assert counts[0] == 1  # of 41 tokens 40 were computed
     assert len(told["one"].outputs[0].token_ids) == 8
+
+
+def test_a_page_that_was_to_be_copied_is_computed_anew() -> None:
+    """The last token of a full page is computed again, since the next one was lost: in a copy of the page, because
+    others may begin with it.
+    """
+    engine, told, prompt = engine_of(page_size=4, num_pages=64), {}, list(range(8))
+    engine.add(prompt, GREEDY, request_id="one")
+    with failing(engine, "take", RuntimeError), pytest.raises(RuntimeError, match="at take"):
+        engine.step()
+    (sample,) = samples_of(engine)
+    assert sample.computed == 7
+    with failing(engine, "send", RuntimeError), pytest.raises(RuntimeError, match="at send"):
+        engine.step()
+    assert sample.computed == 4
+    check_pages(engine, sample)
+    check_prefixes(engine)
+    finish(engine, told, engine.step)
+    assert told["one"].outputs[0].token_ids == _greedy(prompt, 8)
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_answers_that_share_a_page_compute_it_anew_where_it_was_not_copied(number: int) -> None:
+    """The answers share a page of their prompt until each writes into one of its own."""
+    engine, told = engine_of(page_size=4, num_pages=64, prefix_cache=False), {}
+    engine.add([3, 1, 4, 1, 5, 9], SamplingParams(temperature=0.0, max_tokens=8, n=3), request_id="all")
+    for _ in range(number):
+        engine.step()
+    with failing(engine, "send", RuntimeError), pytest.raises(RuntimeError, match="at send"):
+        engine.step()
+    for sample in samples_of(engine):
+        if sample.state is State.RUNNING:
+            check_pages(engine, sample)
+    finish(engine, told, engine.step)
+    assert [each.token_ids for each in told["all"].outputs] == [_greedy([3, 1, 4, 1, 5, 9], 8)] * 3
+
+
+def test_an_answer_does_not_begin_with_a_page_that_is_just_copied() -> None:
+    """The first one goes on in a copy of its page; the second one, which shares that, waits for it."""
+    engine, told = engine_of(page_size=4, num_pages=64, max_running=2), {}
+    engine.add([7, 7, 7], SamplingParams(temperature=0.0, max_tokens=3))
+    engine.add([3, 1, 4, 1, 5, 9], SamplingParams(temperature=0.0, max_tokens=8, n=2), request_id="both")
+    for _ in range(2):
+        engine.step()
+    with failing(engine, "second text", RuntimeError), pytest.raises(RuntimeError, match="at second text"):
+        engine.step()
+    first = next(sample for sample in samples_of(engine) if sample.request.request_id == "both")
+    assert first.computed == 7
+    assert engine.pages.needed(first.sequence, 1) == 1  # type: ignore[arg-type]
+    for _ in range(2):
+        engine.step()
+        for sample in engine.scheduler.running:
+            check_pages(engine, sample)
+    assert len(engine.scheduler.running) == 2
+    finish(engine, told, engine.step)
+    assert [each.token_ids for each in told["both"].outputs] == [_greedy([3, 1, 4, 1, 5, 9], 8)] * 2
+
+
+def test_nobody_finds_pages_of_a_step_that_fails_on_the_device() -> None:
+    """It was launched, and others may begin with its pages from then on: until its failure is known."""
+    engine, told, prompt = engine_of(page_size=4, num_pages=64, lag=1), {}, list(range(20))
+    engine.add(prompt, GREEDY, request_id="one")
+    engine.step()
+    assert engine.pages.matched(prompt) == 16
+    for memory in engine.pages.pool.pages(0):
+        assert isinstance(memory, torch.Tensor)
+        memory.fill_(torch.nan)
+    with failing(engine, "wait", RuntimeError), pytest.raises(RuntimeError, match="at wait"):
+        engine.step()
+    assert engine.pages.matched(prompt) == 0
+    check_whole(engine)
+    engine.add(prompt, GREEDY, request_id="other")
+    finish(engine, told, engine.step)
+    for name in ("one", "other"):
+        assert told[name].outputs[0].token_ids == _greedy(prompt, 8)
 
 
 def test_an_answer_that_ends_while_a_step_is_planned_leaves_no_page_that_nobody_wrote() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,10 +39,10 @@ def python_handles_ctrl_c() -> Iterator[None]:
 
 
 class CtrlC:
-    """Counts lines of the engine that are run while it is entered; Ctrl-C comes before one of them."""
+    """Counts lines of the engine that are run while it is entered; a signal, Ctrl-C or another, comes before one."""
 
-    def __init__(self, line: int = 0) -> None:
-        self.line, self.lines, self.came = line, 0, 0
+    def __init__(self, line: int = 0, number: int = signal.SIGINT) -> None:
+        self.line, self.lines, self.came, self.number = line, 0, 0, number
 
     def __enter__(self) -> None:
         self._before = sys.gettrace()
@@ -49,15 +50,15 @@ class CtrlC:
 
     def __exit__(self, kind: Any, *_: object) -> bool:
         sys.settrace(self._before)
-        self.came += kind is KeyboardInterrupt
-        return kind is KeyboardInterrupt
+        self.came += kind in (KeyboardInterrupt, SystemExit)
+        return kind in (KeyboardInterrupt, SystemExit)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "call" and not frame.f_code.co_filename.startswith(FOLDERS):
             return None
         self.lines += event == "line"
         if event == "line" and self.lines == self.line:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self.number)
         return self._trace
 
 
@@ -89,6 +90,34 @@ def test_ctrl_c_at_any_line_of_a_step(lag: int) -> None:
         ctrl_c = CtrlC(line)
         assert answered(engine_of(**SIZES, lag=lag), ctrl_c) == undisturbed(), line
         assert ctrl_c.came == 1, line
+
+
+def test_another_signal_whose_handler_raises_at_any_line_of_a_step() -> None:
+    undisturbed_one = CtrlC()
+    answered(engine_of(**SIZES, lag=1), undisturbed_one)
+    with handled(signal.SIGTERM, lambda *_: sys.exit(3)) as handler:
+        for line in some_of(undisturbed_one.lines):
+            ctrl_c = CtrlC(line, signal.SIGTERM)
+            assert answered(engine_of(**SIZES, lag=1), ctrl_c) == undisturbed(), line
+            assert ctrl_c.came == 1, line
+        assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_handlers_are_back_after_a_signal_at_any_line_of_a_block(number: int) -> None:
+    def block(ctrl_c: CtrlC) -> None:
+        with ctrl_c, Interrupts() as interrupts, interrupts.let_through():
+            pass
+
+    with handled(signal.SIGTERM, lambda *_: sys.exit(3)) as handler:
+        undisturbed_one = CtrlC()
+        block(undisturbed_one)
+        for line in range(1, undisturbed_one.lines + 1):
+            ctrl_c = CtrlC(line, number)
+            block(ctrl_c)
+            assert ctrl_c.came == 1, line
+            assert signal.getsignal(signal.SIGTERM) is handler, line
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line
 
 
 @pytest.fixture
@@ -148,9 +177,9 @@ def test_a_second_ctrl_c_waits_until_the_engine_is_whole(monkeypatch: pytest.Mon
     interrupt_computing(engine, monkeypatch, at=1)
     restart = engine.scheduler.restart
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
         signal.raise_signal(signal.SIGINT)
-        restart(*args)
+        restart(*args, **kwargs)
 
     monkeypatch.setattr(engine.scheduler, "restart", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -215,6 +244,37 @@ def test_the_handler_of_the_program_is_called_when_a_block_ends() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def test_all_handlers_whose_signals_came_are_called_although_one_raises() -> None:
+    came: list[str] = []
+    with handled(signal.SIGTERM, lambda *_: came.append("term")), handled(signal.SIGUSR1, lambda *_: sys.exit(3)):
+
+        def interrupted() -> None:
+            with Interrupts():
+                signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
+                came.append("inside")
+
+        with pytest.raises(SystemExit):
+            interrupted()
+        assert came == ["inside", "term"]
+
+
+def test_a_handler_that_returns_does_not_shut_the_way_for_the_next() -> None:
+    came: list[str] = []
+    with handled(signal.SIGUSR1, lambda *_: came.append("usr1")), Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGUSR1)
+        came.append("before")
+        with interrupts.let_through():
+            signal.raise_signal(signal.SIGUSR1)
+            came.append("inside")
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGUSR1)
+        came.append("after")
+    assert came == ["before", "usr1", "usr1", "inside", "after", "usr1"]
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_where_python_does_not_handle_ctrl_c_nothing_changes(handler: Any) -> None:
     signal.signal(signal.SIGINT, handler)
@@ -235,6 +295,16 @@ def test_other_threads_set_no_handlers() -> None:
     thread.start()
     thread.join()
     assert found == [signal.default_int_handler]
+
+
+@contextlib.contextmanager
+def handled(number: int, handler: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """A program's handler of a signal."""
+    before = signal.signal(number, handler)
+    try:
+        yield handler
+    finally:
+        signal.signal(number, before)
 
 
 def interrupt_computing(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> None:

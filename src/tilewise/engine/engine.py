@@ -65,6 +65,8 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pages, self._drain)
         self._lag = self.config.lag_on(decoder.device)
         self._under_way: deque[Step] = deque()
+        self._raised = False  # the last step: the next one is taken before it returns, so that something comes of it
+        self._lost = False  # whether a step that was launched failed on the device
         self._requests: dict[str, Request] = {}
         self._changed: dict[Request, None] = {}
         self._ends = frozenset(model.eos_token_ids)
@@ -89,7 +91,8 @@ class Engine:
             prompt: text, or its tokens.
             params: how tokens are chosen, and when the answer ends.
             request_id: a name that no live request has; None makes one.
-            priority: lower ones go first.
+            priority: lower ones go first, and equal ones in the order in which they came. Where pages run out, the last
+                in this order loses its own, waits in its old place, and computes them anew.
 
         Returns:
             The request's id.
@@ -174,9 +177,9 @@ class Engine:
         Raises:
             BaseException: what the device raises, or Ctrl-C.
 
-        An exception, of the device or by Ctrl-C, leaves the engine whole: that step does not count, requests go on with
-        the tokens that they have, and the next step computes their keys and values anew, beside what the prefix cache
-        has of them.
+        An exception, of the device or by Ctrl-C, leaves the engine whole: that step does not count, and requests go on
+        with the tokens that they have, and with keys and values of steps before. Where the device fails in a step that
+        it had begun, all keys and values are computed anew.
         """
         changed: list[Request] = []
         try:
@@ -200,8 +203,10 @@ class Engine:
                 work = self.scheduler.plan()
                 if work:
                     self._launch(work, interrupts)
-                while self._under_way and (len(self._under_way) > self._lag or not work):
+                lag = 0 if self._raised else self._lag
+                while self._under_way and (len(self._under_way) > lag or not work):
                     self._take_next()
+                self._raised = False
             except BaseException:
                 self._recover()
                 raise
@@ -214,10 +219,15 @@ class Engine:
             self._changed = {}  # nothing follows: where Ctrl-C comes before, the next step tells of these
 
     def _recover(self) -> None:
-        """After an exception: what was planned and not launched does not count, and nobody has pages."""
+        """After an exception: what was planned and not launched does not count."""
+        self._raised = True
         with contextlib.suppress(Exception):  # of a device that gives nothing any more
             self._drain()
-        self.scheduler.restart([sample for request in self._requests.values() for sample in request.samples])
+        samples = [sample for request in self._requests.values() for sample in request.samples]
+        self.scheduler.restart(samples, keep=not self._lost)
+        if self._lost:  # and nobody finds pages of steps that failed
+            self.pages.forget()
+        self._lost = False
 
     def _launch(self, work: list[Work], interrupts: Interrupts) -> None:
         seated = [each for each in work if each.sample.seated != each.turn]
@@ -228,12 +238,15 @@ class Engine:
         with interrupts.let_through():
             step = self.runner.launch(work, self.pages.grown())
         self._under_way.append(step)
+        self.pages.launched()
+        for each in work:
+            each.sample.written = each.start + each.count
         size = self.pages.page_size
         for each in work:
-            end = each.sample.written = each.start + each.count
+            end = each.start + each.count
             if each.start // size < end // size:  # later launches find what this one writes
                 self._remember(each.sample, end)
-                self.pages.drop_unseen(each.slot)
+                self.pages.drop_unseen(each.slot, min(end, len(each.sample.tokens) - 1))
 
     def _remember(self, sample: Sample, length: int) -> None:
         if sample.sequence is not None and sample.request.params.prompt_logprobs is None:
@@ -248,6 +261,9 @@ class Engine:
         """Take what the first step under way gives. Where that raises, later steps do not count: they go on from it."""
         step = self._under_way.popleft()
         try:
+            self._lost = True  # where this raises
+            step.wait()
+            self._lost = False
             self._take(step)
         except BaseException:
             self._under_way.clear()
@@ -255,7 +271,6 @@ class Engine:
 
     def _take(self, step: Step) -> None:
         """Give samples what a step gave."""
-        step.wait()
         for n, prompted in step.prompted.items():
             each = step.work[n]
             if each.turn == each.sample.turn:

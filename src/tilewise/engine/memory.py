@@ -38,7 +38,8 @@ def make_pool(decoder: Decoder, groups: Sequence[Group], config: EngineConfig, m
             dtype=decoder.dtype, device=device, encoding=config.kv_encoding,
         )  # fmt: skip
 
-    least = sum(group.pages(max_length, config.max_batch_tokens, size) for group in groups)
+    step = max(config.max_batch_tokens, config.lag_on(decoder.device) + 2)  # windows pass when tokens are known
+    least = sum(group.pages(max_length, step, size) for group in groups)
     pages = config.num_pages
     if pages is None:
         pages = _budget(decoder, config) // pool(1, torch.device("cpu")).nbytes

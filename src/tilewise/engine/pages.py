@@ -60,7 +60,7 @@ class Pages:
         self._places: dict[Part, tuple[int, int]] = {}  # (group, slot)
         self._sent: dict[int, list[int]] = {}  # by slot: entries of each group's row that the device has
         self._stale: dict[int, set[tuple[int, int]]] = {}  # by slot: those of them, (group, index), that have changed
-        self._grown: dict[int, Growth] = {}  # by slot, since `grown` was last asked
+        self._grown: dict[int, Growth] = {}  # by slot, since the last launch
 
     @property
     def page_size(self) -> int:
@@ -88,9 +88,8 @@ class Pages:
         """Another sequence with the first tokens of this one, in the same pages until one of them grows; None where
         this one has handed back pages that the other would need.
         """
-        for part, group in zip(held.parts, self.groups, strict=True):
-            if part.dropped > unseen_pages(length, group.window, self.page_size):
-                return None
+        if not self._has_seen(held, length):
+            return None
         parts = [self.allocator.fork(part)[0] for part in held.parts]
         for part in parts:
             self.allocator.truncate(part, length)
@@ -101,10 +100,17 @@ class Pages:
         for part in held.parts:
             self.allocator.free(part)
 
-    def free_all(self) -> None:
-        """End all sequences; those of slots have left them."""
+    def free_unseated(self) -> None:
+        """End all sequences that have no slot."""
         for part in self.allocator.sequences:
-            self.allocator.free(part)
+            if part not in self._places:
+                self.allocator.free(part)
+
+    def forget(self) -> None:
+        """Let nobody find what pages hold that no sequence has."""
+        taken = self.allocator.create()
+        self.allocator.append(taken, self.allocator.num_available * self.page_size)
+        self.allocator.free(taken)
 
     def matched(self, tokens: Sequence[int]) -> int:
         """How many tokens `start` would find: a prefix that all groups know."""
@@ -126,15 +132,15 @@ class Pages:
             for number, part in enumerate(held.parts):
                 self._prefixes.insert(part, tokens, number)
 
-    def drop_unseen(self, slot: int) -> None:
-        """Hand back pages whose tokens no later query of a slot's sequence sees; steps under way still read them, and
-        whoever takes these pages writes after that.
+    def drop_unseen(self, slot: int, length: int) -> None:
+        """Hand back pages whose tokens no query of a slot's sequence sees from position `length` on; steps under way
+        still read them, and whoever takes these pages writes after that.
         """
         if not self._windows:
             return
         for number, (part, group) in enumerate(zip(self._rows[slot].parts, self.groups, strict=True)):
             # the last full page stays: the prefix cache goes on from it
-            unseen = min(unseen_pages(part.length, group.window, self.page_size), part.full_pages - 1)
+            unseen = min(unseen_pages(length, group.window, self.page_size), part.full_pages - 1)
             if unseen > part.dropped:
                 self._stale[slot] |= {(number, index) for index in range(part.dropped, unseen)}
                 self.allocator.drop_front(part, unseen)
@@ -184,10 +190,38 @@ class Pages:
         self._grown[slot] = Growth(copies, changes)
         stale.clear()
 
+    def copies(self, slot: int) -> bool:
+        """Whether a page of a slot's sequence gets its content in the next step, from another page."""
+        return slot in self._grown and bool(self._grown[slot].copies)
+
     def grown(self) -> Growth:
         """What the device has to do before the next step, all together."""
-        found, self._grown = list(self._grown.values()), {}
+        found = self._grown.values()
         return Growth([x for each in found for x in each.copies], [x for each in found for x in each.changes])
+
+    def launched(self) -> None:
+        """Note that the device does what `grown` said."""
+        self._grown = {}
+
+    def rewind(self, slot: int, length: int) -> int | None:
+        """Take back what a slot's sequence has beyond `length` tokens, and what `grow` made since the last launch.
+
+        Returns:
+            Tokens that it has now: fewer than `length` where their page was to be copied, which did not happen. None
+            where it has handed back pages that the next query sees, and nothing has changed.
+        """
+        held, growth = self._rows[slot], self._grown.get(slot)
+        if growth is not None and growth.copies:
+            copied = {page for _, page in growth.copies}
+            index = min(part.pages.index(page) for part in held.parts for page in copied & set(part.pages))
+            length = min(length, index * self.page_size)
+        if not self._has_seen(held, length):
+            return None
+        for part in held.parts:
+            self.allocator.truncate(part, length)
+        self._grown.pop(slot, None)
+        self._sent[slot], self._stale[slot] = [0] * len(self.groups), set()  # nobody knows how far the device came
+        return length
 
     def violations(self) -> list[str]:
         """What of the bookkeeping contradicts itself, in words."""
@@ -202,6 +236,13 @@ class Pages:
                     if not stale and host[number][slot][index] != self._page(slot, number, index):
                         found.append(f"entry {index} of row {slot} of group {number} on the device is another page")
         return found
+
+    def _has_seen(self, held: Held, length: int) -> bool:
+        """Whether a sequence has all pages that queries see from position `length` on."""
+        return all(
+            part.dropped <= unseen_pages(length, group.window, self.page_size)
+            for part, group in zip(held.parts, self.groups, strict=True)
+        )
 
     def _page(self, slot: int, number: int, index: int) -> int:
         """What an entry of a block table is."""

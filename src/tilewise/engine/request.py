@@ -115,7 +115,7 @@ class Sample:
     sequence: Held | None = None
     slot: int = -1
     computed: int = 0  # tokens whose keys and values are written, or are by a step under way or planned
-    written: int = 0  # the same without the step that is planned
+    written: int = 0  # the same of steps that were launched
     launched: int = 0
     seated: int = -1  # the turn in which its tokens were sent to its slot
     turn: int = 0  # grows when it is preempted: what older steps give does not count
@@ -124,6 +124,11 @@ class Sample:
     stop_reason: str | int | None = None
     error: str | None = None
     logprobs: list[Logprob] = field(default_factory=list)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Its place among all samples: by priority, then by arrival, which preemption does not change."""
+        return self.request.priority, self.request.number, self.index
 
     @property
     def prompt_length(self) -> int:
@@ -139,6 +144,15 @@ class Sample:
     def most(self) -> int:
         """Tokens, the prompt's included, that it may come to have."""
         return self.request.most
+
+    @property
+    def certain(self) -> int:
+        """Tokens that need not be computed anew if nothing comes of steps under way."""
+        found = min(self.written, len(self.tokens) - 1)
+        logprobs = len(self.request.prompt_logprobs)
+        if self.request.params.prompt_logprobs is None or self.index or logprobs == self.prompt_length - 1:
+            return found
+        return min(found, logprobs)
 
     @property
     def pending(self) -> int:

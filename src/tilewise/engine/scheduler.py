@@ -12,6 +12,8 @@ from tilewise.engine.config import EngineConfig
 from tilewise.engine.pages import Pages
 from tilewise.engine.request import Sample, State
 
+_PASSED_OVER = 16  # samples that a step lets wait for what others compute; it looks at none behind them
+
 
 @dataclass(frozen=True)
 class Work:
@@ -28,6 +30,9 @@ class Work:
 class Scheduler:
     """Samples that wait and samples that run.
 
+    There is one order, by priority and then by arrival: who comes first starts first, and who comes last loses its
+    pages first. So a sample waits for those before it and for those that ran when it came, and for nobody else.
+
     Args:
         config: budget and limits.
         pages: what samples take memory from.
@@ -37,24 +42,28 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, pages: Pages, drain: Callable[[], None]) -> None:
         self._config, self._pages, self._drain = config, pages, drain
-        self.running: dict[Sample, None] = {}  # in the order in which they were admitted
+        self.running: dict[Sample, None] = {}
         self._waiting: list[tuple[tuple[int, int, int], Sample]] = []
         self._slots = list(range(config.max_running))  # a heap
-        self._fresh: set[Sample] = set()  # in the step that is planned: nobody can read what they write
         self.preemptions = 0
         self.num_waiting = 0  # samples without pages
 
     def add(self, sample: Sample) -> None:
         """Let a sample wait its turn: by priority, then by arrival."""
-        request = sample.request
         self.num_waiting += 1
-        heapq.heappush(self._waiting, ((request.priority, request.number, sample.index), sample))
+        heapq.heappush(self._waiting, (sample.order, sample))
 
-    def restart(self, samples: Sequence[Sample]) -> None:
-        """After an exception, which may have come while a step was planned: all `samples` that have not ended wait."""
+    def restart(self, samples: Sequence[Sample], *, keep: bool) -> None:
+        """After an exception, which may have come while a step was planned: `samples` go on from what was launched.
+
+        Args:
+            samples: all that there are.
+            keep: whether pages hold what was launched; else all that have not ended wait, and compute theirs anew.
+        """
         for sample in [*self.running]:
-            self.preempt(sample)
-        self._pages.free_all()
+            if not keep or not self._rewind(sample):
+                self.preempt(sample)
+        self._pages.free_unseated()
         self._waiting.clear()
         self.num_waiting = 0
         for sample in samples:
@@ -72,9 +81,8 @@ class Scheduler:
     def plan(self) -> list[Work]:
         """The next step; empty where nobody can go on. Sequences have room for it when this returns."""
         budget = self._config.max_batch_tokens
-        self._fresh.clear()
         work: list[Work] = []
-        for sample in sorted(self.running, key=lambda each: each.pending > 1):  # those that decode come first
+        for sample in sorted(self.running, key=lambda each: (each.pending > 1, each.order)):  # decoding comes first
             if sample.state is not State.RUNNING or not budget or not self._may_go_on(sample):
                 continue
             count = min(sample.pending, budget)
@@ -82,20 +90,20 @@ class Scheduler:
             if grown or self._make_room(sample, count):
                 work.append(self._taken(sample, count, grown=grown))
                 budget -= count
-        work = [each for each in work if each.turn == each.sample.turn]  # who ended when others lost pages is out
+        work = [each for each in work if each.turn == each.sample.turn]  # who ended or lost its pages is out
         return work + self._admitted(budget, work)
 
     def _admitted(self, budget: int, planned: Sequence[Work]) -> list[Work]:
         """First parts of samples that wait, as far as budget, slots and pages go beside those who run."""
         work: list[Work] = []
-        deferred = []
+        deferred: list[tuple[tuple[int, int, int], Sample]] = []
         if not (budget and self._slots and self._waiting):
             return work
         filling = _Filling(self._pages.page_size)
         for each in planned:
             filling.add(each)
         reserve = sum(self._pages.needed(each.sequence, 1) for each in self.running if each.sequence is not None)
-        while budget and self._slots and self._waiting:
+        while budget and self._slots and self._waiting and len(deferred) < _PASSED_OVER:
             entry = heapq.heappop(self._waiting)
             sample = entry[1]
             if sample.state is not State.WAITING:
@@ -121,7 +129,7 @@ class Scheduler:
         if first is not sample and not sample.turn and first.state is not State.FINISHED:
             if first.state is State.WAITING:
                 return True
-            if first.computed < sample.prompt_length or first in self._fresh:
+            if first.written < sample.prompt_length or self._pages.copies(first.slot):
                 return True
         if sample.request.params.prompt_logprobs is not None or not self._config.prefix_cache:
             return False
@@ -135,7 +143,6 @@ class Scheduler:
         start = sample.computed
         if not grown:
             self._pages.grow(sample.slot, count)
-        self._fresh.add(sample)
         sample.computed += count
         samples = sample.computed == sample.launched
         sample.launched += samples
@@ -147,9 +154,7 @@ class Scheduler:
             self._drain()
             if sample.sequence is None or self._pages.fits(sample.sequence, count):
                 break
-            others = [each for each in self.running if each not in self._fresh]
-            last = max(others, key=lambda each: (each.request.priority, each.request.number, each.index))
-            self.preempt(last)
+            self.preempt(max(self.running, key=lambda each: each.order))
         return sample.sequence is not None
 
     def preempt(self, sample: Sample) -> None:
@@ -160,6 +165,16 @@ class Scheduler:
         sample.computed, sample.launched = 0, len(sample.tokens)
         self.preemptions += 1
         self.add(sample)
+
+    def _rewind(self, sample: Sample) -> bool:
+        """Let a running sample go on from the tokens that are certain; False where it lacks pages for that."""
+        length = self._pages.rewind(sample.slot, sample.certain)
+        if length is None:
+            return False
+        sample.turn += 1
+        sample.computed = sample.written = length
+        sample.launched = len(sample.tokens)
+        return True
 
     def _admit(self, sample: Sample, budget: int, reserve: int) -> Work | None:
         """Give the first who waits pages and a slot for a part of its prompt; None where that must wait, since a
