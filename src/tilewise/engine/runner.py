@@ -117,12 +117,13 @@ class Runner:
 
         def attend(layer: int, qkv: torch.Tensor, norms: Norms) -> torch.Tensor:
             number, place = self._places[layer]
+            sink = self.decoder.layers[layer].sink
             k, v = self.pages.pool.pages(place)
             q = prologues[number].run(qkv, k, v, q_norm=norms[0], k_norm=norms[1])
             if number not in plans:
                 mask, layout = self._masks[self.pages.groups[number].window], layouts[number]
-                plans[number] = plan(q, k, v, mask=mask, layout=layout, batch_invariant=self._invariant)
-            return plans[number].run(q, k, v)
+                plans[number] = plan(q, k, v, mask=mask, sink=sink, layout=layout, batch_invariant=self._invariant)
+            return plans[number].run(q, k, v, sink=sink)
 
         hidden = self.decoder.hidden(self._tokens[slots, positions], attend)
         prompted = {n: self._prompted(each, hidden, batch, n) for n, each in enumerate(work) if _asks_of_prompt(each)}
