@@ -68,11 +68,12 @@ class Forward:
 
         def attend(layer: int, qkv: torch.Tensor, norms: Norms) -> torch.Tensor:
             number, place = self._places[layer]
+            sink = self.decoder.layers[layer].sink
             k, v = self._pages.pool.pages(place)
             q = prologues[number].run(qkv, k, v, q_norm=norms[0], k_norm=norms[1])
             if number not in plans:
                 mask, layout = self._masks[self._pages.groups[number].window], tokens.layouts[number]
-                plans[number] = plan(q, k, v, mask=mask, layout=layout, batch_invariant=self._invariant)
-            return plans[number].run(q, k, v)
+                plans[number] = plan(q, k, v, mask=mask, sink=sink, layout=layout, batch_invariant=self._invariant)
+            return plans[number].run(q, k, v, sink=sink)
 
         return self.decoder.hidden(tokens.ids, attend)

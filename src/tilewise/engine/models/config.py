@@ -68,6 +68,8 @@ class ModelConfig:
         windows: for each layer, how many keys a query sees, itself included; None is all.
         eos_token_ids: tokens that end an answer.
         dtype: of the checkpoint's tensors; None where the file does not say.
+        sinks: whether each query head has a logit that joins its softmax and has no value, as gpt-oss. No architecture
+            of `ARCHITECTURES` has it.
     """
 
     architecture: str
@@ -90,6 +92,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype | None
+    sinks: bool = False
 
     @staticmethod
     def read(folder: str | Path) -> ModelConfig:

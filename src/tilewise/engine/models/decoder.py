@@ -30,6 +30,7 @@ class Layer:
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # (head_dim,)
     k_norm: torch.Tensor | None
+    sink: torch.Tensor | None  # (heads,)
     o: torch.Tensor  # (hidden, heads * head_dim)
     o_bias: torch.Tensor | None
     mlp_norm: torch.Tensor  # (hidden,)
@@ -81,6 +82,8 @@ class Decoder:
                         own |= {f"{name}.{kind}": piece for name, piece in zip(names, pieces, strict=True)}
             if layer.q_norm is not None and layer.k_norm is not None:
                 own |= {"self_attn.q_norm.weight": layer.q_norm, "self_attn.k_norm.weight": layer.k_norm}
+            if layer.sink is not None:
+                own["self_attn.sinks"] = layer.sink
             found |= {f"model.layers.{n}.{name}": x for name, x in own.items()}
         return found
 
@@ -155,6 +158,7 @@ class Decoder:
             qkv_bias=self._empty(of_q + 2 * of_kv) if config.qkv_bias else None,
             q_norm=self._empty(config.head_dim) if config.qk_norm else None,
             k_norm=self._empty(config.head_dim) if config.qk_norm else None,
+            sink=self._empty(config.num_heads) if config.sinks else None,
             o=self._empty(hidden, of_q),
             o_bias=self._empty(hidden) if config.o_bias else None,
             mlp_norm=self._empty(hidden),
