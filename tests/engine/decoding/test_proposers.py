@@ -146,6 +146,8 @@ class TestNgram:
         context = [1, 2, 3, 50, 9, 2, 3, 60, 4, 2, 3, 60, 5, 2, 3]
         tree = NgramProposer(longest=2, length=2, branches=3).propose(context, 9)
         assert paths(tree) == {(60, 5), (60, 4), (50, 9)}
+        assert tree.tokens[1:3] == (60, 5)  # the most recent one first
+        assert tree.values[1] > tree.values[tree.tokens.index(50)]
         assert len(tree.tokens) == 6
 
     def test_references_end_where_they_end(self) -> None:
@@ -219,6 +221,21 @@ class TestSuffix:
                 if counts:
                     found = {token: share for token, share, _ in _continued(places[length])}
                     assert found == {token: counts[token] / sum(counts.values()) for token in found}
+
+    def test_a_reader_keeps_its_place_in_texts_that_are_learned_meanwhile(self) -> None:
+        depth, shared, words = 12, SharedSuffixes(depth=12), [text(60, 20)]
+        shared.learn(words[0])
+        reader = TrieReader(shared.tries[0])
+        for n, token in enumerate(words[0]):
+            reader.append(token)
+            if n % 5 == 4:
+                words.append([*words[0][n - 4 : n + 1], *text(9, 20, seed=n)])
+                shared.learn(words[-1])
+            for length in range(1, len(reader.places)):
+                counts = brute_force(words, words[0][n + 1 - length : n + 1], depth)
+                found = {token: share for token, share, _ in _continued(reader.places[length])}
+                assert len(found) == min(4, len(counts))
+                assert found == {token: counts[token] / sum(counts.values()) for token in found}
 
     def test_strings_that_occur_once_cost_one_leaf(self) -> None:
         trie = CountedTrie(32)
