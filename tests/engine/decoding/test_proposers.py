@@ -401,12 +401,13 @@ def test_an_example_runs(name: str) -> None:
 def test_acceptance_is_counted_where_the_walk_went() -> None:
     rates = Acceptance(prior=0.5, weight=2.0, memory=1.0)
     tree = TokenTree((9, 1, 2, 3, 4), (-1, 0, 0, 2, 1))
-    keys = (None, "first", "second", "deep", "other")
+    keys = ((None, 1.0), ("first", 0.75), ("second", 0.5), ("deep", 1.0), ("other", 1.0))
     for tokens in ([2, 3, 7], [2, 5], [6]):
         rates.proposed(tree, keys)
         rates.emitted(tokens)
     rates.emitted([1])  # there was no proposal
-    assert rates.rate("first") == pytest.approx(1 / 5)
+    assert rates.rate("first") == pytest.approx(1 / (3 * 0.75 + 2))
+    assert rates.rate("second") == pytest.approx((2 + 1) / (3 * 0.5 + 2))
     assert rates.rate("deep") == pytest.approx((1 + 1) / (2 + 2))
     assert rates.rate("other") == 0.5
     assert rates.rate("new", 0.9) == pytest.approx(0.9)

@@ -53,6 +53,17 @@ def test_of_paths_of_one_length_the_first_or_that_with_the_best_score() -> None:
     scores = torch.tensor([0.0, 0.0, 0.0, 5.0, 1.0, 2.0, 7.0])
     assert follow(batch, good, chosen, scores).path.tolist() == [[0, 2, 5, -1]]
     assert follow(batch, good, chosen).path.tolist() == [[0, 1, 4, -1]]
+    assert follow(batch, good, chosen, torch.full((7,), torch.nan)).path.tolist() == [[0, 1, 4, -1]]
+
+
+@pytest.mark.parametrize("rule", [Typical(0.0, 0.0), TopK(3), Distance(9.0)], ids=lambda rule: type(rule).__name__)
+def test_logits_that_are_no_numbers_end_any_path(rule: Walk) -> None:
+    batch = TreeBatch.of([TokenTree((0, 1, 2, 2), (-1, 0, 1, 0))], [4])
+    p = torch.full((4, 3), 1 / 3)
+    p[1] = torch.nan
+    assert emitted(rule(batch, torch.tensor([0, -1, 2, 2]), p), 0) in ([1, -1], [2, 2])
+    p[0] = torch.nan
+    assert emitted(rule(batch, torch.tensor([-1, -1, 2, 2]), p), 0) == [-1]
 
 
 def test_logits_that_are_no_numbers_end_the_walk() -> None:

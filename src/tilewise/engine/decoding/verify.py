@@ -82,7 +82,8 @@ def follow(batch: TreeBatch, good: torch.Tensor, chosen: torch.Tensor, scores: t
     device, of = batch.tokens.device, batch.trees.long()
     first = batch.cu[:-1].long()
     node = torch.arange(rows, device=device) - first[of]
-    good = (good & batch.eligible) | (node == 0)
+    known = chosen[batch.parents.long()] >= 0  # else the parent's logits were no numbers
+    good = (good & known & batch.eligible) | (node == 0)
     bits = good.long() << node % WORD
     words = torch.zeros(trees, batch.ancestors.shape[1], dtype=torch.int64, device=device)
     words.index_put_((of, node // WORD), bits, accumulate=True)  # each bit once: a sum is a union
@@ -92,7 +93,7 @@ def follow(batch: TreeBatch, good: torch.Tensor, chosen: torch.Tensor, scores: t
     accepted = _largest(depth, of, trees)
     best = reached & (depth == accepted[of])
     if scores is not None:
-        score = torch.where(best, scores, -torch.inf)
+        score = torch.where(best, scores.nan_to_num(-1e30), -torch.inf)
         best &= score == _largest(score, of, trees)[of]
     last = -_largest(torch.where(best, -node, -rows), of, trees) + first
     return _spelled(batch, chosen, accepted, last, node)

@@ -74,37 +74,36 @@ class Acceptance:
         self._prior, self._weight, self._memory = prior, weight, memory
         self._counts: dict[Hashable, tuple[float, float]] = {}
         self._last: TokenTree | None = None
-        self._keys: Sequence[Hashable] = ()
+        self._keys: Sequence[tuple[Hashable, float]] = ()
 
     def rate(self, key: Hashable, prior: float | None = None) -> float:
         """The estimated probability, from `prior` in place of the one for all keys."""
         right, tried = self._counts.get(key, (0.0, 0.0))
         start = self._prior if prior is None else prior
-        return (right + self._weight * start) / (tried + self._weight)
+        return min(1.0, (right + self._weight * start) / (tried + self._weight))
 
-    def proposed(self, tree: TokenTree, keys: Sequence[Hashable]) -> TokenTree:
-        """Remember a proposal and its nodes' keys, for `emitted`; gives the tree back."""
+    def proposed(self, tree: TokenTree, keys: Sequence[tuple[Hashable, float]]) -> TokenTree:
+        """Remember a proposal for `emitted`, with each node's key and its share among siblings of this key (1 for one
+        alone); gives the tree back.
+        """
         self._last, self._keys = tree, keys
         return tree
 
     def emitted(self, tokens: Sequence[int]) -> None:
-        """Count the first proposed child of each node that was reached by the tokens after the last proposal."""
-        tree, node = self._last, 0
-        self._last = None
-        if tree is None or not tokens:
+        """Count children of each node that was reached by the tokens after the last proposal."""
+        tree, self._last = self._last, None
+        if tree is None:
             return
-        first: dict[int, int] = {}
-        by_token: dict[tuple[int, int], int] = {}
-        for n in range(1, len(tree.tokens)):
+        children: dict[int, list[int]] = {}
+        for n, up in enumerate(tree.parents):
             if tree.eligible[n]:
-                first.setdefault(tree.parents[n], n)
-                by_token.setdefault((tree.parents[n], tree.tokens[n]), n)
+                children.setdefault(up, []).append(n)
+        node = 0
         for token in tokens:
-            if node not in first:
+            for n in children.get(node, ()):
+                key, share = self._keys[n]
+                right, tried = self._counts.get(key, (0.0, 0.0))
+                self._counts[key] = right * self._memory + (tree.tokens[n] == token), tried * self._memory + share
+            node = next((n for n in children.get(node, ()) if tree.tokens[n] == token), -1)
+            if node < 0:
                 return
-            key, right = self._keys[first[node]], tree.tokens[first[node]] == token
-            before = self._counts.get(key, (0.0, 0.0))
-            self._counts[key] = (before[0] * self._memory + right, before[1] * self._memory + 1.0)
-            if (node, token) not in by_token:
-                return
-            node = by_token[node, token]

@@ -57,7 +57,7 @@ class LookaheadProposer:
             raise InputError("worth", got=repr(worth), expected="a number from 0 to 1", hint="0.1 is usual")
         self._window, self._ngram, self._guesses = window, ngram, guesses
         self._worth, self._from_context, self._random = worth, from_context, random.Random(seed)
-        self._reader, self._acceptance = Reader(), Acceptance(prior=0.3)
+        self._reader, self._acceptance = Reader(), Acceptance()
         self._levels: list[list[int]] = []  # level 0 without the pending token
         self._pool: dict[int, dict[tuple[int, ...], None]] = {}  # newest last
         self._rows: list[int] = []  # nodes of the last level, by column
@@ -76,14 +76,14 @@ class LookaheadProposer:
         builder = TreeBuilder(self._pending)
         if sum(map(len, self._levels)) <= budget:
             self._rows = self._add_window(builder)
-        keys: list[Hashable] = [None] * len(builder)
+        keys: list[tuple[Hashable, float]] = [(None, 1.0)] * len(builder)
         for rank, guess in enumerate(reversed(self._pool.get(self._pending, {}))):
-            value, node = self._acceptance.rate(rank), 0
+            value, node = self._acceptance.rate(rank, 0.3 * 0.7**rank), 0
             for token in guess:
                 if value < LEAST or len(builder) > budget:
                     break
-                node = builder.add(node, token, value)
-                keys += [rank if len(keys) < len(builder) and token is guess[0] else "on"] * (len(builder) - len(keys))
+                node, first = builder.add(node, token, value), node == 0
+                keys += [(rank if first else "on", 1.0)] * (len(builder) - len(keys))
                 value *= self._acceptance.rate("on", 0.7)
         return self._acceptance.proposed(builder.tree(), keys)
 

@@ -44,9 +44,8 @@ class NgramProposer(Passive):
         branches: int = 1,
         ends: Collection[int] = (),
     ) -> None:
-        for name, value in (("shortest", shortest), ("length", length), ("branches", branches)):
+        for name, value in {"longest": longest, "shortest": shortest, "length": length, "branches": branches}.items():
             check_count(name, value, 1)
-        check_count("longest", longest, 1)
         if shortest > longest:
             raise InputError("shortest", got=str(shortest), expected=f"at most {longest}", hint="raise longest as well")
         self._sizes = range(longest, shortest - 1, -1)
@@ -65,19 +64,20 @@ class NgramProposer(Passive):
         self._extend(0, fresh)
         own = self._texts[0]
         builder = TreeBuilder(own[-1])
-        keys: list[Hashable] = [None]
+        keys: list[tuple[Hashable, float]] = [(None, 1.0)]
         for followed, (size, text, at) in enumerate(itertools.islice(self._matches(), self._branches)):
-            rate = self._acceptance.rate(size, size / (size + 1)) * 0.5**followed
-            value, node = 1.0, 0
+            key, on, node = (size, followed), (size, "on"), 0
+            value = self._acceptance.rate(key, size / (size + 1) * 0.5**followed)
+            after = self._acceptance.rate(on, (size + 1) / (size + 2))
             copied = self._texts[text][at : at + self._length]
             while text == 0 and len(copied) < self._length:  # the text's end is followed by what is copied
                 copied.append(copied[at - len(own)])
             for token in copied:
-                value *= rate if node == 0 else self._acceptance.rate((size, "on"), (size + 1) / (size + 2))
                 if value < LEAST or len(builder) > budget:
                     break
-                node = builder.add(node, token, value)
-                keys += [size if len(keys) == 1 else (size, "on")] * (len(builder) - len(keys))
+                node, first = builder.add(node, token, value), node == 0
+                keys += [(key if first else on, 1.0)] * (len(builder) - len(keys))
+                value *= after
                 if token in self._ends:
                     break
         return self._acceptance.proposed(builder.tree(), keys)

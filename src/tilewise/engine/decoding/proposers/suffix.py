@@ -217,9 +217,9 @@ class SuffixProposer(Passive):
 
     def _grown(
         self, pending: int, places: Sequence[_Place], budget: int, shared: bool
-    ) -> tuple[TokenTree, list[Hashable]]:
+    ) -> tuple[TokenTree, list[tuple[Hashable, float]]]:
         """The most valuable nodes after the longest match, and their keys."""
-        builder, keys = TreeBuilder(pending), list[Hashable]([None])
+        builder, keys = TreeBuilder(pending), list[tuple[Hashable, float]]([(None, 1.0)])
         longest = len(places) - 1
         while longest and not [*_continued(places[min(longest, self._half)])]:  # others' texts end there
             longest -= 1
@@ -229,15 +229,15 @@ class SuffixProposer(Passive):
         first, on, order = (shared, longest), (shared, longest, "on"), count()
         rate = self._acceptance.rate(first, longest / (longest + 1))
         start = places[min(longest, self._half)]
-        heap = [(-share * rate, next(order), 0, token, at) for token, share, at in _continued(start)]
+        heap = [(-share * rate, next(order), 0, token, at, share) for token, share, at in _continued(start)]
         heapq.heapify(heap)
         after = self._acceptance.rate(on, (longest + 1) / (longest + 2))
         while heap and len(builder) <= most:
-            negative, _, parent, token, place = heapq.heappop(heap)
+            negative, _, parent, token, place, part = heapq.heappop(heap)
             if -negative < LEAST:
                 break
             node = builder.add(parent, token, -negative)
-            keys.append(on if parent else first)
+            keys.append((on if parent else first, part))
             for next_token, share, at in _continued(place):
-                heapq.heappush(heap, (negative * share * after, next(order), node, next_token, at))
+                heapq.heappush(heap, (negative * share * after, next(order), node, next_token, at, share))
         return builder.tree(), keys
