@@ -127,3 +127,9 @@ def random_tree(draw: random.Random, nodes: int, vocab_size: int, *, eligible: f
         values.append(values[parents[-1]] * draw.choice([0.9, 0.5, 0.2, 1.0]))
     tokens = tuple(draw.randrange(vocab_size) for _ in range(nodes))
     return TokenTree(tokens, tuple(parents), tuple(values), tuple(draw.random() < eligible for _ in range(nodes)))
+
+
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    """What the leaves spell."""
+    leaves = {*range(len(tree.tokens))} - {*tree.parents}
+    return {tuple(tree.tokens[n] for n in tree.path(leaf)) for leaf in leaves}
