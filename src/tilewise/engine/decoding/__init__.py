@@ -1,0 +1,1 @@
+"""Speculative decoding without a model of its own: trees of proposed tokens, their verification, and who proposes."""
