@@ -120,8 +120,9 @@ def body(parts: dict[str, str]) -> Iterator[str]:
             listed = ((", ".join(f"`{x}`" for x in named), prose(said)) for named, said in entries(text))
             yield f"**{header}**\n\n" + "\n".join(f"* {named}: {said}" for named, said in listed)
         elif header == "Example":
-            lines = (x[4:] if x[:3] in (">>>", "...") else x and f"# {x}" for x in text.splitlines())
-            yield "\n".join(["```python", *lines, "```"])
+            code = "\n".join(x[4:] if x[:3] in (">>>", "...") else x and f"# {x}" for x in text.splitlines())
+            code = re.sub(r"^((?:from|import) .*\n)(?!from |import )", r"\1\n", code, flags=re.MULTILINE)
+            yield f"```python\n{code}\n```"
         else:
             said = "\n\n".join(x if x.startswith("    ") else prose(x) for x in text.split("\n\n"))
             yield f"**{header}:** {said}" if header else said
