@@ -10,6 +10,7 @@ import torch
 import tilewise as tw
 from tests.gpu.matrix import DEVICE
 from tests.gpu.paging import DTYPES, LARGE, PAGED_CASES, decoding
+from tilewise.core.errors import InputError
 from tilewise.quant import KINDS, encode
 from tilewise.testing import properties, serving
 from tilewise.testing.case import Case
@@ -18,6 +19,19 @@ from tilewise.testing.graphs import captured
 from tilewise.testing.properties import Setting
 
 IMPL = "triton_paged"
+
+
+def test_tensors_that_start_elsewhere_are_refused() -> None:
+    """Kernels that were planned for 16-byte rows are not given others; those planned for any take all."""
+    q, (k, v), layout = decoding([40, 700])
+    moved = torch.empty(k.numel() + 1, dtype=k.dtype, device=k.device)[1:].view(k.shape).copy_(k)
+    plan = tw.plan(q, k, v, layout=layout, impl=IMPL)
+    with pytest.raises(InputError, match="k: got a data_ptr\\(\\) that is not a multiple of 16 bytes"):
+        plan.run(q, moved, v)
+    want = plan.run(q, k, v)
+    plan = tw.plan(q, moved, v, layout=layout, impl=IMPL)
+    assert torch.equal(plan.run(q, moved, v), want)
+    assert torch.equal(plan.run(q, k, v), want)
 
 
 # a sample of formulas: the other GPU tests and the interpreter have them all

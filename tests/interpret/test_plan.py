@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tilewise.core.errors import InputError
 from tilewise.ops import triton_launch
 from tilewise.ops.attention import triton_paged
 from tilewise.testing import serving
@@ -110,13 +109,12 @@ def test_an_update_plans_for_the_lengths_that_are_there() -> None:
 
 
 def test_tensors_that_start_elsewhere() -> None:
-    """Kernels that were planned for 16-byte rows are not given others; those planned for any take all."""
+    """Only on a GPU does it count where rows start: kernels that were planned for any start take all."""
     q, k, v, layout = _uneven()
     plan = tw.plan(q, k, v, layout=layout, impl="triton_paged")
     moved = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
-    with pytest.raises(InputError, match="k: got a data_ptr\\(\\) that is not a multiple of 16 bytes"):
-        plan.run(q, moved, v)
     want = plan.run(q, k, v)
+    assert torch.equal(plan.run(q, moved, v), want)
     plan = tw.plan(q, moved, v, layout=layout, impl="triton_paged")
     assert torch.equal(plan.run(q, moved, v), want)
     assert torch.equal(plan.run(q, k, v), want)
