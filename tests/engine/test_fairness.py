@@ -107,9 +107,9 @@ def test_a_step_looks_at_few_of_those_that_wait(n: int) -> None:
     scheduler, looked = engine.scheduler, [0]
     awaits = scheduler._awaits_another
 
-    def looking(*args: Any) -> bool:
+    def looking(sample: Sample, filling: Any) -> bool:
         looked[0] += 1
-        return awaits(*args)
+        return awaits(sample, filling)
 
     scheduler._awaits_another = looking  # type: ignore[method-assign]
     deferred = 0
