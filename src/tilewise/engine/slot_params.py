@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.engine.params import SamplingParams
 from tilewise.engine.request import Sample
 from tilewise.kv.transfer import send
 from tilewise.ops.sampling import Penalties
@@ -41,6 +42,8 @@ class SlotParams:
         self._seeds = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._prompts = torch.zeros(slots, dtype=torch.int32, device=self._device)
         self._masks: dict[int, torch.Tensor] = {}
+        self._kinds: dict[int, Kind | None] = {}
+        self._late: set[int] = set()  # slots of samples that may not end at once
 
     def seat(self, samples: Sequence[Sample], slots: torch.Tensor) -> None:
         """Send samples' parameters to their slots, int64 (samples,) on the device."""
@@ -52,20 +55,28 @@ class SlotParams:
         self._top_k[slots], self._prompts[slots] = sent[:, 0].int(), sent[:, 1].int()
         self._seeds[slots] = sent[:, 2]
         for each, sample in zip(params, samples, strict=True):
+            self._kinds[sample.slot] = _kind_of(each)
+            (self._late.add if each.min_tokens else self._late.discard)(sample.slot)
             self._masks.pop(sample.slot, None)
             if each.allowed_token_ids is not None:
                 self._masks[sample.slot] = self._mask(each.allowed_token_ids)
 
     def kind(self, samples: Sequence[Sample], counts: Sequence[int]) -> Kind | None:
-        """What these samples use; None where logits are changed first, or log-probabilities are asked for."""
-        params = [sample.request.params for sample in samples]
-        if any(each.changes_logits or each.logprobs is not None for each in params):
+        """What these samples use; None where logits are changed first, or log-probabilities are asked for.
+
+        Args:
+            samples: in their slots.
+            counts: tokens that each has of its answer.
+        """
+        kinds = {self._kinds[sample.slot] for sample in samples}
+        if None in kinds:
             return None
-        if any(count < each.min_tokens for count, each in zip(counts, params, strict=True)):
+        if self._late and any(
+            count < sample.request.params.min_tokens for sample, count in zip(samples, counts, strict=True)
+        ):
             return None
-        greedy = all(each.greedy for each in params)
-        used = (any(each.top_k for each in params), any(each.top_p != 1.0 for each in params))
-        return Kind(greedy, *used, any(each.min_p for each in params)) if not greedy else Kind(True)
+        drawn = [kind for kind in kinds if kind is not None and not kind.greedy]
+        return Kind(False, *(any(column) for column in list(zip(*drawn, strict=True))[1:])) if drawn else Kind(True)
 
     def plain(self, slots: torch.Tensor, lengths: torch.Tensor, kind: Kind) -> dict[str, Any]:
         """Arguments of `tilewise.sample` for samples of one kind.
@@ -143,3 +154,10 @@ class SlotParams:
         bits[send(tokens, torch.int64, self._device)] = 1
         words = (bits.view(-1, 32) << torch.arange(32, device=self._device)).sum(1)
         return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def _kind_of(params: SamplingParams) -> Kind | None:
+    """What one sample uses."""
+    if params.changes_logits or params.logprobs is not None:
+        return None
+    return Kind(params.greedy, params.top_k > 0, params.top_p != 1.0, params.min_p > 0)
