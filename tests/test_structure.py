@@ -60,8 +60,10 @@ def test_what_is_imported_on_first_use_is_there_and_listed() -> None:
     """In a fresh process, where nothing has imported these modules yet."""
     program = """
 import sys, tilewise as tw
-lazy = ["kv", "nn", "errors", "KVCache"]
-assert not {"tilewise.kv", "tilewise.nn", "tilewise.errors"} & set(sys.modules), "imported at once"
+lazy = ["engine", "kv", "nn", "errors", "KVCache"]
+parts = {name: f"tilewise.{name}" for name in ("engine", "kv", "nn", "errors")}
+assert not set(parts.values()) & set(sys.modules), "imported at once"
+assert all(getattr(tw, name) is sys.modules[module] for name, module in parts.items())
 assert set(lazy) <= set(dir(tw))
 assert tw.KVCache is tw.kv.KVCache and issubclass(tw.errors.InputError, tw.errors.TilewiseError)
 assert tw.errors.OutOfPagesError is tw.core.errors.OutOfPagesError and tw.nn.RMSNorm(8)

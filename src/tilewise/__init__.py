@@ -150,7 +150,8 @@ def __getattr__(name: str) -> _typing.Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module(_LAZY[name])
-    globals()[name] = found = getattr(module, name, module)
+    own = _LAZY[name] == f"{__name__}.{name}"  # else a name in it: tilewise.engine has a module engine, too
+    globals()[name] = found = module if own else getattr(module, name)
     return found
 
 

@@ -41,6 +41,7 @@ SIZES = st.fixed_dictionaries(
         "max_running": st.sampled_from((2, 8)),
         "prefix_cache": st.sampled_from((True, True, False)),
         "lag": st.sampled_from((0, 1, 1, 2)),
+        "graphs": st.booleans(),
     }
 )
 
