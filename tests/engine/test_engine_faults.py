@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,14 +56,12 @@ def test_a_text_is_made_anew_where_a_token_of_it_raised(number: int) -> None:
     assert answers(told)[name] == undisturbed()[name]
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-@pytest.mark.parametrize("where", ["last layer", "take", "second text"])
-def test_answers_come_although_every_sixth_step_raises(where: str, lag: int) -> None:
-    engine, numbers, told = engine_of(**SIZES, lag=lag), itertools.count(), {}
-    ask(engine)
+def stepping(engine: Engine, where: str, *, every: int) -> Callable[[], list[RequestOutput]]:
+    """`engine.step`, of whose calls each one in `every` raises, and gives nothing."""
+    numbers = itertools.count(1)
 
     def step() -> list[RequestOutput]:
-        if next(numbers) % 6 < 5:
+        if next(numbers) % every:
             return engine.step()
         with failing(engine, where, RuntimeError):
             try:
@@ -70,7 +69,15 @@ def test_answers_come_although_every_sixth_step_raises(where: str, lag: int) -> 
             except RuntimeError:
                 return []
 
-    finish(engine, told, step)
+    return step
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("where", ["last layer", "take", "second text"])
+def test_answers_come_although_every_sixth_step_raises(where: str, lag: int) -> None:
+    engine, told = engine_of(**SIZES, lag=lag), {}
+    ask(engine)
+    finish(engine, told, stepping(engine, where, every=6))
     assert answers(told) == undisturbed()
 
 
@@ -79,20 +86,9 @@ def test_answers_come_although_every_sixth_step_raises(where: str, lag: int) -> 
 @pytest.mark.parametrize("model", ["full", "windows"])
 def test_answers_come_although_every_second_step_raises(model: str, where: str, lag: int) -> None:
     """Without shared pages, and with prompts of several steps: what was computed before stays."""
-    engine, numbers, told = engine_of(model, **SIZES | {"max_batch_tokens": 5}, prefix_cache=False, lag=lag), [0], {}
+    engine, told = engine_of(model, **SIZES | {"max_batch_tokens": 5}, prefix_cache=False, lag=lag), {}
     ask(engine)
-
-    def step() -> list[RequestOutput]:
-        numbers[0] += 1
-        if numbers[0] % 2:
-            return engine.step()
-        with failing(engine, where, RuntimeError):
-            try:
-                return engine.step()
-            except RuntimeError:
-                return []
-
-    finish(engine, told, step)
+    finish(engine, told, stepping(engine, where, every=2))
     assert answers(told) == undisturbed(model)
 
 
