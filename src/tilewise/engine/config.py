@@ -26,7 +26,7 @@ class EngineConfig:
         kv_encoding: None keeps keys and values as they are; "int8", "fp8" or "int4" quantizes them.
         page_size: tokens of a page.
         max_batch_tokens: tokens that a step computes at most.
-        max_running: requests that have pages at a time; `Engine.add` says which.
+        max_running: requests that have pages at a time, by priority and arrival.
         max_waiting: requests that may wait; `add` refuses more.
         prefix_cache: whether prompts that begin alike share pages.
         deterministic: whether an answer's bits, and so its tokens, are the same whatever shares the batch: on a GPU by

@@ -58,7 +58,7 @@ class Step:
 
 
 class Runner:
-    """A decoder with what it needs on the device: tokens of each slot, block table, rotary tables.
+    """A decoder with what it needs on the device: tokens and parameters of each slot, the model over pages, graphs.
 
     Tokens of a slot stay on the device, the sampled ones too: a step is told where to begin and how far to go.
     """
@@ -66,7 +66,7 @@ class Runner:
     def __init__(self, decoder: Decoder, pages: Pages, config: EngineConfig, max_length: int) -> None:
         self.decoder, self.pages = decoder, pages
         self._config, self._device = config, decoder.device
-        rows = config.max_running + config.graphs  # the last one is that of requests that pad a step
+        rows = pages.tables.shape[1]  # with graphs, the last one is that of requests that pad a step
         self._tokens = torch.zeros(rows, max_length + 1, dtype=torch.int32, device=self._device)
         self._params = SlotParams(rows, decoder.config.vocab_size, self._tokens, decoder.config.eos_token_ids)
         # on a CPU float32 is near enough: another order of sums changes no token
