@@ -382,7 +382,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="engine",
             sources=tuple(f"src/tilewise/{part}/*.py" for part in ("engine", "engine/models", "kv")),
-            tests=("tests/gpu/test_engine.py",),
+            tests=("tests/gpu/test_engine*.py",),
             rows=(),
         ),
     )

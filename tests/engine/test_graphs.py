@@ -1,4 +1,4 @@
-"""Steps of requests that all decode, padded to a number that a graph is recorded for; on a CPU nothing is recorded."""
+"""Steps padded to a number of requests or tokens that a graph is recorded for; on a CPU nothing is recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.engine.tiny import pair, prompts
 from tilewise.core.errors import InputError
 from tilewise.engine import Engine, EngineConfig, SamplingParams
-from tilewise.engine.graphs import DecodeGraphs, _Step, sizes
+from tilewise.engine.graphs import StepGraphs, _Step, request_sizes, token_sizes
 from tilewise.engine.slot_params import Kind
 
 PARAMS = {
@@ -39,10 +39,14 @@ def tokens_of(engine: Engine, params: list[SamplingParams]) -> list[list[int]]:
 
 
 def test_sizes_go_up_to_the_most() -> None:
-    assert sizes(1) == [1]
-    assert sizes(3) == [1, 2, 3]
-    assert sizes(24) == [1, 2, 4, 8, 16, 24]
-    assert sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert request_sizes(1) == [1]
+    assert request_sizes(3) == [1, 2, 3]
+    assert request_sizes(24) == [1, 2, 4, 8, 16, 24]
+    assert request_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert token_sizes(5) == [5]
+    assert token_sizes(16) == [16]
+    assert token_sizes(300) == [16, 32, 64, 128, 256, 300]
+    assert token_sizes(1300) == [16, 32, 64, 128, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1300]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows"])
@@ -52,13 +56,13 @@ def test_tokens_are_those_without(name: str, kinds: list[str], monkeypatch: pyte
     params = params * -(-3 // len(params))
     plain = tokens_of(engine_of(name), params)
     seen: list[tuple[int, int, Kind | None]] = []
-    run = DecodeGraphs.run
+    decode = StepGraphs.decode
 
-    def watched(self: DecodeGraphs, slots: torch.Tensor, starts: torch.Tensor, count: int, kind: Any) -> torch.Tensor:
+    def watched(self: StepGraphs, slots: torch.Tensor, starts: torch.Tensor, count: int, kind: Any) -> torch.Tensor:
         seen.append((len(slots), count, kind))
-        return run(self, slots, starts, count, kind)
+        return decode(self, slots, starts, count, kind)
 
-    monkeypatch.setattr(DecodeGraphs, "run", watched)
+    monkeypatch.setattr(StepGraphs, "decode", watched)
     assert tokens_of(engine_of(name, graphs=True), params) == plain
     assert [count for _, count, _ in seen] == [len(params)] * 5  # the first token comes with the prompt
     assert all(size == next(n for n in (1, 2, 4, 8) if n >= count) for size, count, _ in seen)
@@ -89,7 +93,10 @@ def test_padding_writes_nothing() -> None:
     tokens = engine.runner._tokens[:-1].clone()
     padding = torch.full((4,), 8, dtype=torch.int32)
     for kind in (Kind(greedy=True), Kind(greedy=False), None):
-        graphs.run(padding, torch.zeros(4, dtype=torch.int32), 4, kind)
+        graphs.decode(padding, torch.zeros(4, dtype=torch.int32), 4, kind)
+    rows = graphs.rows(16)
+    cu = torch.tensor([0, *[16] * rows], dtype=torch.int32)
+    graphs.hidden(16, padding.new_full((rows,), 8), padding.new_zeros(rows), cu)
     assert all(torch.equal(one, other) for one, other in zip(before, pages, strict=True))
     assert torch.equal(engine.runner._tokens[:-1], tokens)
 
@@ -100,12 +107,14 @@ def test_where_memory_ends_larger_steps_have_no_graph(monkeypatch: pytest.Monkey
     assert graphs is not None
 
     def record(step: _Step, pool: Any) -> None:
-        if step._lengths.numel() > 4:
+        tokens = getattr(step._compute, "_places", None)
+        if len(step._compute.inputs[0]) > 4 if tokens is None else len(tokens) > 16:
             raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
 
     monkeypatch.setattr(_Step, "record", record)
     graphs.record()
-    assert (graphs.recorded, graphs.largest) == ([1, 2, 4], 4)
+    assert (graphs.requests, graphs.padded(5, decoding=True)) == ([1, 2, 4], None)
+    assert (graphs.tokens, graphs.padded(17, decoding=False)) == ([16], None)
     assert graphs.failed == "no memory for 8 requests (CUDA out of memory.)"
     params = [PARAMS["greedy"]] * 6  # more than any graph has
     assert tokens_of(engine, params) == tokens_of(engine_of("llama"), params)
@@ -114,3 +123,10 @@ def test_where_memory_ends_larger_steps_have_no_graph(monkeypatch: pytest.Monkey
 def test_graphs_are_a_flag() -> None:
     with pytest.raises(InputError, match="graphs: got 'no'"):
         EngineConfig(graphs="no")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="graphs: got 1"):
+        EngineConfig(graphs=1)  # type: ignore[arg-type]
+
+
+def test_graphs_are_for_gpus_unless_said_otherwise() -> None:
+    assert [EngineConfig().graphs_on(torch.device(name)) for name in ("cpu", "cuda")] == [False, True]
+    assert [EngineConfig(graphs=flag).graphs_on(torch.device("cuda")) for flag in (True, False)] == [True, False]

@@ -142,7 +142,8 @@ def test_tokens_of_graphs_are_those_without(name: str, kinds: str) -> None:
         found.append([ended[one] for one in ids])
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.failed is None
-    assert engine.runner.graphs.recorded == [1, 2, 4, 8, 12]
+    assert engine.runner.graphs.requests == [1, 2, 4, 8, 12]
+    assert engine.runner.graphs.tokens[-1] == 8192
     assert found[0] == found[1]
 
 

@@ -32,8 +32,8 @@ class EngineConfig:
         deterministic: whether an answer's bits, and so its tokens, are the same whatever shares the batch: on a GPU by
             products and attention whose sums do not depend on it, which are slower. On a CPU in float32 tokens are the
             same either way.
-        graphs: whether steps of requests that all decode are CUDA graphs, recorded at the start. On a CPU such steps
-            are padded in the same way, and nothing is recorded.
+        graphs: whether steps are CUDA graphs, recorded at the start; None is True on a GPU. On a CPU steps are padded
+            in the same way, and nothing is recorded.
         lag: steps that the host is behind the device; None is 1 on a GPU and 0 on a CPU.
 
     Raises:
@@ -54,7 +54,7 @@ class EngineConfig:
     max_waiting: int = 16384
     prefix_cache: bool = True
     deterministic: bool = False
-    graphs: bool = False
+    graphs: bool | None = None
     lag: int | None = None
 
     def __post_init__(self) -> None:
@@ -71,7 +71,14 @@ class EngineConfig:
             raise InputError(
                 "kv_encoding", got=shown(self.kv_encoding), expected=expected, hint="None keeps them exact"
             )
-        check_flags(prefix_cache=self.prefix_cache, deterministic=self.deterministic, graphs=self.graphs)
+        check_flags(prefix_cache=self.prefix_cache, deterministic=self.deterministic)
+        if self.graphs is not None and not isinstance(self.graphs, bool):
+            hint = "None is True on a GPU"
+            raise InputError("graphs", got=shown(self.graphs), expected="None, True or False", hint=hint)
+
+    def graphs_on(self, device: torch.device) -> bool:
+        """Whether steps are padded to sizes that graphs are recorded for."""
+        return device.type == "cuda" if self.graphs is None else self.graphs
 
     def lag_on(self, device: torch.device) -> int:
         """Steps that may be under way while the host plans the next."""

@@ -59,7 +59,7 @@ class Engine:
         groups = groups_of(model.windows)
         pool = make_pool(decoder, groups, self.config, self.max_model_len)
         # with graphs, a row more than there are samples, for those that pad a step
-        slots, share = self.config.max_running + self.config.graphs, self.config.prefix_cache
+        slots, share = self.config.max_running + self.config.graphs_on(decoder.device), self.config.prefix_cache
         self.pages = Pages(pool, groups, slots, self.max_model_len, share=share)
         self.runner = Runner(decoder, self.pages, self.config, self.max_model_len)
         self.scheduler = Scheduler(self.config, self.pages, self._drain)

@@ -157,13 +157,16 @@ class LLM:
 
 
 def _graphs(engine: Engine) -> str:
-    """How steps of requests that all decode run."""
+    """Which steps are graphs."""
     graphs = engine.runner.graphs
     if graphs is None:
         return "CUDA graphs: none"
     kind = "CUDA graphs" if engine.decoder.device.type == "cuda" else "padded steps"
-    numbers = graphs.recorded
-    found = f"{kind} of {numbers[0]:,} to {numbers[-1]:,} requests" if numbers else f"{kind}: none"
+    parts = [
+        f"{numbers[0]:,} to {numbers[-1]:,} {what}"
+        for numbers, what in ((graphs.requests, "requests that decode"), (graphs.tokens, "tokens")) if numbers
+    ]  # fmt: skip
+    found = f"{kind} of {', and of '.join(parts)}" if parts else f"{kind}: none"
     return found if graphs.failed is None else f"{found}; {graphs.failed}"
 
 

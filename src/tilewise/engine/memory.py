@@ -74,8 +74,8 @@ def _budget(decoder: Decoder, config: EngineConfig) -> int:
         return _ON_CPU
     rows = min(config.max_running, config.max_batch_tokens)
     step = _step_bytes(decoder, config.max_batch_tokens, min(rows, _ROWS))
-    if config.graphs:  # which keep memory of their own
-        step += _step_bytes(decoder, min(rows, LARGEST_GRAPH), min(rows, LARGEST_GRAPH))
+    if config.graphs_on(decoder.device):  # which keep memory of their own
+        step += _step_bytes(decoder, config.max_batch_tokens, min(rows, LARGEST_GRAPH))
     free, total = torch.cuda.mem_get_info(decoder.device)
     reserved = torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
     return max(0, int(total * config.memory) - (total - free - reserved) - step)

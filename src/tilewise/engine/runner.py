@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.engine.config import LARGEST_GRAPH, EngineConfig
+from tilewise.engine.config import EngineConfig
 from tilewise.engine.forward import Forward, Tokens
-from tilewise.engine.graphs import DecodeGraphs
+from tilewise.engine.graphs import StepGraphs
 from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.pages import Growth, Pages
 from tilewise.engine.request import Sample
@@ -72,10 +72,9 @@ class Runner:
         # on a CPU float32 is near enough: another order of sums changes no token
         decoder.invariant = config.deterministic and decoder.device.type == "cuda"
         self._forward = Forward(decoder, pages, max_length, invariant=decoder.invariant)
-        self.graphs: DecodeGraphs | None = None
-        if config.graphs:
-            most = min(config.max_running, config.max_batch_tokens, LARGEST_GRAPH)
-            self.graphs = DecodeGraphs(self._forward, pages, self._tokens, self._params, most)
+        self.graphs: StepGraphs | None = None
+        if config.graphs_on(self._device):
+            self.graphs = StepGraphs(self._forward, pages, self._tokens, self._params, config.max_batch_tokens)
             if self._device.type == "cuda":
                 self.graphs.record()
 
@@ -98,8 +97,23 @@ class Runner:
     def launch(self, work: list[Work], growth: Growth) -> Step:
         """Start a step."""
         decoding = all(each.count == 1 and each.samples for each in work)
-        if decoding and self.graphs is not None and len(work) <= self.graphs.largest:
-            return self._replay(work, growth, self.graphs)
+        if decoding and self.graphs is not None:
+            size = self.graphs.padded(len(work), decoding=True)
+            if size is not None:
+                return self._decode(work, growth, self.graphs, size)
+        batch, hidden = self._hidden(work, growth)
+        prompted = {n: self._prompted(each, hidden, batch, n) for n, each in enumerate(work) if _asks_of_prompt(each)}
+        given = None if batch.ends is None else self._choose(work, hidden, batch, batch.ends)
+        return self._received(work, given, prompted)
+
+    def _hidden(self, work: list[Work], growth: Growth) -> tuple[_Batch, torch.Tensor]:
+        """(what a step is about, what the model's last norm gives for its tokens and perhaps some more)"""
+        size = None
+        if self.graphs is not None:
+            size = self.graphs.padded(sum(each.count for each in work), decoding=False)
+        if self.graphs is not None and size is not None:
+            batch = self._sent(work, growth, rows=self.graphs.rows(size), total=size)
+            return batch, self.graphs.hidden(size, batch.slots, batch.starts, batch.cu)
         batch = self._sent(work, growth)
         rows = torch.repeat_interleave(batch.counts, output_size=batch.total)
         positions = batch.starts[rows] + torch.arange(batch.total, device=self._device) - batch.cu[rows]
@@ -107,21 +121,18 @@ class Runner:
         tables = self.pages.tables[:, batch.slots, : batch.width]
         layouts = [Paged(table, lengths, batch.cu) for table in tables.unbind()]
         where = self._forward.where(slots, positions)
-        hidden = self._forward.hidden(Tokens(self._tokens[slots, positions], positions, where, layouts))
-        prompted = {n: self._prompted(each, hidden, batch, n) for n, each in enumerate(work) if _asks_of_prompt(each)}
-        given = None if batch.ends is None else self._choose(work, hidden, batch, batch.ends)
-        return self._received(work, given, prompted)
+        return batch, self._forward.hidden(Tokens(self._tokens[slots, positions], positions, where, layouts))
 
-    def _replay(self, work: list[Work], growth: Growth, graphs: DecodeGraphs) -> Step:
+    def _decode(self, work: list[Work], growth: Growth, graphs: StepGraphs, size: int) -> Step:
         """Start a step in which all decode."""
         count, samples = len(work), [each.sample for each in work]
-        padding = graphs.padded(count) - count
+        padding = size - count
         slots = [each.slot for each in work] + [len(self._tokens) - 1] * padding
         starts = [each.start for each in work] + [0] * padding
         slots_, starts_ = self._sent_with([slots, starts], growth)
         counts = [each.start + 1 - each.sample.prompt_length for each in work]
         kind = self._params.kind(samples, counts)
-        found = graphs.run(slots_, starts_, count, kind)
+        found = graphs.decode(slots_, starts_, count, kind)
         if kind is not None:
             return self._received(work, Given(found, None, None, None), {})
         rows, lengths = slots_[:count].long(), starts_[:count] + 1
@@ -162,15 +173,27 @@ class Runner:
         own, values, tokens = (torch.cat(part) for part in zip(*parts, strict=True))
         return Prompted(wanted, own, tokens, values)
 
-    def _sent(self, work: Sequence[Work], growth: Growth) -> _Batch:
-        """Send what a step is about in one transfer, and bring the block table up to date."""
+    def _sent(self, work: Sequence[Work], growth: Growth, rows: int | None = None, total: int | None = None) -> _Batch:
+        """Send what a step is about in one transfer, and bring the block table up to date.
+
+        Args:
+            work: of the step.
+            growth: of the pages.
+            rows, total: entries and tokens that the step is padded to; the first entry of padding has all that `total`
+                leaves.
+        """
         slots = [each.slot for each in work]
         starts, counts = [each.start for each in work], [each.count for each in work]
         ends = [at for at, each in enumerate(work) if each.samples]
         cu = list(itertools.accumulate(counts, initial=0))
+        width = -(-max(start + count for start, count in zip(starts, counts, strict=True)) // self.pages.page_size)
+        if rows is not None and total is not None:
+            left = rows - len(work)
+            slots += [len(self._tokens) - 1] * left
+            starts += [0] * left
+            counts += [total - cu[-1], *[0] * (left - 1)]
+            cu += [total] * left
         cu_, slots_, starts_, counts_, ends_ = self._sent_with([cu, slots, starts, counts, ends], growth)
-        longest = max(start + count for start, count in zip(starts, counts, strict=True))
-        width = -(-longest // self.pages.page_size)
         return _Batch(work, cu_, slots_, starts_, counts_, ends_ if ends else None, cu[-1], width)
 
     def _sent_with(self, lists: list[list[int]], growth: Growth) -> list[torch.Tensor]:

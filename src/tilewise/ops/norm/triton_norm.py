@@ -337,7 +337,7 @@ def _forward_plan(call: Call, x: torch.Tensor, residual: torch.Tensor | None) ->
     if width > _FORWARD:
         return Plan(norm_chunks_fwd, rows, strides, (rows, units), (*how, _CHUNK), _CHUNK // (32 * _EACH), 1)
     read = x.element_size() if residual is None else 2 * x.element_size()
-    block_r, block_w, warps = _tile(rows, width, _BYTES // read)
+    block_r, block_w, warps = _tile(width, _BYTES // read)
     return Plan(norm_rows_fwd, -(-rows // block_r), strides, (rows, units), (*how, block_r, block_w), warps, 1)
 
 
@@ -350,7 +350,7 @@ class _Backward:
         rows, width = x.shape
         vector, (units, *strides) = _units(x, do, ds)
         fits = width <= _BACKWARD
-        block_r, block_w, warps = _tile(rows, width if fits else _COLUMNS, _EACH)
+        block_r, block_w, warps = _tile(width if fits else _COLUMNS, _EACH)
         columns = -(-width // block_w)
         resident = _RESIDENT // warps  # programs of a multiprocessor
         programs = min(-(-rows // block_r), max(1, resident * _multiprocessors(x.device) // columns))
@@ -387,10 +387,10 @@ def _units(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[int, list[int
     return vector, [size // vector for size in sizes]
 
 
-def _tile(rows: int, width: int, each: int) -> tuple[int, int, int]:
-    """(rows of a tile, columns, warps)"""
+def _tile(width: int, each: int) -> tuple[int, int, int]:
+    """(rows of a tile, columns, warps); the number of rows must not decide in which order a row is summed"""
     block_w = triton.next_power_of_2(width)
-    block_r = min(max(1, _ELEMENTS // block_w), triton.next_power_of_2(rows))
+    block_r = max(1, _ELEMENTS // block_w)
     return block_r, block_w, max(1, block_r * block_w // (32 * each))
 
 

@@ -17,7 +17,7 @@ from tilewise.quant.codes import BY_DTYPE
 from tilewise.tiles.codes import codes_of, scales_of
 from tilewise.tiles.rotary import angles_of, run_of, turned
 
-_ELEMENTS = 1024  # of a program's tile (heads, head_dim): a decode step has few tokens, and wants programs
+_ELEMENTS = 1024  # of a program's tile (heads, head_dim), however few there are: it decides in which order norms sum
 _WARPS = 4
 _PLANS = Plans()
 
@@ -244,7 +244,7 @@ def _plan(call: Call, q: torch.Tensor) -> Plan:
     tokens, heads, dim = q.shape
     heads_kv, page_size = write.k.shape[1], write.k_pages.shape[1]
     block_d = triton.next_power_of_2(dim)
-    block_r = min(max(1, _ELEMENTS // block_d), triton.next_power_of_2(tokens * heads))
+    block_r = max(1, _ELEMENTS // block_d)
     strides = (
         *call.qk.stride()[:2], *q.stride()[:2], *write.k_pages.stride()[:3], *write.v_pages.stride()[:3],
     )  # fmt: skip
