@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.engine.failing import ERRORS, FAULTS, failing
 from tests.engine.small import CONFIGS, LENGTH, engine_of
 from tests.engine.whole import check_empty, check_pages, check_prefixes, check_whole
-from tilewise.engine import Completion, Engine, RequestOutput, SamplingParams
+from tilewise.engine import Completion, Engine, RequestOutput, SamplingParams, Speculation
 from tilewise.engine.request import State
 
 THOROUGH = settings.default.max_examples > 100
@@ -34,6 +34,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "not too short": {"temperature": 0.0, "stop_token_ids": tuple(range(100)), "min_tokens": 3},
     "of the prompt": {"temperature": 0.0, "prompt_logprobs": 1},
 }
+SPECULATIONS = (
+    Speculation("ngram", {"longest": 2, "branches": 3, "length": 3}, nodes=8, learned=False),
+    Speculation("suffix+lookahead", {"lookahead": {"window": 2, "ngram": 3}}, nodes=16, learned=False),
+    Speculation("ngram+suffix"),
+)
 SIZES = st.fixed_dictionaries(
     {
         "page_size": st.sampled_from((1, 2, 4)),
@@ -42,6 +47,7 @@ SIZES = st.fixed_dictionaries(
         "prefix_cache": st.sampled_from((True, True, False)),
         "lag": st.sampled_from((0, 1, 1, 2)),
         "graphs": st.booleans(),
+        "speculative": st.sampled_from((None, None, *SPECULATIONS)),
     }
 )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.matrix import DEVICE
-from tilewise.engine import Engine, EngineConfig, SamplingParams
+from tilewise.engine import Engine, EngineConfig, SamplingParams, Speculation
 from tilewise.engine.models.config import ModelConfig
 from tilewise.engine.models.decoder import Decoder
 
@@ -25,13 +25,19 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 96, "max_window_layers"
 MODELS = {"qwen3": {}, "qwen3_windows": WINDOWS}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "eager": {"graphs": False},
     "chunks": {"page_size": 16, "max_batch_tokens": 48},
     "late": {"page_size": 1, "max_model_len": 512, "num_pages": 4096, "max_batch_tokens": 128, "lag": 2},
     "at_once": {"lag": 0, "prefix_cache": False},
     "few_pages": {"page_size": 16, "max_model_len": 512, "num_pages": 44, "max_batch_tokens": 64},
     "few_slots": {"max_running": 2},
     "graphs": {"graphs": True, "max_running": 12},
+    "ngram": {"speculative": Speculation("ngram+suffix", learned=False), "graphs": False},
+    "ngram_graphs": {"speculative": Speculation("ngram", {"longest": 1}, nodes=7, learned=False), "max_running": 12},
     "late_graphs": {"graphs": True, "max_running": 12, "lag": 2, "max_batch_tokens": 64},
+}
+OTHER_OPTIONS = OPTIONS | {
+    "lookahead": {"speculative": Speculation("lookahead+ngram", nodes=60, learned=False)},
 }
 PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=COUNT, logprobs=3),
@@ -96,13 +102,13 @@ def test_deterministic_answers_have_the_bits_of_the_request_alone(name: str, opt
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("options", ["plain", "chunks", "few_slots", "graphs"])
+@pytest.mark.parametrize("options", ["plain", "chunks", "few_slots", "graphs", "ngram", "lookahead"])
 def test_other_greedy_tokens_come_where_two_are_near(options: str, dtype: torch.dtype) -> None:
     """The first token that differs from the deterministic answer's is one of two whose logits rounding can exchange."""
     model = decoder("qwen3", dtype)
     want = alone("qwen3", True, dtype)
     largest = [0.0]
-    engine = Engine(model, config=EngineConfig(**{"num_pages": 2048} | OPTIONS[options]))
+    engine = Engine(model, config=EngineConfig(**{"num_pages": 2048} | OTHER_OPTIONS[options]))
     given = engine.runner.decoder.logits
 
     def watched(hidden: torch.Tensor) -> torch.Tensor:

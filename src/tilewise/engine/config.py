@@ -8,6 +8,7 @@ import torch
 
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
+from tilewise.engine.decoding.methods import Speculation, speculation_of
 from tilewise.kv.arguments import check_count
 
 LARGEST_GRAPH = 512  # requests of a step that is a graph, at most
@@ -34,6 +35,8 @@ class EngineConfig:
             same either way.
         graphs: whether steps are CUDA graphs, recorded at the start; None is True on a GPU. On a CPU steps are padded
             in the same way, and nothing is recorded.
+        speculative: how tokens are proposed, which one step verifies together: None, a method of `Speculation`, or a
+            `Speculation`. Tokens stay the same.
         lag: steps that the host is behind the device; None is 1 on a GPU and 0 on a CPU.
 
     Raises:
@@ -55,6 +58,7 @@ class EngineConfig:
     prefix_cache: bool = True
     deterministic: bool = False
     graphs: bool | None = None
+    speculative: Speculation | str | None = None
     lag: int | None = None
 
     def __post_init__(self) -> None:
@@ -75,9 +79,22 @@ class EngineConfig:
         if self.graphs is not None and not isinstance(self.graphs, bool):
             hint = "None is True on a GPU"
             raise InputError("graphs", got=shown(self.graphs), expected="None, True or False", hint=hint)
+        speculation_of("speculative", self.speculative)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """`speculative` as a `Speculation`."""
+        return speculation_of("speculative", self.speculative)
 
     def graphs_on(self, device: torch.device) -> bool:
-        """Whether steps are padded to sizes that graphs are recorded for."""
+        """Whether steps are padded to sizes that graphs are recorded for.
+
+        Args:
+            device: where the engine runs.
+
+        Returns:
+            `graphs`, or what None means there.
+        """
         return device.type == "cuda" if self.graphs is None else self.graphs
 
     def lag_on(self, device: torch.device) -> int:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from tilewise.core.errors import InputError, shown
 from tilewise.engine.config import EngineConfig
+from tilewise.engine.decoding.speculators import Speculators
 from tilewise.engine.groups import groups_of
 from tilewise.engine.interrupts import Interrupts
 from tilewise.engine.memory import make_pool
 from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.pages import Pages
 from tilewise.engine.params import SamplingParams
-from tilewise.engine.request import Logprob, Request, RequestOutput, Sample, State, seed_of
-from tilewise.engine.runner import Given, Prompted, Runner, Step
+from tilewise.engine.request import Request, RequestOutput, Sample, State, seed_of
+from tilewise.engine.runner import Given, Runner, Step
 from tilewise.engine.scheduler import Scheduler, Work
 from tilewise.engine.streams import Streams
 from tilewise.engine.text import Text
@@ -62,10 +64,15 @@ class Engine:
         slots, share = self.config.max_running + self.config.graphs_on(decoder.device), self.config.prefix_cache
         self.pages = Pages(pool, groups, slots, self.max_model_len, share=share)
         self.runner = Runner(decoder, self.pages, self.config, self.max_model_len)
-        self.scheduler = Scheduler(self.config, self.pages, self._drain)
+        # nodes of branches take another kernel than their texts, whose bits may differ
+        exact = self.config.deterministic and decoder.device.type == "cuda"
+        chains = exact or any(group.window is not None for group in groups)
+        self.speculators = Speculators(self.config.speculation, chains=chains)
+        self.scheduler = Scheduler(self.config, self.pages, self._drain, self.speculators)
         self._lag = self.config.lag_on(decoder.device)
         self._under_way: deque[Step] = deque()
         self._raised = False  # the last step: the next one is taken before it returns, so that something comes of it
+        self._began: float | None = None  # when a step was launched with none under way
         self._lost = False  # whether a step that was launched failed on the device
         self._requests: dict[str, Request] = {}
         self._changed: dict[Request, None] = {}
@@ -200,10 +207,13 @@ class Engine:
         """
         with Interrupts() as interrupts:
             try:
+                proposing = any(map(self.speculators.wants, self.scheduler.running))
+                if proposing:  # which goes on from tokens that are known
+                    self._drain()
                 work = self.scheduler.plan()
                 if work:
                     self._launch(work, interrupts)
-                lag = 0 if self._raised else self._lag
+                lag = 0 if self._raised or proposing else self._lag
                 while self._under_way and (len(self._under_way) > lag or not work):
                     self._take_next()
                 self._raised = False
@@ -235,18 +245,23 @@ class Engine:
             self.runner.seat([each.sample for each in seated])
             for each in seated:
                 each.sample.seated = each.turn
+        self._began = None if self._under_way else time.perf_counter()
         with interrupts.let_through():
             step = self.runner.launch(work, self.pages.grown())
         self._under_way.append(step)
         self.pages.launched()
         for each in work:
-            each.sample.written = each.start + each.count
-        size = self.pages.page_size
+            each.sample.written = each.start + (each.count if each.tree is None else 1)
         for each in work:
-            end = each.start + each.count
-            if each.start // size < end // size:  # later launches find what this one writes
-                self._remember(each.sample, end)
-                self.pages.drop_unseen(each.slot, min(end, len(each.sample.tokens) - 1))
+            if each.tree is None:
+                self._wrote(each, each.start + each.count)
+
+    def _wrote(self, each: Work, end: int) -> None:
+        """Note that keys and values are there up to position `end`: later launches find them."""
+        size = self.pages.page_size
+        if each.start // size < end // size:
+            self._remember(each.sample, end)
+            self.pages.drop_unseen(each.slot, min(end, len(each.sample.tokens) - 1))
 
     def _remember(self, sample: Sample, length: int) -> None:
         if sample.sequence is not None and sample.request.params.prompt_logprobs is None:
@@ -264,6 +279,8 @@ class Engine:
             self._lost = True  # where this raises
             step.wait()
             self._lost = False
+            if self._began is not None and not self._under_way:
+                self.speculators.record(sum(each.count for each in step.work), time.perf_counter() - self._began)
             self._take(step)
         except BaseException:
             self._under_way.clear()
@@ -275,19 +292,32 @@ class Engine:
             each = step.work[n]
             if each.turn == each.sample.turn:
                 found = each.sample.request.prompt_logprobs
-                found += _logprobs_of_prompt(prompted)[len(found) - each.start :]  # one that was preempted has some
+                found += prompted.listed()[len(found) - each.start :]  # one that was preempted has some
         sampled = [each for each in step.work if each.samples]
         if not sampled or step.given is None:
             return
         tokens = step.given.tokens.tolist()
-        for row, (each, token) in enumerate(zip(sampled, tokens, strict=True)):
+        paths = iter([] if step.given.nodes is None else step.given.nodes.tolist())
+        row = 0
+        for each in sampled:
+            count = 1 if each.tree is None else len(each.tree.tokens)
+            path = [0] if each.tree is None else [node for node in next(paths) if node >= 0]
             if each.turn == each.sample.turn:  # else it has ended, or begins anew
                 known = len(each.sample.tokens)
+                if each.tree is not None:
+                    self.scheduler.settle(each, len(path) - 1)
                 try:
-                    self._give(each.sample, token, step.given, row)
+                    for node in path:
+                        if each.sample.state is not State.FINISHED:  # by the token before
+                            self._give(each.sample, tokens[row + node], step.given, row + node)
                 except BaseException:
                     self._take_back(each.sample, known)
                     raise
+                if each.tree is not None:
+                    self.speculators.took(each.sample, each.tree, path[1:], tokens[row : row + count])
+                    if each.sample.state is not State.FINISHED:
+                        self._wrote(each, each.sample.written)
+            row += count
 
     def _give(self, sample: Sample, token: int, given: Given, row: int) -> None:
         """Add a token to an answer, which it may end."""
@@ -298,7 +328,7 @@ class Engine:
             return self._end(sample, "error")
         sample.tokens.append(token)
         if params.logprobs is not None:
-            sample.logprobs.append(_logprob(given, row, token, params.logprobs))
+            sample.logprobs.append(given.logprob(row, token, params.logprobs))
         may_stop = len(sample.tokens) - sample.prompt_length >= params.min_tokens
         if may_stop and (token in params.stop_token_ids or (token in self._ends and not params.ignore_eos)):
             if params.include_stop:
@@ -319,6 +349,7 @@ class Engine:
         if reason in ("stop", "length"):  # a later prompt may go on from here
             self._remember(sample, sample.written)
         self.scheduler.end(sample)
+        self.speculators.end(sample)
         self._changed[sample.request] = None
 
     def _take_back(self, sample: Sample, known: int) -> None:
@@ -367,16 +398,3 @@ def _check_types(params: object, request_id: object, priority: object) -> None:
         raise InputError("request_id", got=shown(request_id), expected="text, or None", hint="None makes one")
     if type(priority) is not int:
         raise InputError("priority", got=shown(priority), expected="an integer", hint="lower ones go first")
-
-
-def _logprob(given: Given, row: int, token: int, count: int) -> Logprob:
-    assert given.logprobs is not None
-    assert given.top_tokens is not None
-    assert given.top_logprobs is not None
-    tokens, values = given.top_tokens[row, :count].tolist(), given.top_logprobs[row, :count].tolist()
-    return Logprob(token, float(given.logprobs[row]), dict(zip(tokens, values, strict=True)))
-
-
-def _logprobs_of_prompt(found: Prompted) -> list[Logprob]:
-    rows = zip(*(x.tolist() for x in found), strict=True)
-    return [Logprob(token, own, dict(zip(top, values, strict=True))) for token, own, top, values in rows]

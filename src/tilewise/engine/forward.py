@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from tilewise.core.errors import UnsupportedError
 from tilewise.engine.models.decoder import Decoder, Norms
 from tilewise.engine.pages import Pages
 from tilewise.formula.library import causal, window
 from tilewise.layouts import Paged
-from tilewise.ops.attention import plan
+from tilewise.ops.attention import MaskLike, plan
 from tilewise.ops.attention.planned import AttentionPlan
 from tilewise.ops.qkv_prologue import QKVPrologue
 from tilewise.rotary import Rope
 
+_BOTH = "hopper_mixed"  # attention that has a kernel for requests of many queries and one for others
 Plans = dict[int, AttentionPlan]  # by group: its layers attend over the same pages
 
 
@@ -52,12 +57,17 @@ class Forward:
         size = self._pages.page_size
         return self._pages.tables[:, slots, positions // size] * size + positions % size
 
-    def hidden(self, tokens: Tokens, plans: Plans | None = None) -> torch.Tensor:
+    def hidden(
+        self, tokens: Tokens, plans: Plans | None = None, *, prompts: bool | None = None, mask: MaskLike = None
+    ) -> torch.Tensor:
         """Write keys and values of tokens, and give what follows from them.
 
         Args:
             tokens: of the step.
             plans: of an earlier call with the same tensors, brought up to date; missing ones are made and added.
+            prompts: True where some requests have many tokens and others one, whatever the mean; None where the mean
+                tells.
+            mask: what tokens see, in place of all before them; None is that.
 
         Returns:
             (tokens, hidden_size).
@@ -72,8 +82,17 @@ class Forward:
             k, v = self._pages.pool.pages(place)
             q = prologues[number].run(qkv, k, v, q_norm=norms[0], k_norm=norms[1])
             if number not in plans:
-                mask, layout = self._masks[self._pages.groups[number].window], tokens.layouts[number]
-                plans[number] = plan(q, k, v, mask=mask, sink=sink, layout=layout, batch_invariant=self._invariant)
+                own, layout = mask or self._masks[self._pages.groups[number].window], tokens.layouts[number]
+                made = partial(plan, q, k, v, mask=own, sink=sink, layout=layout, batch_invariant=self._invariant)
+                plans[number] = _first_able(made, (_BOTH, None) if prompts else (None,))
             return plans[number].run(q, k, v, sink=sink)
 
         return self.decoder.hidden(tokens.ids, attend)
+
+
+def _first_able(made: Callable[..., AttentionPlan], names: Sequence[str | None]) -> AttentionPlan:
+    """The plan by the first of these implementations that can run it; the last may raise."""
+    for name in names[:-1]:
+        with suppress(UnsupportedError):
+            return made(impl=name)
+    return made(impl=names[-1])

@@ -23,6 +23,7 @@ from tilewise.ops.sampling import sample as choose
 _FIRST = (Kind(greedy=True), Kind(greedy=False))  # recorded before the first request comes
 _FEWEST = 16  # tokens of a step that is padded to a number of tokens
 _EVEN = 256  # from here on there are four numbers of tokens for each power of two
+_PROMPTS = 256  # tokens of a step from which on it is likely to have prompts
 
 
 def request_sizes(most: int) -> list[int]:
@@ -220,8 +221,9 @@ class _Rows:
         self._plans: Plans = {}
 
     def hidden(
-        self, ids: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, of: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+        self, ids: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, of: torch.Tensor, positions: torch.Tensor,
+        *, prompts: bool | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """What the last norm gives.
 
         Args:
@@ -230,13 +232,14 @@ class _Rows:
             ends: tokens that each row has afterwards.
             of: the slot of each token.
             positions: of the tokens.
+            prompts: whether some rows have many tokens, as `Forward.hidden` takes it.
         """
         self._tables.copy_(self._pages.tables[:, slots])
         self.lengths.copy_(torch.where(slots < self._padding, ends, 0))  # no key for padding
         for each in self._plans.values():
             each.update()
         where = torch.where(of < self._padding, self._forward.where(of, positions), -1)
-        return self._forward.hidden(Tokens(ids, positions, where, self._layouts), self._plans)
+        return self._forward.hidden(Tokens(ids, positions, where, self._layouts), self._plans, prompts=prompts)
 
 
 class _Decode:
@@ -282,4 +285,5 @@ class _Hidden:
         row = torch.searchsorted(cu[1:], self._places, right=True)
         of = slots[row]
         positions = torch.where(of < self._padding, starts[row] + self._places - cu[row], 0)
-        return self._rows.hidden(self._tokens[of, positions], slots, starts + cu.diff(), of, positions)
+        ids, prompts = self._tokens[of, positions], len(self._places) >= _PROMPTS
+        return self._rows.hidden(ids, slots, starts + cu.diff(), of, positions, prompts=prompts)

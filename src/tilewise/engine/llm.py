@@ -125,7 +125,7 @@ class LLM:
         """What this engine runs on.
 
         Returns:
-            Lines about the model, its dtype and device, pages and limits; print them.
+            Lines about the model, its dtype and device, pages, limits and proposed tokens; print them.
         """
         engine = self.engine
         config, pool, weights = engine.decoder.config, engine.pages.pool, engine.decoder.bytes / 2**20
@@ -142,6 +142,7 @@ class LLM:
                 f"limits: {engine.max_model_len:,} tokens a request, {engine.config.max_running:,} requests at a time, "
                 f"{engine.config.max_batch_tokens:,} tokens a step",
                 f"prefix cache: {'on' if engine.config.prefix_cache else 'off'}; {_graphs(engine)}",
+                f"proposed tokens: {_speculation(engine)}",
             )
         )
 
@@ -154,6 +155,13 @@ class LLM:
                     found[request.request_id] = request.output()
                     left.discard(request.request_id)
         return [found[name] for name in names]
+
+
+def _speculation(engine: Engine) -> str:
+    """How tokens are proposed, and what that gave so far: by steps of one request each."""
+    speculation, counts = engine.config.speculation, engine.speculators.counts
+    found = "none" if speculation is None else f"{speculation.method}, up to {speculation.nodes} a request"
+    return f"{found}; {counts}" if counts.steps else found
 
 
 def _graphs(engine: Engine) -> str:

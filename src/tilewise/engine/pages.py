@@ -190,6 +190,28 @@ class Pages:
         self._grown[slot] = Growth(copies, changes)
         stale.clear()
 
+    def shrink(self, slot: int, length: int) -> None:
+        """Take back what a slot's sequence has beyond `length` tokens, after the step that it grew for."""
+        for number, part in enumerate(self._rows[slot].parts):
+            self.allocator.truncate(part, length)
+            self._sent[slot][number] = min(self._sent[slot][number], len(part.pages))
+        pages = [len(part.pages) for part in self._rows[slot].parts]
+        self._stale[slot] = {(number, index) for number, index in self._stale[slot] if index < pages[number]}
+
+    def move(self, slots: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy keys and values of tokens of these slots' sequences to other positions of theirs, all at once.
+
+        Args:
+            slots, sources, targets: int32 (n,) on the device; the slot, a token's position, and its new one.
+        """
+        rows = slots.long()
+        places = []
+        for positions in (sources, targets):
+            index = positions.long()
+            pages = self.tables[:, rows, index // self.page_size]
+            places.append((pages.long() * self.page_size + index % self.page_size).flatten())
+        self.pool.move(*places)
+
     def copies(self, slot: int) -> bool:
         """Whether a page of a slot's sequence gets its content in the next step, from another page."""
         return slot in self._grown and bool(self._grown[slot].copies)

@@ -9,6 +9,7 @@ from typing import Any
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
 from tilewise.core.real import is_finite
+from tilewise.engine.decoding.methods import check_method
 
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which logits are
 MOST_LOGPROBS = 20
@@ -44,6 +45,8 @@ class SamplingParams:
         prompt_logprobs: the same of the prompt's tokens.
         echo: whether the text begins with the prompt.
         skip_special_tokens: whether the text leaves out tokens such as end marks.
+        speculative: None is the engine's way of proposing tokens, False none, and a name that of `Speculation`. Tokens
+            are the same.
 
     Raises:
         InputError: a value out of range, or two that contradict each other.
@@ -76,6 +79,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     echo: bool = False
     skip_special_tokens: bool = True
+    speculative: str | bool | None = None
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -106,6 +110,8 @@ class SamplingParams:
                 _check_count(name, getattr(self, name), 0, MOST_LOGPROBS, "None gives none")
         flags = ("include_stop", "ignore_eos", "echo", "skip_special_tokens")
         check_flags(**{name: getattr(self, name) for name in flags})
+        if self.speculative is not None and self.speculative is not False:
+            check_method("speculative", self.speculative)
         if len(self.stop) > MOST_STOPS or "" in self.stop:
             expected = f"up to {MOST_STOPS} strings, none of them empty"
             raise InputError("stop", got=shown(self.stop), expected=expected, hint="tokens go to stop_token_ids")

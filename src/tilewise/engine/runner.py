@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.engine.config import EngineConfig
+from tilewise.engine.decoding.tree_step import Planted, PlantedBatch, is_chain, visible
+from tilewise.engine.decoding.verify import walk
 from tilewise.engine.forward import Forward, Tokens
 from tilewise.engine.graphs import StepGraphs
 from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.pages import Growth, Pages
-from tilewise.engine.request import Sample
+from tilewise.engine.request import Logprob, Sample
 from tilewise.engine.scheduler import Work
 from tilewise.engine.slot_params import SlotParams
 from tilewise.kv.transfer import send_lists
@@ -25,12 +27,23 @@ _ROWS = 256  # of a prompt whose log-probabilities are made at a time
 
 
 class Given(NamedTuple):
-    """What a step gives, on the host once the device is that far; one row for each sample that gets a token."""
+    """What a step gives, on the host once the device is that far; one row for each sample that gets a token, and for
+    each node of its tree where there is one.
+    """
 
     tokens: torch.Tensor  # int64 (rows,), -1 where logits are no numbers
     logprobs: torch.Tensor | None  # float32 (rows,)
     top_tokens: torch.Tensor | None  # int64 (rows, n)
     top_logprobs: torch.Tensor | None
+    nodes: torch.Tensor | None = None  # int64 (trees, depths): the root and accepted nodes of trees, -1 after them
+
+    def logprob(self, row: int, token: int, count: int) -> Logprob:
+        """What a row says about its token, beside the `count` most likely ones."""
+        assert self.logprobs is not None
+        assert self.top_tokens is not None
+        assert self.top_logprobs is not None
+        tokens, values = self.top_tokens[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
+        return Logprob(token, float(self.logprobs[row]), dict(zip(tokens, values, strict=True)))
 
 
 class Prompted(NamedTuple):
@@ -40,6 +53,11 @@ class Prompted(NamedTuple):
     logprobs: torch.Tensor  # float32 (tokens,)
     top_tokens: torch.Tensor  # int64 (tokens, n)
     top_logprobs: torch.Tensor
+
+    def listed(self) -> list[Logprob]:
+        """The same as objects."""
+        rows = zip(*(x.tolist() for x in self), strict=True)
+        return [Logprob(token, own, dict(zip(top, values, strict=True))) for token, own, top, values in rows]
 
 
 @dataclass(frozen=True)
@@ -96,14 +114,14 @@ class Runner:
     @torch.no_grad()
     def launch(self, work: list[Work], growth: Growth) -> Step:
         """Start a step."""
-        decoding = all(each.count == 1 and each.samples for each in work)
+        decoding = all(each.count == 1 and each.samples and each.tree is None for each in work)
         if decoding and self.graphs is not None:
             size = self.graphs.padded(len(work), decoding=True)
             if size is not None:
                 return self._decode(work, growth, self.graphs, size)
         batch, hidden = self._hidden(work, growth)
         prompted = {n: self._prompted(each, hidden, batch, n) for n, each in enumerate(work) if _asks_of_prompt(each)}
-        given = None if batch.ends is None else self._choose(work, hidden, batch, batch.ends)
+        given = None if batch.picks is None else self._choose(hidden, batch, batch.picks)
         return self._received(work, given, prompted)
 
     def _hidden(self, work: list[Work], growth: Growth) -> tuple[_Batch, torch.Tensor]:
@@ -111,17 +129,24 @@ class Runner:
         size = None
         if self.graphs is not None:
             size = self.graphs.padded(sum(each.count for each in work), decoding=False)
-        if self.graphs is not None and size is not None:
+        if self.graphs is not None and size is not None and not _branching(work):
             batch = self._sent(work, growth, rows=self.graphs.rows(size), total=size)
             return batch, self.graphs.hidden(size, batch.slots, batch.starts, batch.cu)
         batch = self._sent(work, growth)
         rows = torch.repeat_interleave(batch.counts, output_size=batch.total)
-        positions = batch.starts[rows] + torch.arange(batch.total, device=self._device) - batch.cu[rows]
+        places = batch.starts[rows] + torch.arange(batch.total, device=self._device) - batch.cu[rows]
         slots, lengths = batch.slots[rows], batch.starts + batch.counts
         tables = self.pages.tables[:, batch.slots, : batch.width]
         layouts = [Paged(table, lengths, batch.cu) for table in tables.unbind()]
-        where = self._forward.where(slots, positions)
-        return batch, self._forward.hidden(Tokens(self._tokens[slots, positions], positions, where, layouts))
+        ids, where, positions, mask = self._tokens[slots, places], self._forward.where(slots, places), places, None
+        if batch.trees is not None and _branching(work):  # a node's position is not its place
+            nodes = batch.trees.rows.long()
+            ids, positions = (
+                x.index_copy(0, nodes, of.int())
+                for x, of in ((ids, batch.trees.batch.tokens), (places.int(), batch.trees.batch.positions))
+            )
+            mask = visible(batch.trees.trees, len(work), self._device)
+        return batch, self._forward.hidden(Tokens(ids, positions, where, layouts), mask=mask)
 
     def _decode(self, work: list[Work], growth: Growth, graphs: StepGraphs, size: int) -> Step:
         """Start a step in which all decode."""
@@ -138,25 +163,56 @@ class Runner:
         rows, lengths = slots_[:count].long(), starts_[:count] + 1
         return self._received(work, self._given(found, samples, counts, rows, lengths), {})
 
-    def _choose(self, work: Sequence[Work], hidden: torch.Tensor, batch: _Batch, ends: torch.Tensor) -> Given:
-        """The next token of each sample whose last token was computed; it joins the sample's others on the device."""
-        sampled = [each for each in work if each.samples]
-        samples = [each.sample for each in sampled]
-        slots, lengths = batch.slots[ends].long(), batch.starts[ends] + batch.counts[ends]
-        counts = [each.start + each.count - each.sample.prompt_length for each in sampled]
-        logits = self.decoder.logits(hidden[batch.cu[ends + 1] - 1])
-        return self._given(logits, samples, counts, slots, lengths)
+    def _choose(self, hidden: torch.Tensor, batch: _Batch, picks: _Picks) -> Given:
+        """The next token of each sample whose last token was computed, and what follows nodes of trees; tokens join the
+        sample's others on the device.
+        """
+        logits, trees = self.decoder.logits(hidden[picks.rows.long()]), batch.trees
+        slots = picks.slots.long()
+        if trees is None:
+            return self._given(logits, picks.samples, picks.counts, slots, picks.lengths)
+        found = self._chosen(logits, picks.samples, picks.counts, slots, picks.lengths, self._paths(picks))
+        plain = picks.plain.long()
+        self._tokens[slots[plain], picks.lengths[plain].long()] = found.tokens[plain].clamp(min=0).int()
+        verified = walk(trees.batch, found.tokens[picks.nodes.long()])
+        trees.write(verified, self._tokens)
+        if _branching(batch.work):
+            self.pages.move(*trees.moves(verified))
+        return found._replace(nodes=trees.nodes(verified))
 
     def _given(
         self, logits: torch.Tensor, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor,
         lengths: torch.Tensor,
     ) -> Given:  # fmt: skip
         """Tokens of rows of logits, which join those of their samples."""
-        arguments = self._params.of(samples, counts, slots, lengths)
-        found = choose(logits, **arguments)
+        found = self._chosen(logits, samples, counts, slots, lengths)
         self._tokens[slots, lengths.long()] = found.tokens.clamp(min=0).int()  # the next step may have begun
+        return found
+
+    def _chosen(
+        self, logits: torch.Tensor, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor,
+        lengths: torch.Tensor, proposed: tuple[torch.Tensor, ...] | None = None,
+    ) -> Given:  # fmt: skip
+        """Tokens of rows of logits."""
+        arguments = self._params.of(samples, counts, slots, lengths, proposed)
+        found = choose(logits, **arguments)
         asked = arguments["logprobs"] is not None
         return Given(found.tokens, found.logprobs if asked else None, found.top_tokens, found.top_logprobs)
+
+    def _paths(self, picks: _Picks) -> tuple[torch.Tensor, ...] | None:
+        """(rows, positions, tokens) of proposed tokens that rows have before them, where penalties ask for them."""
+        if not any(sample.request.params.changes_logits for sample in picks.samples):
+            return None
+        entries: list[tuple[int, int, int]] = []
+        row = 0
+        for each in picks.sampled:
+            for node in range(1 if each.tree is None else len(each.tree.tokens)):
+                path = () if each.tree is None else each.tree.path(node)
+                tokens = () if each.tree is None else each.tree.tokens
+                entries += [(row, each.start + depth, tokens[n]) for depth, n in enumerate(path, 1)]
+                row += 1
+        columns = [list(column) for column in zip(*entries, strict=True)]
+        return tuple(send_lists(columns, self._device)) if columns else None
 
     def _prompted(self, each: Work, hidden: torch.Tensor, batch: _Batch, n: int) -> Prompted:
         """Log-probabilities of the prompt's tokens that come after those of a part."""
@@ -184,17 +240,28 @@ class Runner:
         """
         slots = [each.slot for each in work]
         starts, counts = [each.start for each in work], [each.count for each in work]
-        ends = [at for at, each in enumerate(work) if each.samples]
         cu = list(itertools.accumulate(counts, initial=0))
         width = -(-max(start + count for start, count in zip(starts, counts, strict=True)) // self.pages.page_size)
+        planted = [
+            Planted(each.tree, n, cu[n], each.start, each.slot)
+            for n, each in enumerate(work) if each.tree is not None
+        ]  # fmt: skip
+        picked, picks = _picked(work, cu), None
         if rows is not None and total is not None:
             left = rows - len(work)
             slots += [len(self._tokens) - 1] * left
             starts += [0] * left
             counts += [total - cu[-1], *[0] * (left - 1)]
             cu += [total] * left
-        cu_, slots_, starts_, counts_, ends_ = self._sent_with([cu, slots, starts, counts, ends], growth)
-        return _Batch(work, cu_, slots_, starts_, counts_, ends_ if ends else None, cu[-1], width)
+        sent = self._sent_with([cu, slots, starts, counts, *picked.lists], growth)
+        if picked.sampled:
+            picks = _Picks(picked.sampled, picked.samples, picked.counts, *sent[4:])
+        trees = PlantedBatch(planted, self._device) if planted else None
+        if trees is not None and not _branching(work):  # chains are parts of their requests' texts
+            batch = trees.batch
+            self._tokens[trees.slots_of_rows, batch.positions.long()] = batch.tokens
+        cu_, slots_, starts_, counts_ = sent[:4]
+        return _Batch(work, cu_, slots_, starts_, counts_, picks, trees, cu[-1], width)
 
     def _sent_with(self, lists: list[list[int]], growth: Growth) -> list[torch.Tensor]:
         """Send lists and what grew in one transfer, and bring the block tables up to date."""
@@ -212,9 +279,7 @@ class Runner:
         if self._device.type != "cuda":
             return Step(work, given, prompted, None)
         if given is not None:
-            tokens, *others = (None if x is None else x.to("cpu", non_blocking=True) for x in given)
-            assert tokens is not None
-            given = Given(tokens, *others)
+            given = Given(*(None if x is None else x.to("cpu", non_blocking=True) for x in given))  # type: ignore[arg-type]
         prompted = {n: Prompted(*(x.to("cpu", non_blocking=True) for x in each)) for n, each in prompted.items()}
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
@@ -231,6 +296,52 @@ def _asks_of_prompt(each: Work) -> bool:
     )
 
 
+def _branching(work: Sequence[Work]) -> bool:
+    """Whether a step has a tree that is no chain."""
+    return any(each.tree is not None and not is_chain(each.tree) for each in work)
+
+
+class _Picked(NamedTuple):
+    """Rows of a step after which a token is chosen."""
+
+    sampled: list[Work]
+    samples: list[Sample]  # of each row
+    counts: list[int]  # tokens of the answer, of each row
+    lists: tuple[list[int], ...]  # of `_Picks`, from `rows` on
+
+
+def _picked(work: Sequence[Work], cu: Sequence[int]) -> _Picked:
+    """The last row of each part that samples, and all nodes of trees."""
+    found = _Picked([], [], [], ([], [], [], [], []))
+    rows, slots, lengths, plain, nodes = found.lists
+    for n, each in enumerate(work):
+        if not each.samples:
+            continue
+        found.sampled.append(each)
+        depths = (each.count - 1,) if each.tree is None else each.tree.depths
+        (plain if each.tree is None else nodes).extend(range(len(rows), len(rows) + len(depths)))
+        rows.extend([cu[n + 1] - 1] if each.tree is None else range(cu[n], cu[n + 1]))
+        slots.extend([each.slot] * len(depths))
+        lengths.extend(each.start + depth + 1 for depth in depths)
+        found.samples.extend([each.sample] * len(depths))
+        found.counts.extend(each.start + depth + 1 - each.sample.prompt_length for depth in depths)
+    return found
+
+
+@dataclass(frozen=True)
+class _Picks:
+    """The same on the device, int32."""
+
+    sampled: list[Work]
+    samples: list[Sample]
+    counts: list[int]
+    rows: torch.Tensor  # of the step
+    slots: torch.Tensor
+    lengths: torch.Tensor  # tokens, prompt included, of each
+    plain: torch.Tensor  # which of them belong to no tree
+    nodes: torch.Tensor  # which do, tree by tree
+
+
 @dataclass(frozen=True)
 class _Batch:
     """A step's entries, int32 on the device."""
@@ -240,6 +351,7 @@ class _Batch:
     slots: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
-    ends: torch.Tensor | None  # entries that sample
+    picks: _Picks | None
+    trees: PlantedBatch | None
     total: int
     width: int  # pages of the longest

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tilewise.engine.config import EngineConfig
+from tilewise.engine.decoding.speculators import Speculators
+from tilewise.engine.decoding.tree import TokenTree
 from tilewise.engine.pages import Pages
 from tilewise.engine.request import Sample, State
 
@@ -17,7 +19,10 @@ _PASSED_OVER = 16  # samples that a step lets wait for what others compute; it l
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens `start` .. `start` + `count` - 1 of a sample; with the last of those that it has, the next is sampled."""
+    """Tokens `start` .. `start` + `count` - 1 of a sample; with the last of those that it has, the next is sampled.
+
+    With a `tree` they are its nodes, and a token is chosen after each.
+    """
 
     sample: Sample
     slot: int
@@ -25,6 +30,7 @@ class Work:
     count: int
     samples: bool
     turn: int
+    tree: TokenTree | None = None
 
 
 class Scheduler:
@@ -38,10 +44,11 @@ class Scheduler:
         pages: what samples take memory from.
         drain: waits for steps under way and takes what they gave; called before a sample loses its pages, for then all
             of its tokens must be known.
+        speculators: propose tokens of samples that decode.
     """
 
-    def __init__(self, config: EngineConfig, pages: Pages, drain: Callable[[], None]) -> None:
-        self._config, self._pages, self._drain = config, pages, drain
+    def __init__(self, config: EngineConfig, pages: Pages, drain: Callable[[], None], speculators: Speculators) -> None:
+        self._config, self._pages, self._drain, self._speculators = config, pages, drain, speculators
         self.running: dict[Sample, None] = {}
         self._waiting: list[tuple[tuple[int, int, int], Sample]] = []
         self._slots = list(range(config.max_running))  # a heap
@@ -82,16 +89,41 @@ class Scheduler:
         """The next step; empty where nobody can go on. Sequences have room for it when this returns."""
         budget = self._config.max_batch_tokens
         work: list[Work] = []
-        for sample in sorted(self.running, key=lambda each: (each.pending > 1, each.order)):  # decoding comes first
+        order = sorted(self.running, key=lambda each: (each.pending > 1, each.order))  # decoding comes first
+        trees = self._trees(order)
+        for sample in order:
             if sample.state is not State.RUNNING or not budget or not self._may_go_on(sample):
                 continue
-            count = min(sample.pending, budget)
+            tree = trees.get(sample)
+            if tree is not None and not self._has_room(sample, tree, budget):
+                tree = None
+            count = min(sample.pending, budget) if tree is None else len(tree.tokens)
             grown = self._pages.grow_in_place(sample.slot, count)
             if grown or self._make_room(sample, count):
-                work.append(self._taken(sample, count, grown=grown))
+                work.append(self._taken(sample, count, grown=grown, tree=tree))
                 budget -= count
         work = [each for each in work if each.turn == each.sample.turn]  # who ended or lost its pages is out
         return work + self._admitted(budget, work)
+
+    def settle(self, work: Work, accepted: int) -> None:
+        """After a step with a tree: its sample keeps what was computed of the root and of so many nodes."""
+        sample = work.sample
+        sample.computed = sample.written = work.start + accepted + 1
+        sample.launched = sample.computed + 1
+        self._pages.shrink(sample.slot, sample.computed)
+
+    def _trees(self, order: Sequence[Sample]) -> dict[Sample, TokenTree]:
+        """What is proposed for samples that decode and whose tokens are all known."""
+        decoding = [each for each in order if each.pending == 1 and self._may_go_on(each)]
+        wanting = [each for each in decoding if each.launched == len(each.tokens) and self._speculators.wants(each)]
+        if not wanting:
+            return {}
+        return self._speculators.propose(wanting, len(decoding), self._config.max_batch_tokens - len(decoding))
+
+    def _has_room(self, sample: Sample, tree: TokenTree, budget: int) -> bool:
+        """Whether a tree fits into budget and pages; nobody loses pages for one."""
+        nodes = len(tree.tokens)
+        return nodes <= budget and sample.sequence is not None and self._pages.fits(sample.sequence, nodes)
 
     def _admitted(self, budget: int, planned: Sequence[Work]) -> list[Work]:
         """First parts of samples that wait, as far as budget, slots and pages go beside those who run."""
@@ -139,14 +171,14 @@ class Scheduler:
         """Whether there is a token to compute: not where the last of all that it may have is on its way."""
         return sample.pending > 0 and sample.launched < sample.most
 
-    def _taken(self, sample: Sample, count: int, *, grown: bool = False) -> Work:
+    def _taken(self, sample: Sample, count: int, *, grown: bool = False, tree: TokenTree | None = None) -> Work:
         start = sample.computed
         if not grown:
             self._pages.grow(sample.slot, count)
         sample.computed += count
-        samples = sample.computed == sample.launched
+        samples = tree is not None or sample.computed == sample.launched
         sample.launched += samples
-        return Work(sample, sample.slot, start, count, samples, sample.turn)
+        return Work(sample, sample.slot, start, count, samples, sample.turn, tree)
 
     def _make_room(self, sample: Sample, count: int) -> bool:
         """Whether there are pages for so many more tokens of a sample, after others lost theirs if need be."""

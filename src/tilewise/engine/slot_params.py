@@ -96,8 +96,9 @@ class SlotParams:
         return found | ({"top_k": self._top_k[slots]} if kind.top_k else {})
 
     def of(
-        self, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor, lengths: torch.Tensor
-    ) -> dict[str, Any]:
+        self, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor, lengths: torch.Tensor,
+        proposed: tuple[torch.Tensor, ...] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Arguments of `tilewise.sample` for one row of logits of each sample.
 
         Args:
@@ -105,6 +106,7 @@ class SlotParams:
             counts: tokens that each has of its answer.
             slots: int64 (rows,), theirs, on the device.
             lengths: int32 (rows,), tokens that each has, prompt included.
+            proposed: int32 (rows, positions, tokens) of tokens that rows have beside those of their slots.
         """
         params = [sample.request.params for sample in samples]
         numbers = self._numbers[slots]
@@ -116,7 +118,11 @@ class SlotParams:
         kinds = {kind: f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")}
         if any(used[name] for name in kinds.values()):
             chosen = {kind: columns[name] if used[name] else None for kind, name in kinds.items()}
-            found["penalties"] = Penalties(self._tokens[slots], self._prompts[slots], lengths, **chosen)
+            tokens = self._tokens[slots]
+            if proposed is not None:
+                rows, positions, values = proposed
+                tokens[rows.long(), positions.long()] = values
+            found["penalties"] = Penalties(tokens, self._prompts[slots], lengths, **chosen)
         found["bias"] = self._bias(samples, counts)
         if any(sample.slot in self._masks for sample in samples):
             found["allowed"] = self._allowed(samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.core.devices import checked_device
-from tilewise.core.errors import InputError, shown
+from tilewise.core.errors import InputError, UnsupportedError, shown
 from tilewise.core.flags import check_flags
 from tilewise.core.readback import host_range, values_checked
 from tilewise.core.tensors import check_dense
@@ -202,6 +202,31 @@ class PagePool:
             pages = [*pages[0].view(torch.float16).chunk(2, -1)]
         with torch.no_grad():
             copy_pages(pages[0], pages[1], pairs)
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy tokens' keys and values, codes and scales, to other slots in all layers: all are read before any is
+        written.
+
+        Args:
+            sources, targets: int64 (n,), slots (page * page_size + offset). Where a target occurs twice, so does its
+                source.
+
+        Raises:
+            UnsupportedError: a pool with keys by channel or with summaries, which belong to whole pages.
+        """
+        if self._channels or self._summaries:
+            raise UnsupportedError(
+                "move",
+                got="keys by channel" if self._channels else "summaries",
+                expected="pages of keys and values alone",
+                hint="both belong to whole pages",
+            )
+        for x in map(self._ordered, self._views):  # (layers, pages, page_size, heads, width)
+            pages, offsets = sources // self.page_size, sources % self.page_size
+            if x.itemsize == 1:
+                x = x.view(torch.uint8)  # PyTorch cannot index float8
+            moved = x[:, pages, offsets]
+            x[:, targets // self.page_size, targets % self.page_size] = moved
 
     def open(self, opened: torch.Tensor, places: torch.Tensor) -> None:
         """With `keys_by_channel`, copy keys of pages into rows of `ByChannel.open`, in all layers, and set places.

@@ -1,0 +1,122 @@
+"""Ways of proposing tokens by name, and what an engine is told about them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewise.core.errors import InputError, shown
+from tilewise.core.flags import check_flags
+from tilewise.engine.decoding.proposers.base import Proposer
+from tilewise.engine.decoding.proposers.lookahead import LookaheadProposer
+from tilewise.engine.decoding.proposers.merged import MergedProposer
+from tilewise.engine.decoding.proposers.ngram import NgramProposer
+from tilewise.engine.decoding.proposers.suffix import SharedSuffixes, SuffixProposer
+from tilewise.engine.decoding.tree import WORD
+from tilewise.kv.arguments import check_count
+
+METHODS: dict[str, Callable[..., Proposer]] = {
+    "ngram": NgramProposer, "suffix": SuffixProposer, "lookahead": LookaheadProposer,
+}  # fmt: skip
+MOST_NODES = WORD - 1  # beside the root: a node's ancestors are bits of one word
+_OF_THE_ENGINE = ("shared",)  # arguments of proposers that the engine gives
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How an engine proposes tokens, which one step of the model then verifies together.
+
+    Tokens are those of plain decoding, whatever is proposed.
+
+    Args:
+        method: "ngram", "suffix" or "lookahead"; several joined by "+" propose one tree together.
+        options: arguments of the method's proposer, by name; of several methods a mapping for each, by method.
+        nodes: proposed tokens of a request in a step at most, 1 to 63.
+        learned: whether the number of proposed tokens follows from measured times of steps, none where they do not pay;
+            if False all are computed.
+
+    Raises:
+        InputError: an unknown method or option, or a number out of range.
+
+    Source: Chen, Borgeaud, Irving, Lespiau, Sifre and Jumper, "Accelerating Large Language Model Decoding with
+    Speculative Sampling", 2023; `docs/papers.md` has the methods' own.
+
+    Example:
+        >>> from tilewise.engine import Speculation
+        >>> Speculation("ngram", {"longest": 3}, nodes=8).methods
+        ('ngram',)
+    """
+
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    nodes: int = 15
+    learned: bool = True
+
+    def __post_init__(self) -> None:
+        check_method("method", self.method)
+        check_count("nodes", self.nodes, 1)
+        if self.nodes > MOST_NODES:
+            hint = "a step verifies few tokens at the price of one"
+            raise InputError("nodes", got=self.nodes, expected=f"at most {MOST_NODES}", hint=hint)
+        check_flags(learned=self.learned)
+        if not isinstance(self.options, Mapping):
+            raise InputError("options", got=shown(self.options), expected="a mapping", hint='{"longest": 3}')
+        if len(self.methods) > 1:
+            _check_names("options", self.options, self.methods)
+        for method in self.methods:
+            own = self._options_of(method)
+            if not isinstance(own, Mapping):
+                got = f"{method}: {shown(own)}"
+                raise InputError("options", got=got, expected="a mapping for each method", hint='{"ngram": {}}')
+            known = [name for name in inspect.signature(METHODS[method]).parameters if name not in _OF_THE_ENGINE]
+            _check_names(f"options of {method}", own, known)
+        self.proposer(None)  # its values are checked now
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods' names."""
+        return tuple(self.method.split("+"))
+
+    def _options_of(self, method: str) -> Any:
+        """The options of one of the methods."""
+        return self.options.get(method, {}) if len(self.methods) > 1 else self.options
+
+    def proposer(self, shared: SharedSuffixes | None) -> Proposer:
+        """A proposer for one request.
+
+        Args:
+            shared: texts of other requests, for "suffix"; None without.
+
+        Returns:
+            One of its own, which remembers what it is shown.
+        """
+        made = [
+            METHODS[method](**({"shared": shared} if method == "suffix" else {}), **self._options_of(method))
+            for method in self.methods
+        ]
+        return made[0] if len(made) == 1 else MergedProposer(made)
+
+
+def check_method(name: str, value: object) -> None:
+    """Raise InputError unless this names a method, or several, joined by "+"."""
+    parts = value.split("+") if isinstance(value, str) else [None]
+    if not all(part in METHODS for part in parts) or len({*parts}) < len(parts):
+        expected = f"{', '.join(map(repr, METHODS))}, or some of them joined by '+'"
+        raise InputError(name, got=shown(value), expected=expected, hint="None proposes nothing")
+
+
+def speculation_of(name: str, value: object) -> Speculation | None:
+    """What an argument says: None, the name of a method, or a `Speculation`; raises InputError."""
+    if value is None or isinstance(value, Speculation):
+        return value
+    check_method(name, value)
+    assert isinstance(value, str)
+    return Speculation(value)
+
+
+def _check_names(name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    unknown = [each for each in given if each not in known]
+    if unknown:
+        raise InputError(name, got=shown(unknown[0]), expected=", ".join(known), hint="leave it out for the default")
