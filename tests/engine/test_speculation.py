@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
+import torch
 
-from tests.engine.small import CONFIGS, VOCAB, engine_of
+from tests.engine.small import CONFIG, CONFIGS, VOCAB, decoder, engine_of
 from tests.engine.whole import check_empty, check_pages, check_whole
 from tilewise.core.errors import InputError
 from tilewise.engine import Completion, Engine, EngineConfig, SamplingParams, Speculation
+from tilewise.engine.decoding.draft import Draft
 from tilewise.engine.decoding.proposers.adversarial import AdversarialProposer
 from tilewise.engine.decoding.proposers.merged import MergedProposer
 from tilewise.engine.decoding.proposers.oracle import OracleProposer
+from tilewise.engine.models.config import ModelConfig
+from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.request import Sample
 
-COUNT = 20
+
+def other_decoder() -> Decoder:
+    """A draft model that is wrong at times: one layer of the same."""
+    found = Decoder(ModelConfig.of(CONFIG | {"num_hidden_layers": 1}), dtype=torch.float32)
+    own, whole = found.named(), decoder("full").named()
+    for name, weight in own.items():
+        weight.copy_(whole[name])
+    return found
+
+
+COUNT = 12
 PROMPTS = [[5, 6, 7, 8] * 4, list(range(20, 29)), [9], [*range(40, 52), 5, 6, 7]]
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=COUNT),
@@ -39,6 +54,9 @@ METHODS = {
     "suffix": Speculation("suffix", {"factor": 3.0}, nodes=12, learned=False),
     "lookahead": Speculation("lookahead", {"window": 3, "ngram": 3}, nodes=24, learned=False),
     "all": Speculation("ngram+suffix+lookahead", {"lookahead": {"window": 2, "ngram": 3}}, nodes=30, learned=False),
+    "draft": Speculation("draft", {"length": 4}, draft=decoder("full"), learned=False),
+    "drafts": Speculation("draft+ngram", draft=other_decoder(), nodes=12, learned=False),
+    "learned_draft": Speculation("draft", draft=other_decoder()),
     "learned": Speculation("ngram+suffix", nodes=30),
     "adversarial": Speculation("ngram", nodes=40, learned=False),
     "oracle": Speculation("ngram", nodes=5, learned=False),
@@ -70,6 +88,12 @@ def answers(engine: Engine, params: list[SamplingParams]) -> list[list[Completio
     if exact:
         check_empty(engine)
     return [found[name] for name in names]
+
+
+@functools.cache
+def plain(name: str, kv_encoding: str | None) -> list[list[Completion]]:
+    """Answers without proposals."""
+    return answers(engine_of(name, num_pages=80, kv_encoding=kv_encoding), [seeded(each) for each in PARAMS.values()])
 
 
 def proposing(name: str, method: str, known: dict[tuple[int, ...], list[int]], **options: Any) -> Engine:
@@ -104,8 +128,7 @@ def seeded(params: SamplingParams) -> SamplingParams:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_answers_are_those_of_plain_decoding(name: str, method: str, options: str) -> None:
     params = [seeded(each) for each in PARAMS.values()]
-    given = {key: value for key, value in OPTIONS[options].items() if key in ("kv_encoding", "num_pages")}
-    want = answers(engine_of(name, **given), params)
+    want = plain(name, OPTIONS[options].get("kv_encoding"))
     engine = proposing(name, method, texts(params, want), **OPTIONS[options])
     found = answers(engine, params)
     for own, others in zip(found, want, strict=True):
@@ -127,9 +150,54 @@ def test_a_proposer_that_knows_the_answer_saves_steps() -> None:
     engine.speculators.make = lambda sample: OracleProposer(text, 5)
     assert answers(engine, params)[0][0].token_ids == want[0][0].token_ids
     counts = engine.speculators.counts
-    # the first token comes with the prompt; of 19 others six come at a time, then the last alone
-    assert (counts.steps, counts.emitted) == (4, 19)
-    assert counts.accepted == counts.proposed == [3] * 5
+    # the first token comes with the prompt; of 11 others six come in a step, then five
+    assert (counts.steps, counts.emitted) == (2, 11)
+    assert counts.accepted == counts.proposed == [2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "hot", "penalties", "biases"])
+def test_a_model_that_drafts_for_itself_is_right(kind: str) -> None:
+    """At any temperature, since it draws with the same noise."""
+    speculation = Speculation("draft", {"length": 3}, draft=decoder("full"), learned=False)
+    engine = engine_of(speculative=speculation, num_pages=80)
+    answers(engine, [PARAMS[kind]] * 3)
+    counts = engine.speculators.counts
+    assert counts.accepted == counts.proposed != []
+
+
+def test_a_draft_model_needs_pages_of_its_own() -> None:
+    """They hold a token less than the request has, and are given back with its own."""
+    speculation = Speculation("draft", {"length": 3}, draft=other_decoder(), learned=False)
+    engine = engine_of(speculative=speculation, num_pages=80)
+    draft = engine.speculators.draft
+    assert isinstance(draft, Draft)
+    name = engine.add(PROMPTS[0], PARAMS["greedy"])
+    while not engine._requests or engine._requests[name].samples[0].finish_reason is None:
+        engine.step()
+        for sample, one in draft._of.items():
+            known = len(one.text)
+            assert one.text[: len(sample.tokens) - 1] == sample.tokens[: min(known, len(sample.tokens) - 1)]
+            assert known <= one.held.length
+        if not engine.has_unfinished:
+            break
+    assert draft._of == {}
+    assert draft._pages.allocator.num_used == 0
+    assert draft._pages.violations() == []
+
+
+def test_a_draft_must_fit() -> None:
+    wrong = Decoder(ModelConfig.of(CONFIG | {"vocab_size": VOCAB - 1}), dtype=torch.float32)
+    with pytest.raises(InputError, match="draft vocabulary: got 299; expected 300, as the model"):
+        engine_of(speculative=Speculation("draft", draft=wrong), num_pages=80)
+    with pytest.raises(InputError, match="draft: got no draft model"):
+        Speculation("draft")
+    with pytest.raises(InputError, match="draft: got a draft model for 'ngram'"):
+        Speculation("ngram", draft=wrong)
+    with pytest.raises(InputError, match="speculative: got 'draft'; expected a Speculation"):
+        EngineConfig(speculative="draft")
+    engine = engine_of(speculative="ngram", num_pages=80)
+    with pytest.raises(InputError, match="speculative: got draft; expected a method that needs no draft model"):
+        engine.add([5], SamplingParams(speculative="draft"))
 
 
 def test_requests_choose_for_themselves() -> None:

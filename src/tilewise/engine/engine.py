@@ -11,6 +11,7 @@ from typing import Any
 
 from tilewise.core.errors import InputError, shown
 from tilewise.engine.config import EngineConfig
+from tilewise.engine.decoding.draft import load_draft, make_draft
 from tilewise.engine.decoding.speculators import Speculators
 from tilewise.engine.groups import groups_of
 from tilewise.engine.interrupts import Interrupts
@@ -55,19 +56,19 @@ class Engine:
 
     def __init__(self, decoder: Decoder, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
         self.config = EngineConfig() if config is None else config
-        self.decoder, self.tokenizer = decoder, tokenizer
-        model = decoder.config
+        self.decoder, self.tokenizer, model = decoder, tokenizer, decoder.config
         self.max_model_len = self.config.max_model_len or model.max_length
         groups = groups_of(model.windows)
-        pool = make_pool(decoder, groups, self.config, self.max_model_len)
+        draft = load_draft(self.config.speculation, decoder)
+        pool = make_pool(decoder, groups, self.config, self.max_model_len, draft)
         # with graphs, a row more than there are samples, for those that pad a step
         slots, share = self.config.max_running + self.config.graphs_on(decoder.device), self.config.prefix_cache
         self.pages = Pages(pool, groups, slots, self.max_model_len, share=share)
         self.runner = Runner(decoder, self.pages, self.config, self.max_model_len)
-        # nodes of branches take another kernel than their texts, whose bits may differ
-        exact = self.config.deterministic and decoder.device.type == "cuda"
-        chains = exact or any(group.window is not None for group in groups)
+        chains = decoder.invariant or any(group.window is not None for group in groups)  # branches have other kernels
         self.speculators = Speculators(self.config.speculation, chains=chains)
+        if draft is not None:
+            self.speculators.draft = make_draft(draft, self.runner, self.config, self.max_model_len)
         self.scheduler = Scheduler(self.config, self.pages, self._drain, self.speculators)
         self._lag = self.config.lag_on(decoder.device)
         self._under_way: deque[Step] = deque()
@@ -117,6 +118,7 @@ class Engine:
             expected = f"fewer than max_model_len, {self.max_model_len}, tokens"
             raise InputError("prompt", got=f"{len(tokens)} tokens", expected=expected, hint=hint)
         params.check_vocabulary(self.decoder.config.vocab_size)
+        self.speculators.check(params.speculative)
         name = secrets.token_hex(8) if request_id is None else request_id
         if name in self._requests:
             raise InputError(
@@ -207,9 +209,8 @@ class Engine:
         """
         with Interrupts() as interrupts:
             try:
-                proposing = any(map(self.speculators.wants, self.scheduler.running))
-                if proposing:  # which goes on from tokens that are known
-                    self._drain()
+                if proposing := any(map(self.speculators.wants, self.scheduler.running)):
+                    self._drain()  # proposals go on from tokens that are known
                 work = self.scheduler.plan()
                 if work:
                     self._launch(work, interrupts)
@@ -233,6 +234,7 @@ class Engine:
         self._raised = True
         with contextlib.suppress(Exception):  # of a device that gives nothing any more
             self._drain()
+        self.speculators.recover()
         samples = [sample for request in self._requests.values() for sample in request.samples]
         self.scheduler.restart(samples, keep=not self._lost)
         if self._lost:  # and nobody finds pages of steps that failed
@@ -288,17 +290,15 @@ class Engine:
 
     def _take(self, step: Step) -> None:
         """Give samples what a step gave."""
-        for n, prompted in step.prompted.items():
-            each = step.work[n]
+        for each, prompted in ((step.work[n], prompted) for n, prompted in step.prompted.items()):
             if each.turn == each.sample.turn:
                 found = each.sample.request.prompt_logprobs
                 found += prompted.listed()[len(found) - each.start :]  # one that was preempted has some
         sampled = [each for each in step.work if each.samples]
         if not sampled or step.given is None:
             return
-        tokens = step.given.tokens.tolist()
+        tokens, row = step.given.tokens.tolist(), 0
         paths = iter([] if step.given.nodes is None else step.given.nodes.tolist())
-        row = 0
         for each in sampled:
             count = 1 if each.tree is None else len(each.tree.tokens)
             path = [0] if each.tree is None else [node for node in next(paths) if node >= 0]

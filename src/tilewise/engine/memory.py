@@ -8,7 +8,7 @@ import torch
 
 from tilewise.core.errors import InputError, TilewiseError
 from tilewise.engine.config import LARGEST_GRAPH, EngineConfig
-from tilewise.engine.groups import Group
+from tilewise.engine.groups import Group, groups_of
 from tilewise.engine.models.decoder import Decoder
 from tilewise.kv.pool import PagePool
 
@@ -16,7 +16,9 @@ _ON_CPU = 2**30  # bytes of pages
 _ROWS = 256  # of logits that a step makes at most, in the trial
 
 
-def make_pool(decoder: Decoder, groups: Sequence[Group], config: EngineConfig, max_length: int) -> PagePool:
+def make_pool(
+    decoder: Decoder, groups: Sequence[Group], config: EngineConfig, max_length: int, beside: Decoder | None = None
+) -> PagePool:
     """The memory of the pages. A page holds tokens of one group's layers.
 
     Args:
@@ -24,25 +26,27 @@ def make_pool(decoder: Decoder, groups: Sequence[Group], config: EngineConfig, m
         groups: of its layers.
         config: how many pages, or the share of memory that they come from.
         max_length: tokens of a sequence at most, for one of which there must be pages.
+        beside: another model that gets as many pages from the same memory.
 
     Raises:
         InputError: the pages hold less than that.
     """
-    model, size = decoder.config, config.page_size
+    size = config.page_size
     layers = max(len(group.layers) for group in groups)
     windows = any(group.window is not None for group in groups)
 
     def pool(pages: int, device: torch.device) -> PagePool:
-        return PagePool(
-            layers, pages, size, model.num_heads_kv, model.head_dim,
-            dtype=decoder.dtype, device=device, encoding=config.kv_encoding,
-        )  # fmt: skip
+        return _pool(decoder, layers, config, pages, device)
 
     step = max(config.max_batch_tokens, config.lag_on(decoder.device) + 2)  # windows pass when tokens are known
     least = sum(group.pages(max_length, step, size) for group in groups)
     pages = config.num_pages
     if pages is None:
-        pages = _budget(decoder, config) // pool(1, torch.device("cpu")).nbytes
+        of_page = pool(1, torch.device("cpu")).nbytes
+        if beside is not None:
+            most = max(len(group.layers) for group in groups_of(beside.config.windows))
+            of_page += _pool(beside, most, config, 1, torch.device("cpu")).nbytes
+        pages = _budget(decoder, config) // of_page
         pages = max(pages, least) if decoder.device.type == "cpu" else pages
     if pages < least:
         hint = f"give more memory, or set max_model_len to {_fitting(groups, config, pages, max_length)} or less"
@@ -56,6 +60,15 @@ def make_pool(decoder: Decoder, groups: Sequence[Group], config: EngineConfig, m
             raise
         got, expected = f"{pages} pages of {size} tokens", f"as many as {decoder.device} has memory for"
         raise InputError("KV cache", got=got, expected=expected, hint="set num_pages or max_model_len") from error
+
+
+def _pool(decoder: Decoder, layers: int, config: EngineConfig, pages: int, device: torch.device) -> PagePool:
+    """So many pages of so many layers."""
+    model = decoder.config
+    return PagePool(
+        layers, pages, config.page_size, model.num_heads_kv, model.head_dim,
+        dtype=decoder.dtype, device=device, encoding=config.kv_encoding,
+    )  # fmt: skip
 
 
 def _fitting(groups: Sequence[Group], config: EngineConfig, pages: int, max_length: int) -> int:

@@ -79,14 +79,26 @@ class Runner:
     """A decoder with what it needs on the device: tokens and parameters of each slot, the model over pages, graphs.
 
     Tokens of a slot stay on the device, the sampled ones too: a step is told where to begin and how far to go.
+
+    Args:
+        decoder: the model.
+        pages: its keys and values.
+        config: sizes and choices.
+        max_length: tokens of a sequence at most.
+        beside: a runner of another model, whose tokens and parameters this one reads and writes: a draft's target.
     """
 
-    def __init__(self, decoder: Decoder, pages: Pages, config: EngineConfig, max_length: int) -> None:
+    def __init__(
+        self, decoder: Decoder, pages: Pages, config: EngineConfig, max_length: int, *, beside: Runner | None = None
+    ) -> None:
         self.decoder, self.pages = decoder, pages
         self._config, self._device = config, decoder.device
         rows = pages.tables.shape[1]  # with graphs, the last one is that of requests that pad a step
-        self._tokens = torch.zeros(rows, max_length + 1, dtype=torch.int32, device=self._device)
-        self._params = SlotParams(rows, decoder.config.vocab_size, self._tokens, decoder.config.eos_token_ids)
+        if beside is None:
+            self._tokens = torch.zeros(rows, max_length + 1, dtype=torch.int32, device=self._device)
+            self._params = SlotParams(rows, decoder.config.vocab_size, self._tokens, decoder.config.eos_token_ids)
+        else:
+            self._tokens, self._params = beside._tokens, beside._params
         # on a CPU float32 is near enough: another order of sums changes no token
         decoder.invariant = config.deterministic and decoder.device.type == "cuda"
         self._forward = Forward(decoder, pages, max_length, invariant=decoder.invariant)

@@ -10,15 +10,15 @@ from typing import Any
 from tilewise.core.errors import InputError, shown
 from tilewise.core.flags import check_flags
 from tilewise.engine.decoding.proposers.base import Proposer
+from tilewise.engine.decoding.proposers.draft import DraftProposer
 from tilewise.engine.decoding.proposers.lookahead import LookaheadProposer
-from tilewise.engine.decoding.proposers.merged import MergedProposer
 from tilewise.engine.decoding.proposers.ngram import NgramProposer
 from tilewise.engine.decoding.proposers.suffix import SharedSuffixes, SuffixProposer
 from tilewise.engine.decoding.tree import WORD
 from tilewise.kv.arguments import check_count
 
 METHODS: dict[str, Callable[..., Proposer]] = {
-    "ngram": NgramProposer, "suffix": SuffixProposer, "lookahead": LookaheadProposer,
+    "ngram": NgramProposer, "suffix": SuffixProposer, "lookahead": LookaheadProposer, "draft": DraftProposer,
 }  # fmt: skip
 MOST_NODES = WORD - 1  # beside the root: a node's ancestors are bits of one word
 _OF_THE_ENGINE = ("shared",)  # arguments of proposers that the engine gives
@@ -31,8 +31,9 @@ class Speculation:
     Tokens are those of plain decoding, whatever is proposed.
 
     Args:
-        method: "ngram", "suffix" or "lookahead"; several joined by "+" propose one tree together.
+        method: "ngram", "suffix", "lookahead" or "draft"; several joined by "+" propose one tree together.
         options: arguments of the method's proposer, by name; of several methods a mapping for each, by method.
+        draft: for "draft", a smaller model of the same vocabulary: a folder, "smollm2", "random:NAME", or a decoder.
         nodes: proposed tokens of a request in a step at most, 1 to 63.
         learned: whether the number of proposed tokens follows from measured times of steps, none where they do not pay;
             if False all are computed.
@@ -51,6 +52,7 @@ class Speculation:
 
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    draft: Any = None
     nodes: int = 15
     learned: bool = True
 
@@ -72,7 +74,11 @@ class Speculation:
                 raise InputError("options", got=got, expected="a mapping for each method", hint='{"ngram": {}}')
             known = [name for name in inspect.signature(METHODS[method]).parameters if name not in _OF_THE_ENGINE]
             _check_names(f"options of {method}", own, known)
-        self.proposer(None)  # its values are checked now
+        if ("draft" in self.methods) != (self.draft is not None):
+            got = "no draft model" if self.draft is None else f"a draft model for {self.method!r}"
+            hint = 'Speculation("draft", draft="path/to/folder")'
+            raise InputError("draft", got=got, expected='one for the method "draft", and only then', hint=hint)
+        self.parts()  # their values are checked now
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -83,20 +89,19 @@ class Speculation:
         """The options of one of the methods."""
         return self.options.get(method, {}) if len(self.methods) > 1 else self.options
 
-    def proposer(self, shared: SharedSuffixes | None) -> Proposer:
-        """A proposer for one request.
+    def parts(self, shared: SharedSuffixes | None = None) -> list[Proposer]:
+        """Proposers for one request, one of each method.
 
         Args:
             shared: texts of other requests, for "suffix"; None without.
 
         Returns:
-            One of its own, which remembers what it is shown.
+            Those, which remember what they are shown.
         """
-        made = [
+        return [
             METHODS[method](**({"shared": shared} if method == "suffix" else {}), **self._options_of(method))
             for method in self.methods
         ]
-        return made[0] if len(made) == 1 else MergedProposer(made)
 
 
 def check_method(name: str, value: object) -> None:
@@ -113,6 +118,9 @@ def speculation_of(name: str, value: object) -> Speculation | None:
         return value
     check_method(name, value)
     assert isinstance(value, str)
+    if "draft" in value.split("+"):
+        hint = 'Speculation("draft", draft="path/to/folder")'
+        raise InputError(name, got=shown(value), expected="a Speculation, which names the draft model", hint=hint)
     return Speculation(value)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from tilewise.core.errors import InputError
 from tilewise.engine.decoding.budget import Calibration, StepTimes, allocate
 from tilewise.engine.decoding.methods import Speculation
 from tilewise.engine.decoding.proposers.base import Proposer
+from tilewise.engine.decoding.proposers.draft import DraftProposer
+from tilewise.engine.decoding.proposers.merged import MergedProposer
 from tilewise.engine.decoding.proposers.suffix import SharedSuffixes
 from tilewise.engine.decoding.tree import TokenTree
 from tilewise.engine.request import Sample
@@ -19,6 +24,7 @@ class _One:
 
     proposer: Proposer
     speculation: Speculation
+    draft: DraftProposer | None = None  # its part that a draft model speaks for
     calibration: Calibration = field(default_factory=Calibration)
     seen: int = 0  # tokens that it was shown
 
@@ -64,12 +70,30 @@ class Counts:
             self.accepted[depth - 1] += len(path) >= depth
 
 
+class Models(Protocol):
+    """A draft model, as `draft.Draft` is one."""
+
+    def propose(self, asked: Sequence[tuple[Sample, int]]) -> dict[Sample, list[int]]:
+        """So many tokens for each of these samples."""
+
+    def drop(self, sample: Sample) -> None:
+        """Forget a sample."""
+
+    def drop_all(self) -> None:
+        """Forget all."""
+
+
 class Speculators:
     """Proposers of all samples of an engine.
 
     Args:
         speculation: for requests that say nothing; None proposes nothing for them.
         chains: whether trees may not branch, as with sliding windows, or where bits count.
+
+    Attributes:
+        counts: what proposing gave so far.
+        draft: the draft model, where there is one.
+        make: another proposer for each sample, in tests.
     """
 
     def __init__(self, speculation: Speculation | None, *, chains: bool) -> None:
@@ -78,8 +102,17 @@ class Speculators:
         self._of: dict[Sample, _One] = {}
         self._shared = SharedSuffixes()
         self._times = StepTimes()
+        self._rest = Rest()
         self.counts = Counts()
-        self.make: Callable[[Sample], Proposer] | None = None  # another proposer for each sample, in tests
+        self.draft: Models | None = None
+        self.make: Callable[[Sample], Proposer] | None = None
+
+    def check(self, asked: str | bool | None) -> None:
+        """Raise InputError where a request asks for a draft model that the engine has not."""
+        has = self._speculation is not None and self._speculation.draft is not None
+        if isinstance(asked, str) and "draft" in asked.split("+") and not has:
+            hint = 'EngineConfig(speculative=Speculation("draft", draft="path/to/folder"))'
+            raise InputError("speculative", got=asked, expected="a method that needs no draft model", hint=hint)
 
     def wants(self, sample: Sample) -> bool:
         """Whether tokens are proposed for a sample."""
@@ -93,27 +126,27 @@ class Speculators:
             plain: samples that decode in this step, these and others.
             most: nodes of all trees together, roots not counted.
         """
-        ones: list[tuple[Sample, _One, TokenTree]] = []
-        for sample in samples:
-            one = self._one(sample)
-            room = sample.most - len(sample.tokens) - 1  # the last token of all is the one after a node
-            budget = max(0, min(one.speculation.nodes, room))
+        ones = [(sample, self._one(sample), self._budget(sample)) for sample in samples]
+        overhead = self._drafted(ones)
+        found: dict[Sample, TokenTree] = {}
+        learned: list[tuple[Sample, _One, TokenTree]] = []
+        left = most
+        for sample, one, budget in ones:
             tree = one.proposer.propose(sample.tokens, budget).cut(budget)
             one.seen = len(sample.tokens)
-            ones.append((sample, one, _best_chain(tree) if self._chains else tree))
-        learned = [each for each in ones if each[1].speculation.learned]
-        found = {sample: tree for sample, one, tree in ones if not one.speculation.learned}
+            tree = _best_chain(tree) if self._chains else tree
+            if one.speculation.learned:
+                learned.append((sample, one, tree))
+            else:
+                found[sample] = tree = tree.cut(min(left, len(tree.tokens) - 1))
+                left -= len(tree.tokens) - 1
         if learned:
-            most_left = most - sum(len(tree.tokens) - 1 for tree in found.values())
-            factors = [one.calibration.factor for _, one, _ in learned]
-            trees = [tree for *_, tree in learned]
+            trees, factors = [tree for *_, tree in learned], [one.calibration.factor for _, one, _ in learned]
             tokens = max(plain, len(trees))
-            cut = allocate(trees, self._times, tokens=tokens, most=max(0, most_left), factors=factors).trees
-            found |= {sample: tree for (sample, *_), tree in zip(learned, cut, strict=True)}
-        left = most
-        for sample, tree in found.items():
-            found[sample] = kept = tree.cut(min(left, len(tree.tokens) - 1))
-            left -= len(kept.tokens) - 1
+            kept = allocate(trees, self._times, tokens=tokens, most=left, factors=factors, overhead=overhead).trees
+            found |= {sample: tree for (sample, *_), tree in zip(learned, kept, strict=True)}
+            if overhead:
+                self._rest.record(useful=any(len(tree.tokens) > 1 for tree in kept))
         return found
 
     def took(self, sample: Sample, tree: TokenTree, path: Sequence[int], chosen: Sequence[int]) -> None:
@@ -141,14 +174,42 @@ class Speculators:
         one = self._of.pop(sample, None)
         if one is not None and "suffix" in one.speculation.methods and sample.finish_reason in ("stop", "length"):
             self._shared.learn(sample.tokens)
+        if self.draft is not None:
+            self.draft.drop(sample)
+
+    def recover(self) -> None:
+        """After an exception, which may have come anywhere: nobody knows what a draft model has computed."""
+        if self.draft is not None:
+            self.draft.drop_all()
+
+    def _drafted(self, ones: Sequence[tuple[Sample, _One, int]]) -> float:
+        """Let the draft model speak for those who want it; the seconds that it took."""
+        drafts = [(sample, one, budget) for sample, one, budget in ones if one.draft is not None]
+        if not drafts or self.draft is None:
+            return 0.0
+        if all(one.speculation.learned for _, one, _ in drafts) and self._rest.skips():
+            return 0.0
+        began = time.perf_counter()
+        asked = [(sample, min(budget, one.draft.length)) for sample, one, budget in drafts if one.draft is not None]
+        said = self.draft.propose(asked)
+        for sample, one, _ in drafts:
+            if one.draft is not None:
+                one.draft.tokens = said.get(sample, ())
+        return time.perf_counter() - began
+
+    def _budget(self, sample: Sample) -> int:
+        """Nodes for a sample: the last token of all is the one after a node."""
+        return max(0, min(self._one(sample).speculation.nodes, sample.most - len(sample.tokens) - 1))
 
     def _one(self, sample: Sample) -> _One:
         one = self._of.get(sample)
         if one is None or one.seen > len(sample.tokens):  # a step was taken back
             speculation = self._speculation_of(sample)
             assert speculation is not None
-            made = speculation.proposer(self._shared) if self.make is None else self.make(sample)
-            one = self._of[sample] = _One(made, speculation)
+            parts = speculation.parts(self._shared)
+            made = parts[0] if len(parts) == 1 else MergedProposer(parts)
+            draft = next((part for part in parts if isinstance(part, DraftProposer)), None)
+            one = self._of[sample] = _One(made if self.make is None else self.make(sample), speculation, draft)
         return one
 
     def _speculation_of(self, sample: Sample) -> Speculation | None:
@@ -157,7 +218,27 @@ class Speculators:
             return self._speculation
         if not isinstance(asked, str):  # False
             return None
-        return self._by_name.setdefault(asked, Speculation(asked))
+        if asked not in self._by_name:
+            draft = self._speculation.draft if self._speculation and "draft" in asked.split("+") else None
+            self._by_name[asked] = Speculation(asked, draft=draft)
+        return self._by_name[asked]
+
+
+class Rest:
+    """When a draft model is not asked: as long as nothing that it said was worth a step, twice as long each time."""
+
+    def __init__(self, longest: int = 64) -> None:
+        self._longest, self._wait, self._left = longest, 0, 0
+
+    def skips(self) -> bool:
+        """Whether this step goes without."""
+        self._left -= 1
+        return self._left >= 0
+
+    def record(self, *, useful: bool) -> None:
+        """Learn from a step for which it was asked."""
+        self._wait = 0 if useful else min(self._longest, max(1, 2 * self._wait))
+        self._left = self._wait
 
 
 def _best_chain(tree: TokenTree) -> TokenTree:
