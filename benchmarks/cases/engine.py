@@ -91,9 +91,8 @@ def run(options: Options) -> None:
 def _contenders(parts: tuple[str, ...], device: str, *, nano: bool) -> dict[str, tuple[str, ...]]:
     """Who takes part, and in what."""
     but_the_largest = tuple(part for part in parts if part != "nano")
-    found = {"tilewise": parts, "transformers.continuous": but_the_largest}
-    if nano:
-        found["nano-vllm"] = parts
+    found = {"tilewise": parts} | ({"nano-vllm": parts} if nano else {})
+    found["transformers.continuous"] = but_the_largest  # which takes by far the longest
     if device == "cpu":
         found |= {f"transformers.generate.batch{n}": tuple({"nano_small"} & set(parts)) for n in (1, 8)}
     return {name: own for name, own in found.items() if own}

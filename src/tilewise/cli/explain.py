@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilewise.cli import explain_step, shapes
+from tilewise.cli import explain_decode, explain_step, shapes
 from tilewise.cli.expression import read_mask
 from tilewise.cli.output import FAILED, console, guarded, say, say_json, table
 from tilewise.core.errors import InputError
@@ -299,6 +299,7 @@ def _say_shares(work: WorkList, whose: str) -> None:
 def register(app: typer.Typer) -> None:
     """Add the command group to `app`."""
     app.callback(invoke_without_command=True)(overview)
+    app.command("decode")(explain_decode.decode)
     app.command("ladder")(climb)
     app.command("mask")(mask)
     app.command("plan")(plan)

@@ -54,7 +54,11 @@ def step(
     # pages for all of them: a step that takes pages away is not what is asked for
     num_pages = (decoding + 2) * -(-length // EngineConfig.page_size) * len(groups_of(decoder.config.windows))
     config = EngineConfig(
-        max_model_len=length, num_pages=num_pages, max_batch_tokens=max_batch_tokens, max_running=decoding + 2
+        max_model_len=length,
+        num_pages=num_pages,
+        max_batch_tokens=max_batch_tokens,
+        max_running=decoding + 2,
+        graphs=False,  # whose parts nobody sees
     )
     found = engine_steps.trace(
         Engine(decoder, config=config), decoding=decoding, context=context, prompt=prompt, steps=steps, seed=seed

@@ -18,6 +18,7 @@ TopP = Annotated[float, typer.Option(help="The smallest set of tokens with this 
 MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer at most.")]
 Seed = Annotated[int | None, typer.Option(help="The same prompt, options and seed give the same text.")]
 MaxModelLen = Annotated[int, typer.Option(help="Tokens of the whole conversation at most.")]
+Speculative = Annotated[str | None, typer.Option(help="How tokens are proposed: ngram, suffix, lookahead.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 
 
@@ -32,13 +33,14 @@ def generate(
     n: Annotated[int, typer.Option(help="Answers.")] = 1,
     max_model_len: MaxModelLen = 2048,
     dtype: Dtype = "auto",
+    speculative: Speculative = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Continue a text.
 
     Example: tilewise generate smollm2 "The capital of France is" --max-tokens 16
     """
-    llm, params_of = _llm(model, max_model_len, dtype)
+    llm, params_of = _llm(model, max_model_len, dtype, speculative)
     params = params_of(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, n=n)
     (output,) = llm.generate([prompt], params)
     if as_json:
@@ -62,12 +64,13 @@ def chat(
     seed: Seed = None,
     max_model_len: MaxModelLen = 4096,
     dtype: Dtype = "auto",
+    speculative: Speculative = None,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer; an empty line, or Ctrl-D, ends the program.
 
     Example: tilewise chat smollm2
     """
-    llm, params_of = _llm(model, max_model_len, dtype)
+    llm, params_of = _llm(model, max_model_len, dtype, speculative)
     params = params_of(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     say(llm.why())
@@ -129,13 +132,13 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
     return shown
 
 
-def _llm(model: str, max_model_len: int, dtype: str) -> tuple[Any, Any]:
+def _llm(model: str, max_model_len: int, dtype: str, speculative: str | None) -> tuple[Any, Any]:
     """(the model, the class of its parameters), after what is missing was fetched."""
     from tilewise.engine import LLM, SamplingParams
     from tilewise.engine.smollm2 import folder
 
     where: str | Path = folder(_Progress()) if model == "smollm2" else model
-    return LLM(where, max_model_len=max_model_len, dtype=dtype), SamplingParams
+    return LLM(where, max_model_len=max_model_len, dtype=dtype, speculative=speculative), SamplingParams
 
 
 class _Progress:
