@@ -167,7 +167,7 @@ class _With:
 def test_pages_follow_from_the_memory_that_is_left() -> None:
     few, many = (
         Engine(decoder("qwen3", torch.bfloat16), config=EngineConfig(memory=memory)).pages.tokens
-        for memory in (0.2, 0.4)
+        for memory in (0.5, 0.7)  # other processes of these tests have some of it
     )
     assert 0 < few < many
     torch.cuda.empty_cache()
