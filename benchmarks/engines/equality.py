@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -68,6 +68,21 @@ def sampled_lines(requests: int) -> Iterator[Line]:
     batches = sorted({1, min(8, requests), requests})
     for batch, chunk, preempted, backwards in itertools.product(batches, CHUNKS, both, both):
         yield Line("sampled", batch, chunk, 16, True, preempted, backwards)
+
+
+def covering(lines: Sequence[Line]) -> list[Line]:
+    """Some of the lines, in which each two values meet that meet in all of them."""
+
+    def pairs(line: Line) -> set[tuple[Any, ...]]:
+        return set(itertools.combinations(sorted((name, str(value)) for name, value in asdict(line).items()), 2))
+
+    found: list[Line] = []
+    left = set().union(*map(pairs, lines))
+    while left:
+        best = max(lines, key=lambda line: len(pairs(line) & left))
+        found.append(best)
+        left -= pairs(best)
+    return found
 
 
 def prompts(requests: int, vocab: int) -> list[Tokens]:

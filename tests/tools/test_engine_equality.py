@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,15 @@ def measured(tmp_path: Path, part: str, rule: str = "equal", stride: int = 31, *
     writer = Writer(ENVIRONMENT, method="m", ceilings=(None, None), results=tmp_path)
     found = case.measure(setting(**more), "tiny", part, "tilewise", rule, writer, stride=stride)
     return found, [record for _, record in read_all(tmp_path)][-1]
+
+
+@pytest.mark.parametrize("lines", [list(greedy_lines(64)), list(sampled_lines(64))], ids=["greedy", "sampled"])
+def test_some_lines_have_all_pairs_of_values(lines: list[Line]) -> None:
+    some = equality.covering(lines)
+    assert len(set(some)) == len(some) < len(lines) / 3
+    for one, other in itertools.combinations([field.name for field in dataclasses.fields(Line)], 2):
+        pairs = [{(getattr(line, one), getattr(line, other)) for line in each} for each in (some, lines)]
+        assert pairs[0] == pairs[1]
 
 
 @pytest.mark.parametrize("part", ["greedy", "sampled"])
