@@ -17,6 +17,7 @@ from tilewise.engine.decoding.draft import Draft
 from tilewise.engine.decoding.proposers.adversarial import AdversarialProposer
 from tilewise.engine.decoding.proposers.merged import MergedProposer
 from tilewise.engine.decoding.proposers.oracle import OracleProposer
+from tilewise.engine.decoding.rules import Distance, TopK, Typical
 from tilewise.engine.models.config import ModelConfig
 from tilewise.engine.models.decoder import Decoder
 from tilewise.engine.request import Sample
@@ -198,6 +199,38 @@ def test_a_draft_must_fit() -> None:
     engine = engine_of(speculative="ngram", num_pages=80)
     with pytest.raises(InputError, match="speculative: got draft; expected a method that needs no draft model"):
         engine.add([5], SamplingParams(speculative="draft"))
+
+
+@pytest.mark.parametrize("kind", ["greedy", "cool", "drawn"])
+def test_a_lossy_rule_without_reach_is_plain_decoding(kind: str) -> None:
+    """With infinite bounds nothing is accepted; of a greedy model the most likely token, plain decoding's."""
+    params = [dataclasses.replace(seeded(PARAMS[kind]), n=1)] * 3
+    want = [[each.token_ids for each in own] for own in answers(engine_of(num_pages=80), params)]
+    bounds = Typical(float("inf"), float("inf"))
+    rules: list[Any] = [bounds, TopK(1), Distance(0.0)] if kind == "greedy" else [bounds]
+    for rule in rules:
+        speculation = Speculation("ngram+suffix", rule=rule, learned=False)
+        found = answers(engine_of(num_pages=80, speculative=speculation), params)
+        assert [[each.token_ids for each in own] for own in found] == want
+        assert all(each.lossy for own in found for each in own)
+
+
+def test_a_lossy_rule_keeps_more_and_says_so() -> None:
+    params = [dataclasses.replace(PARAMS["drawn"], n=1), dataclasses.replace(PARAMS["drawn"], n=1, speculative=False)]
+    plain_ = answers(engine_of(num_pages=80), params)
+    engine = engine_of(num_pages=80, speculative=Speculation("ngram", rule=TopK(VOCAB), learned=False))
+    engine.speculators.make = lambda sample: OracleProposer([*sample.request.tokens, *range(5, 5 + COUNT)], 5)
+    lossy, other = answers(engine, params)
+    assert lossy[0].lossy
+    assert not other[0].lossy
+    assert lossy[0].token_ids[1:6] == [6, 7, 8, 9, 10]  # every token that was proposed stays
+    assert other[0].token_ids == plain_[1][0].token_ids
+    assert engine.speculators.counts.accepted == engine.speculators.counts.proposed
+    for wrong in ({"top_k": 5}, {"logprobs": 1}, {"repetition_penalty": 1.1}):
+        with pytest.raises(InputError, match="expected temperature alone under a lossy rule"):
+            engine.add([5], SamplingParams(**wrong))
+    with pytest.raises(InputError, match="rule: got 'typical'; expected Typical, TopK or Distance"):
+        Speculation("ngram", rule="typical")  # type: ignore[arg-type]
 
 
 def test_requests_choose_for_themselves() -> None:

@@ -118,7 +118,7 @@ class Engine:
             expected = f"fewer than max_model_len, {self.max_model_len}, tokens"
             raise InputError("prompt", got=f"{len(tokens)} tokens", expected=expected, hint=hint)
         params.check_vocabulary(self.decoder.config.vocab_size)
-        self.speculators.check(params.speculative)
+        self.speculators.check(params)
         name = secrets.token_hex(8) if request_id is None else request_id
         if name in self._requests:
             raise InputError(
@@ -260,8 +260,7 @@ class Engine:
 
     def _wrote(self, each: Work, end: int) -> None:
         """Note that keys and values are there up to position `end`: later launches find them."""
-        size = self.pages.page_size
-        if each.start // size < end // size:
+        if each.start // self.pages.page_size < end // self.pages.page_size:
             self._remember(each.sample, end)
             self.pages.drop_unseen(each.slot, min(end, len(each.sample.tokens) - 1))
 
@@ -307,9 +306,10 @@ class Engine:
                 if each.tree is not None:
                     self.scheduler.settle(each, len(path) - 1)
                 try:
-                    for node in path:
+                    came = [*(each.tree.tokens[node] for node in path[1:] if each.tree), tokens[row + path[-1]]]
+                    for node, token in zip(path, came, strict=True):
                         if each.sample.state is not State.FINISHED:  # by the token before
-                            self._give(each.sample, tokens[row + node], step.given, row + node)
+                            self._give(each.sample, token, step.given, row + node)
                 except BaseException:
                     self._take_back(each.sample, known)
                     raise

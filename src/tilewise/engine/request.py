@@ -53,6 +53,7 @@ class Completion:
         seed: with which it was sampled.
         logprobs: one for each token, if asked for.
         error: what went wrong where the reason is "error".
+        lossy: whether proposed tokens were kept that plain decoding would not give (`Speculation.rule`).
 
     Example:
         >>> answer = tw.engine.Completion(0, " Paris.", [7042, 30], "stop", None, seed=7, logprobs=None)
@@ -68,6 +69,7 @@ class Completion:
     seed: int
     logprobs: list[Logprob] | None
     error: str | None = None
+    lossy: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Sample:
     stop_reason: str | int | None = None
     error: str | None = None
     logprobs: list[Logprob] = field(default_factory=list)
+    lossy: bool = False  # whether it has tokens that a lossy rule has kept
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -171,6 +174,7 @@ class Sample:
             self.seed,
             list(self.logprobs) if params.logprobs is not None else None,
             self.error,
+            self.lossy,
         )
 
 

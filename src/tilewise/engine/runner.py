@@ -11,7 +11,7 @@ import torch
 
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.decoding.tree_step import Planted, PlantedBatch, is_chain, visible
-from tilewise.engine.decoding.verify import walk
+from tilewise.engine.decoding.verify import Verified, walk
 from tilewise.engine.forward import Forward, Tokens
 from tilewise.engine.graphs import StepGraphs
 from tilewise.engine.models.decoder import Decoder
@@ -19,7 +19,7 @@ from tilewise.engine.pages import Growth, Pages
 from tilewise.engine.request import Logprob, Sample
 from tilewise.engine.scheduler import Work
 from tilewise.engine.slot_params import SlotParams
-from tilewise.kv.transfer import send_lists
+from tilewise.kv.transfer import send, send_lists
 from tilewise.layouts import Paged
 from tilewise.ops.sampling import sample as choose
 
@@ -186,11 +186,27 @@ class Runner:
         found = self._chosen(logits, picks.samples, picks.counts, slots, picks.lengths, self._paths(picks))
         plain = picks.plain.long()
         self._tokens[slots[plain], picks.lengths[plain].long()] = found.tokens[plain].clamp(min=0).int()
-        verified = walk(trees.batch, found.tokens[picks.nodes.long()])
+        verified = self._verified(batch, picks, trees, found.tokens, logits)
         trees.write(verified, self._tokens)
         if _branching(batch.work):
             self.pages.move(*trees.moves(verified))
         return found._replace(nodes=trees.nodes(verified))
+
+    def _verified(
+        self, batch: _Batch, picks: _Picks, trees: PlantedBatch, tokens: torch.Tensor, logits: torch.Tensor
+    ) -> Verified:
+        """Which nodes are accepted, by the rule of their requests: an engine has but one beside the walk."""
+        nodes = picks.nodes.long()
+        exact = walk(trees.batch, tokens[nodes])
+        rules = [each.rule for each in batch.work if each.tree is not None]
+        rule = next((each for each in rules if each is not None), None)
+        if rule is None:
+            return exact
+        lossy = rule(trees.batch, tokens[nodes], self._params.probabilities(logits[nodes], picks.slots[nodes].long()))
+        marked = send([each is not None for each in rules], torch.bool, self._device)
+        return Verified(*(
+            torch.where(marked if x.ndim == 1 else marked[:, None], x, y) for x, y in zip(lossy, exact, strict=True)
+        ))  # fmt: skip
 
     def _given(
         self, logits: torch.Tensor, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tilewise.engine.config import EngineConfig
+from tilewise.engine.decoding.rules import Rule
 from tilewise.engine.decoding.speculators import Speculators
 from tilewise.engine.decoding.tree import TokenTree
 from tilewise.engine.pages import Pages
@@ -31,6 +32,7 @@ class Work:
     samples: bool
     turn: int
     tree: TokenTree | None = None
+    rule: Rule | None = None
 
 
 class Scheduler:
@@ -178,7 +180,9 @@ class Scheduler:
         sample.computed += count
         samples = tree is not None or sample.computed == sample.launched
         sample.launched += samples
-        return Work(sample, sample.slot, start, count, samples, sample.turn, tree)
+        rule = None if tree is None else self._speculators.rule(sample)
+        sample.lossy |= rule is not None
+        return Work(sample, sample.slot, start, count, samples, sample.turn, tree, rule)
 
     def _make_room(self, sample: Sample, count: int) -> bool:
         """Whether there are pages for so many more tokens of a sample, after others lost theirs if need be."""

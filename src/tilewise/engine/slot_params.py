@@ -95,6 +95,13 @@ class SlotParams:
                 found[name] = numbers[:, _NUMBERS.index(name)].contiguous()
         return found | ({"top_k": self._top_k[slots]} if kind.top_k else {})
 
+    def probabilities(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Of tokens, (rows, vocab_size), by the temperature alone of the rows' slots, int64 (rows,)."""
+        temperature = self._numbers[slots][:, :1]
+        sharp = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+        soft = torch.softmax(logits / torch.where(temperature > 0, temperature, 1.0), -1)
+        return torch.where(temperature > 0, soft, sharp)
+
     def of(
         self, samples: Sequence[Sample], counts: Sequence[int], slots: torch.Tensor, lengths: torch.Tensor,
         proposed: tuple[torch.Tensor, ...] | None = None,

@@ -14,6 +14,7 @@ from tilewise.engine.decoding.proposers.draft import DraftProposer
 from tilewise.engine.decoding.proposers.lookahead import LookaheadProposer
 from tilewise.engine.decoding.proposers.ngram import NgramProposer
 from tilewise.engine.decoding.proposers.suffix import SharedSuffixes, SuffixProposer
+from tilewise.engine.decoding.rules import Distance, Rule, TopK, Typical
 from tilewise.engine.decoding.tree import WORD
 from tilewise.kv.arguments import check_count
 
@@ -28,12 +29,14 @@ _OF_THE_ENGINE = ("shared",)  # arguments of proposers that the engine gives
 class Speculation:
     """How an engine proposes tokens, which one step of the model then verifies together.
 
-    Tokens are those of plain decoding, whatever is proposed.
+    Tokens are those of plain decoding, whatever is proposed, unless a `rule` says otherwise.
 
     Args:
         method: "ngram", "suffix", "lookahead" or "draft"; several joined by "+" propose one tree together.
         options: arguments of the method's proposer, by name; of several methods a mapping for each, by method.
         draft: for "draft", a smaller model of the same vocabulary: a folder, "smollm2", "random:NAME", or a decoder.
+        rule: which proposed tokens stay: None those of plain decoding; `Typical`, `TopK` or `Distance` of
+            `tilewise.engine.decoding.rules` more of them, so that answers differ, and say so (`Completion.lossy`).
         nodes: proposed tokens of a request in a step at most, 1 to 63.
         learned: whether the number of proposed tokens follows from measured times of steps, none where they do not pay;
             if False all are computed.
@@ -53,6 +56,7 @@ class Speculation:
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
     draft: Any = None
+    rule: Rule | None = None
     nodes: int = 15
     learned: bool = True
 
@@ -63,6 +67,9 @@ class Speculation:
             hint = "a step verifies few tokens at the price of one"
             raise InputError("nodes", got=self.nodes, expected=f"at most {MOST_NODES}", hint=hint)
         check_flags(learned=self.learned)
+        if self.rule is not None and not isinstance(self.rule, (Typical, TopK, Distance)):
+            hint = "None keeps plain decoding's tokens"
+            raise InputError("rule", got=shown(self.rule), expected="Typical, TopK or Distance", hint=hint)
         if not isinstance(self.options, Mapping):
             raise InputError("options", got=shown(self.options), expected="a mapping", hint='{"longest": 3}')
         if len(self.methods) > 1:
@@ -79,6 +86,11 @@ class Speculation:
             hint = 'Speculation("draft", draft="path/to/folder")'
             raise InputError("draft", got=got, expected='one for the method "draft", and only then', hint=hint)
         self.parts()  # their values are checked now
+
+    @property
+    def lossy(self) -> bool:
+        """Whether answers may differ from plain decoding's."""
+        return self.rule is not None
 
     @property
     def methods(self) -> tuple[str, ...]:

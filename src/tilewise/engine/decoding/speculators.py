@@ -14,7 +14,9 @@ from tilewise.engine.decoding.proposers.base import Proposer
 from tilewise.engine.decoding.proposers.draft import DraftProposer
 from tilewise.engine.decoding.proposers.merged import MergedProposer
 from tilewise.engine.decoding.proposers.suffix import SharedSuffixes
+from tilewise.engine.decoding.rules import Rule
 from tilewise.engine.decoding.tree import TokenTree
+from tilewise.engine.params import SamplingParams
 from tilewise.engine.request import Sample
 
 
@@ -107,12 +109,27 @@ class Speculators:
         self.draft: Models | None = None
         self.make: Callable[[Sample], Proposer] | None = None
 
-    def check(self, asked: str | bool | None) -> None:
-        """Raise InputError where a request asks for a draft model that the engine has not."""
+    def check(self, params: SamplingParams) -> None:
+        """Raise InputError where a request asks for a draft model that the engine has not, or for what a lossy rule
+        does not know.
+        """
+        asked = params.speculative
+        if asked is None and self._speculation is not None and self._speculation.lossy:
+            others = ("top_k", "top_p", "min_p", "logprobs")
+            used = [name for name in others if getattr(params, name) != getattr(SamplingParams, name)]
+            used += ["penalties, biases, bad or allowed tokens"] * params.changes_logits
+            if used:
+                hint = "speculative=False, or a Speculation without rule"
+                raise InputError("params", got=used[0], expected="temperature alone under a lossy rule", hint=hint)
         has = self._speculation is not None and self._speculation.draft is not None
         if isinstance(asked, str) and "draft" in asked.split("+") and not has:
             hint = 'EngineConfig(speculative=Speculation("draft", draft="path/to/folder"))'
             raise InputError("speculative", got=asked, expected="a method that needs no draft model", hint=hint)
+
+    def rule(self, sample: Sample) -> Rule | None:
+        """What decides which proposed tokens of a sample stay; None is plain decoding."""
+        speculation = self._speculation_of(sample)
+        return None if speculation is None else speculation.rule
 
     def wants(self, sample: Sample) -> bool:
         """Whether tokens are proposed for a sample."""
