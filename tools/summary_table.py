@@ -46,8 +46,8 @@ def headline(results: Path = RESULTS) -> str:
     when = speed_table.dates(r for question in quoted for _, row in tables[question] for r in row.values())
     when = re.sub(r"^(\d+-\d+-)(\d+) to \1", r"\1\2 to -", when)  # a month that both days are in, once
     text = (
-        f"* **Fast on Hopper**, measured {when}: {dense[0]} the fastest of cuDNN and FlashAttention-2 and -4 (backward "
-        f"{dense[1]}), {formulas[0]} compiled FlexAttention, `Sage2()` {gain} our exact at {long}, {loss} at "
+        f"* **Fast on Hopper**, measured {when}: {dense[0]} the fastest of cuDNN, FlashAttention-2 and -4 (backward "
+        f"{dense[1]}), {formulas[0]} compiled FlexAttention, `Sage2()` {gain} exact attention at {long}, {loss} at "
         f"{short.removesuffix(' tokens')}."
     )
     return textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)

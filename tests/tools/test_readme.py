@@ -228,7 +228,7 @@ def test_the_summary_has_the_lowest_and_the_highest_speedup(tmp_path: Path) -> N
     said = " ".join(summary_table.headline(tmp_path).split())
     assert "measured 2026-02-01 to -03: 0.50–1.50×" in said
     assert "0.50–1.50× the fastest of cuDNN" in said
-    assert "`Sage2()` 1.50× our exact at 4,096 tokens, 0.50× at 512." in said
+    assert "`Sage2()` 1.50× exact attention at 4,096 tokens, 0.50× at 512." in said
 
 
 def test_the_table_of_serving_has_rates_beside_peers_and_what_is_gained(tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ class LLM:
         engine = self.engine
         config, pool, weights = engine.decoder.config, engine.pages.pool, engine.decoder.bytes / 2**20
         groups = ", ".join(
-            f"{len(group.layers)} layers of {'all keys' if group.window is None else f'a window of {group.window:,}'}"
+            f"{len(group.layers)} layers with "
+            + ("full attention" if group.window is None else f"a window of {group.window:,}")
             for group in engine.pages.groups
         )
         dtype = str(engine.decoder.dtype).removeprefix("torch.")
