@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from tilewise.core.errors import InputError
+from tilewise.engine.decoding.tree import TreeBuilder
+from tilewise.engine.decoding.verify import walk_reference
 from tilewise.explain import guesses
 from tilewise.explain.guesses.table_model import Output, TableModel, chain_forwards, plain, uniforms, verify
 from tilewise.explain.guesses.words import Scene, forget, spelled
@@ -201,6 +203,25 @@ def test_equal_beginnings_share_rows_and_a_forward_is_one() -> None:
     assert (found.tokens, target.forwards, target.rows) == (text, 1, 1 + 4 + 2)
     assert found.state == target.state([*PROMPT, *text[:3]])
     assert found.beside == [random_model(0).forward([each])[0].token for each in ([1, 2], [3])]
+
+
+def test_the_engine_accepts_the_same_guesses() -> None:
+    random, longest = np.random.default_rng(0), 0
+    for _ in range(40):
+        target, tree = random_model(0), TreeBuilder(PROMPT[-1])
+        right = plain(target, PROMPT, 4)
+        guess = [[token if random.random() < 0.7 else int(random.integers(5)) for token in right] for _ in range(3)]
+        chosen = [target.forward([PROMPT])[0].token]
+        for each in guess:
+            node = 0
+            for n, token in enumerate(each, 1):
+                node = tree.add(node, token)
+                chosen += [target.forward([[*PROMPT, *each[:n]]])[0].token] * (len(tree) - len(chosen))
+        found = verify(target, PROMPT, guess)
+        assert target.rows - target.forwards + 1 == len(tree)
+        assert walk_reference(tree.tree(), chosen)[1] == found.tokens
+        longest = max(longest, len(found.tokens))
+    assert longest == 5
 
 
 def test_several_drafts_reach_as_far_as_the_best_one() -> None:
