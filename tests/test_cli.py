@@ -262,6 +262,21 @@ def test_explain_ladder_refuses(arguments: tuple[str, ...]) -> None:
     refusal("explain", "ladder", *arguments)
 
 
+def test_explain_lists_methods_of_guessing_and_runs_one() -> None:
+    from tilewise.explain.guesses import ORDER, play
+
+    listing = call("explain")
+    assert all(name in listing for name in ORDER)
+    table = call("explain", "guesses", "--count", "5").splitlines()
+    assert len(table) == 2 + len(ORDER)
+    assert "WRONG" not in "".join(table)
+    (found,) = data("explain", "guesses", "prompt_copy", "--words", "6", "--seed", "3")
+    assert found["forwards"] == found["predicted"] == play("prompt_copy", words=6, seed=3).forwards
+    assert "def copied(" in call("explain", "guesses", "prompt_copy", "--source")
+    assert "method" in refusal("explain", "guesses", "copying")
+    refusal("explain", "guesses", "--letters", "2")
+
+
 def test_explain_mask_draws_tiles_in_text_and_in_a_file(tmp_path: Path) -> None:
     out = tmp_path / "mask.svg"
     text = call("explain", "mask", "--mask", "causal", "--seqlen", "256", "--out", str(out))

@@ -29,7 +29,7 @@ def build(*, rich: bool) -> typer.Typer:
     group = typer.Typer(**options)  # type: ignore[arg-type]
     explain.register(group)
     made.add_typer(
-        group, name="explain", short_help="Count the memory traffic of small programs; draw masks and plans."
+        group, name="explain", short_help="Small programs that count traffic or forwards; pictures of masks and plans."
     )
     timed = typer.Typer(**options)  # type: ignore[arg-type]
     bench.register(timed)

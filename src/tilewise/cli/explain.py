@@ -1,4 +1,4 @@
-"""`tilewise explain`: small programs that count their memory traffic, and pictures of masks, divided work and steps."""
+"""`tilewise explain`: small programs that count traffic or forwards, and pictures of masks, divided work and steps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from tilewise.cli import explain_decode, explain_step, shapes
+from tilewise.cli import explain_decode, explain_guesses, explain_step, shapes
 from tilewise.cli.expression import read_mask
 from tilewise.cli.output import FAILED, console, guarded, say, say_json, table
 from tilewise.core.errors import InputError
-from tilewise.explain import ladder
+from tilewise.explain import guesses, ladder
 from tilewise.explain import traffic as closed_forms
 from tilewise.explain.ladder import ORDER, Report
 from tilewise.formula.sizes import made_for
@@ -24,20 +24,22 @@ PREFIX_ROWS = 64  # of a tile of a prefix that requests share, as for head dimen
 GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 
 
-def _title(name: str) -> str:
-    return str(ladder.rung(name).__doc__).splitlines()[0].rstrip(".")
+def _title(module: Any) -> str:
+    return str(module.__doc__).splitlines()[0].rstrip(".")
 
 
 @guarded
 def overview(context: typer.Context) -> None:
-    """Ten small programs that count their memory traffic; whole algorithms, masks and an engine's steps as pictures.
+    """Small programs that count memory traffic or forwards; whole algorithms, masks and an engine's steps as pictures.
 
-    Without a command: list the rungs of the ladder.
+    Without a command: list the rungs of the ladder, and the methods of guessing tokens.
     """
     if context.invoked_subcommand is None:
-        table(
-            "the ladder (tilewise explain ladder NAME runs one)", ("rung", ""), [(n, _title(n)) for n in ORDER], left=2
-        )
+        rungs = [(name, _title(ladder.rung(name))) for name in ORDER]
+        table("the ladder (tilewise explain ladder NAME runs one)", ("rung", ""), rungs, left=2)
+        say("")
+        methods = [(name, _title(guesses.method(name))) for name in guesses.ORDER]
+        table("guess, then check (tilewise explain guesses NAME runs one)", ("method", ""), methods, left=2)
 
 
 @guarded
@@ -300,6 +302,7 @@ def register(app: typer.Typer) -> None:
     """Add the command group to `app`."""
     app.callback(invoke_without_command=True)(overview)
     app.command("decode")(explain_decode.decode)
+    app.command("guesses")(explain_guesses.guess)
     app.command("ladder")(climb)
     app.command("mask")(mask)
     app.command("plan")(plan)

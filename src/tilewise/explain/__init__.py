@@ -1,6 +1,7 @@
 """What attention costs and why. No package that computes imports this one.
 
 - `ladder`: ten small programs from a naive matrix product to split-KV decoding, each counting its own traffic.
+- `guesses`: eight methods that guess tokens and check them in one forward, each counting forwards of the target.
 - `roofline`: operations, bytes, bound and floor time of a problem on a GPU.
 - `operators`: the bytes that PyTorch's operators move, counted as they run.
 - `neighbours`: fused layers, tilewise's and PyTorch's, and the fewest bytes that they move.
